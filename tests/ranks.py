@@ -1,0 +1,79 @@
+"""Real ranks for tests: ``on_ranks(world, body, *args)`` runs ``body`` on forked gloo processes.
+
+The parent imports torch and computes nothing (threads do not survive a fork). A rank that raises ends the
+others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run ``body(*args)`` on ``world`` ranks of one gloo group; its picklable results, in rank order."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                failed, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankError(f"rank {rank} died without a word") from None
+            if failed:
+                raise RankError(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(rank: int, world: int, folder: str, timeout: float, sender: Any, body: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        sender.send((False, body(*args)))
+    except BaseException:
+        sender.send((True, traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
