@@ -54,7 +54,9 @@ class Journal:
 
     def compare(self, key: str) -> str:
         """What the ranks did last, side by side, as far as they answer; for an error message."""
-        self._store.set(f"{key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}")
+        self._store.set(
+            f"{key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}"
+        )
         lines = []
         for rank in range(self._world):
             try:

@@ -18,7 +18,10 @@ Initialize = "Callable[[nn.Module], None]"
 
 @torch.no_grad()
 def materialize(
-    owned: Iterable[OwnedParameter], model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+    owned: Iterable[OwnedParameter],
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], Any] | None,
 ) -> None:
     """Allocate and initialise every module that owns one of the parameters on the meta device.
 

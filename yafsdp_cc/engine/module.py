@@ -50,6 +50,7 @@ class ShardedModule(FSDPModule):
             ValueError: called on a module inside the sharded model, or with ``recurse=False``: the engine
                 synchronises all units together.
         """
+        assert isinstance(self, nn.Module)
         root = root_of(self)
         if not recurse or getattr(self, _ENGINE, None) is not root:
             raise ValueError(
@@ -113,7 +114,10 @@ def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         entry = entries.pop()
-        return output if entry is None else engine.leave(entry, output)
+        if entry is None:
+            root.interrupted = True
+            return output
+        return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
     module.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True, with_kwargs=True)

@@ -81,7 +81,7 @@ class Reduce:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the ``total`` of one buffer must run before the ``send`` of the next; a stream keeps that order itself."""
+        """Whether the ``total`` of a buffer must run before the next ``send``; a stream keeps that order itself."""
         return not self._streams
 
     @property
