@@ -107,52 +107,57 @@ def _admit(func: Any, cut: Cut, value: Any) -> Any:
     return value
 
 
-def _wrapped(func: Any, result: Any, cut: Cut) -> Any:
-    if isinstance(result, torch.Tensor):
-        if result.shape != cut.local_shape:
-            _refuse(func, cut)
-        return wrap(result, cut)
+def _wrapped(result: Any, cut: Cut) -> Any:
     if isinstance(result, (list, tuple)):
-        return type(result)(_wrapped(func, x, cut) for x in result)
-    return result
+        return type(result)(wrap(x, cut) for x in result)
+    return wrap(result, cut)
 
 
 def _elementwise(func: Any) -> Handler:
-    arguments = func._schema.arguments
-    if arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
+    written = [argument.name for argument in func._schema.arguments if _is_written(argument)]
+    if written and written[0] == func._schema.arguments[0].name:
         return _elementwise_in_place(func)
-    outs = [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    op = func._op
 
     def out_of_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cuts = [x._cut for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
         # The largest, for a number that is itself a (replicated) parameter may come first.
-        cut = cuts[0] if len(cuts) == 1 else max(cuts, key=lambda cut: (cut.numel, len(cut.shape)))
-        if any(type(kwargs[name]) is not FlatDTensor for name in outs):
+        cut = cuts[0] if len(cuts) == 1 else max(cuts, key=_extent)
+        outs = tuple(kwargs[name] for name in written)
+        if any(type(out) is not FlatDTensor for out in outs):
             _refuse(func, cut, what=" into a plain tensor")
-        result = func(*[_admit(func, cut, x) for x in args], **{key: _admit(func, cut, x) for key, x in kwargs.items()})
+        locals_ = [x._local_tensor if type(x) is FlatDTensor and x._cut is cut else _admit(func, cut, x) for x in args]
+        result = op(*locals_, **(kwargs and {key: _admit(func, cut, x) for key, x in kwargs.items()}))
         if not outs:
-            return _wrapped(func, result, cut)
-        _grown([kwargs[name]._local_tensor for name in outs])
-        return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[name] for name in outs)
+            return _wrapped(result, cut)
+        _grown([out._local_tensor for out in outs])
+        return outs[0] if len(outs) == 1 else outs
 
     return out_of_place
 
 
 def _elementwise_in_place(func: Any) -> Handler:
+    op = func._op
+
     def in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
         if type(target) is not FlatDTensor:
             _refuse(func, _first_cut((*args, *kwargs.values())), what=" into a plain tensor")
         cut, local = target._cut, target._local_tensor
-        func(
-            local,
-            *[x._local_tensor if type(x) is FlatDTensor and x._cut is cut else _admit(func, cut, x) for x in args[1:]],
-            **(kwargs and {key: _admit(func, cut, x) for key, x in kwargs.items()}),
-        )
+        locals_ = [x._local_tensor if type(x) is FlatDTensor and x._cut is cut else _admit(func, cut, x) for x in args]
+        op(*locals_, **(kwargs and {key: _admit(func, cut, x) for key, x in kwargs.items()}))
         _grown((local,))
         return target
 
     return in_place
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _extent(cut: Cut) -> tuple[int, int]:
+    return cut.numel, len(cut.shape)
 
 
 # Lists of tensors, as foreach and fused optimizers use them
@@ -161,9 +166,8 @@ def _elementwise_in_place(func: Any) -> Handler:
 def _lists(func: Any) -> Handler:
     """Element by element, at each place of the lists by itself."""
     arguments = func._schema.arguments
-    written = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    per_list = {argument.name for argument in arguments if argument.name == "scalars"}
-    names = [argument.name for argument in arguments]
+    written = [i for i, argument in enumerate(arguments) if _is_written(argument)]
+    op = func._op
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         columns = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
@@ -175,23 +179,23 @@ def _lists(func: Any) -> Handler:
                     x._local_tensor if type(x) is FlatDTensor and x._cut is cut else _admit_at(func, cut, x)
                     for x, cut in zip(value, cuts, strict=True)
                 ]
+            # "scalars" is a tensor that holds one number for each place of the lists.
             if (
                 not isinstance(value, torch.Tensor)
-                or name in per_list
-                or (type(value) is torch.Tensor and not value.dim())
+                or name == "scalars"
+                or (type(value) is torch.Tensor and not value.ndim)
             ):
                 return value
-            cut = min(cuts, key=lambda cut: -1 if cut is None else len(cut.shape))
-            return _admit_at(func, cut, value)
+            narrowest = min(cuts, key=lambda cut: -1 if cut is None else len(cut.shape))
+            return _admit_at(func, narrowest, value)
 
-        locals_ = [local(name, value) for name, value in zip(names, args, strict=False)]
-        result = func(*locals_, **{name: local(name, value) for name, value in kwargs.items()})
+        locals_ = [local(argument.name, value) for argument, value in zip(arguments, args, strict=False)]
+        result = op(*locals_, **{name: local(name, value) for name, value in kwargs.items()})
         for i in written:
-            if i < len(locals_) and locals_[i]:
-                _grown(locals_[i])
+            _grown(locals_[i])
         if not result:
             return result
-        return [x if cut is None else _wrapped(func, x, cut) for x, cut in zip(result, cuts, strict=True)]
+        return [x if cut is None else wrap(x, cut) for x, cut in zip(result, cuts, strict=True)]
 
     return handle
 
@@ -212,7 +216,7 @@ def _cuts_of(columns: list[Any], in_place: bool) -> list[Cut | None]:
         return cuts
     for i, row in enumerate(zip(*columns, strict=True)):
         found = [x._cut for x in row if type(x) is FlatDTensor]
-        cuts[i] = max(found, key=lambda cut: (cut.numel, len(cut.shape)), default=None)
+        cuts[i] = max(found, key=_extent, default=None)
     return cuts
 
 
@@ -362,7 +366,9 @@ def _extreme(kind: Kind, whole: torch.dtype | None = None) -> Callable[[Any], Ha
             tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
             one = aten.max.default if func is aten._foreach_max.default else func
             flats = [x for x in tensors if type(x) is FlatDTensor]
-            lazy = iter(reduced(flats, kind, lambda xs: [one(x) for x in xs], [whole or x.dtype for x in flats]))
+            lazy = iter(
+                reduced(flats, kind, lambda xs: [one(x).double() for x in xs], [whole or x.dtype for x in flats])
+            )
             found = [next(lazy) if type(x) is FlatDTensor else one(x) for x in tensors]
             return found[0] if tensors is not args[0] else found
 
