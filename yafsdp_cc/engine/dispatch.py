@@ -378,14 +378,14 @@ def _extreme(kind: Kind, whole: torch.dtype | None = None) -> Callable[[Any], Ha
 
 
 def _equal(func: Any) -> Handler:
-    """Whether two tensors cut alike hold the same, on every rank: one all-reduce, unless their shapes say no."""
+    """``equal`` and ``allclose`` of tensors cut alike, the same answer on every rank: one all-reduce."""
 
     def equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        one, other = args
+        one, other, *rest = args
         cut = _first_cut(args)
-        if one.shape != other.shape:
+        if func is aten.equal.default and one.shape != other.shape:
             return False
-        ours = func(_admit(func, cut, one), _admit(func, cut, other))
+        ours = func(_admit(func, cut, one), _admit(func, cut, other), *rest, **kwargs)
         differs = torch.tensor(float(not ours), device=one.device)
         dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=cut.mesh.get_group())
         return not differs.item()
@@ -437,7 +437,7 @@ _BY_NAME: dict[str, Callable[[Any], Handler]] = {
     "index_put_": _assign_where,
     "_foreach_norm": _norms,
     "_foreach_max": _extreme(MAX),
-    "equal": _equal,
+    **dict.fromkeys(("equal", "allclose"), _equal),
     "_local_scalar_dense": _number,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
