@@ -144,6 +144,22 @@ def test_the_whole_tensor_comes_back(world):
     on_ranks(world, odd_shapes)
 
 
+def in_the_middle_of_a_buffer():
+    buffer = torch.arange(64.0)
+    cut = Cut("w", torch.Size([3, 4]), mesh_of_all(), (0, 12))
+    flat = nn.Parameter(flat_dtensor(buffer[32:44], cut))
+    assert flat.data_ptr() == 0  # As other DTensors: a number that is no address would be taken for one.
+    assert flat.storage_offset() == 0
+    with torch.no_grad():
+        flat.mul_(2.0)
+    assert buffer[32:44].equal(2 * torch.arange(32.0, 44.0))
+    assert copy.deepcopy(flat).full_tensor().equal(buffer[32:44].view(3, 4))
+
+
+def test_a_view_into_a_buffer():
+    on_ranks(1, in_the_middle_of_a_buffer)
+
+
 def bad_cuts():
     mesh = mesh_of_all()
     for bounds in [(0, 3), (0, 4, 4, 4), (1, 2, 4), (0, 5, 4)]:
@@ -599,6 +615,20 @@ def loaded_into_fsdp2(folder):
     before = {name: value.full_tensor() for name, value in model.state_dict().items()}
     dcp.load(state := model.state_dict(), checkpoint_id=folder)
     assert all(state[name].full_tensor().equal(whole + 1) for name, whole in before.items())
+
+
+def saved_in_the_background(folder):
+    mesh = mesh_of_all()
+    buffer = torch.cat([torch.randn(5), wholes()[0].reshape(-1)])
+    state = {"w0": flat_dtensor(buffer[5:], Cut("w0", torch.Size([12, 9]), mesh, (0, 108)))}
+    dcp.async_save(state, checkpoint_id=folder).result()
+    state["w0"].zero_()
+    dcp.load(state, checkpoint_id=folder)
+    assert state["w0"].full_tensor().equal(wholes()[0])
+
+
+def test_a_checkpoint_saved_in_the_background(tmp_path):
+    on_ranks(1, saved_in_the_background, tmp_path)
 
 
 def test_checkpoints_travel_between_worlds_and_cuts(tmp_path):

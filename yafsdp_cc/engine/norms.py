@@ -99,7 +99,6 @@ class LazyNorm(DTensor):
     the plain value and answers with a plain tensor. So every rank has to do the same things with it.
     """
 
-    __slots__ = ("_shares", "_value")
     _shares: Shares
     _value: torch.Tensor | None
 
