@@ -59,7 +59,7 @@ class Passage:
         """Make the root gate over ``tensors`` and the small group's parameters; the gated tensors."""
         self.trained, leaves = self.root.small.trained()
         self.root.small.show()
-        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)
+        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)  # type: ignore[no-untyped-call]
         for piece, view in zip(self.trained, gated[len(tensors) :], strict=True):
             piece.show(view)
         return list(gated[: len(tensors)])
@@ -168,7 +168,7 @@ class Call:
         slot = self.weights.slot
         if self.unit.read_in_backward and (slot.fills != self.fills or not self.unit.holds(slot)):
             raise RuntimeError(
-                f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its weights "
-                "were gone: its forward hands out tensors in an object that cannot be looked into, or keeps them "
-                "aside. Return them in a tuple, list, dict or dataclass, or register the class with torch.utils._pytree"
+                f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its "
+                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
+                "them aside. Return them in a tuple, list, dict or dataclass, or register the class with torch.utils._pytree"
             )

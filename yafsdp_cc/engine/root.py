@@ -93,7 +93,7 @@ class Root:
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._task = -1
-        """The backward under way, or −1."""
+        """The backward under way, or -1."""
         self._running = False
         """A forward or a backward has begun and not ended."""
         self.interrupted = False
@@ -227,7 +227,7 @@ class Root:
         return passage is not None and unit in passage.ungated and unit not in passage.pending
 
     def gradient_slot(self, unit: Unit) -> Slot:
-        """Where the unit's gradients are written; a slot of its own if they do not fit in the ring's (unfrozen later)."""
+        """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
         size = gradient_bytes(unit.training)
         ring = self.gradient_rings.get(unit.role)
         if ring is not None and size <= ring.slots[0].buffer.numel():

@@ -164,7 +164,7 @@ class SmallGroup:
         return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
 
     def land(self, divisor: int, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
-        """Add the summed gradients, over ``divisor``, to ``.grad``; for each piece, whether this rank had written it."""
+        """Add the summed gradients over ``divisor`` to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0
         for block in self.blocks:

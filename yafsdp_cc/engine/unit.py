@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling.spans import Handle
 
 _graph_task = torch._C._current_graph_task_id
-"""The backward under way in this thread, or −1."""
+"""The backward under way in this thread, or -1."""
 
 
 class Unit:
@@ -117,12 +117,12 @@ class Unit:
 
         def gate(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
-            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)
+            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
             return list(gated)
 
         args, kwargs = gate_tensors(gate, args, kwargs)
         shown = [
-            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view
+            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view  # type: ignore[no-untyped-call]
             for piece, view in zip(self.pieces, call.weights.views, strict=True)
         ]
         call.enrol()
