@@ -1,27 +1,33 @@
 """A model whose forward is read from a program, and the generator of random programs: what order fuzzing runs.
 
-A program is a tuple of ops, each a tuple of a name and its operands; a body is a program again. It is plain data, the same on
-every rank, and prints as the Python that builds it, so a failing one can be pasted back.
+A program is a tuple of ops, each a tuple of a name and its operands; a body is a program again. It is plain data, the
+same on every rank, and prints as the Python that builds it, so a failing one can be pasted back.
 
-    ("call", u)              run unit u                      ("no_grad", body)     add what a body gives without gradients
-    ("nest", u, body)        run a body inside unit u        ("detach", body)      ... from an input without gradients
-    ("aside", u)             run unit u, drop its output     ("cut",)              nothing before this gets a gradient
-    ("some", u, ranks)       unit u; only these ranks use    ("checkpoint", body)  non-reentrant activation checkpoint
-                             its optional parameter          ("fail",)             raise in forward, on all ranks
-    ("fail_backward",)       raise in backward, on all ranks
+    ("call", u)           run unit u
+    ("nest", u, body)     run a body inside unit u
+    ("aside", u)          run unit u, drop its output
+    ("some", u, ranks)    run unit u; only these ranks use its optional parameter
+    ("no_grad", body)     add what a body gives without gradients
+    ("detach", body)      add what a body gives from an input without gradients
+    ("cut",)              nothing before this gets a gradient
+    ("checkpoint", body)  non-reentrant activation checkpoint
+    ("fail",)             raise in forward, on all ranks
+    ("fail_backward",)    raise in backward, on all ranks
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    import random
 
 Program = tuple[Any, ...]
 Inner = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Small models with their batches and losses: the cases the engine is tried on. No dropout, nothing random in forward."""
+"""Small models with their batches and losses: what the engine is tried on. No dropout, nothing random in forward."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
         pipes, processes = [], []
         for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True
+            )
             process.start()
             sender.close()
             pipes.append(receiver)

@@ -28,7 +28,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[float, Grad
 
 
 def mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum over ranks 0, 1, ... in fp32, then times 1/N. A rank without a gradient counts as zero, unless all are."""
+    """The sum over ranks 0, 1, ... in fp32, times 1/N. A rank without a gradient counts as zero, unless all are."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
         return None

@@ -1,16 +1,17 @@
 """Order fuzzing: random programs under random delays per rank. Never a wrong number, an assert or a hang.
 
-Every program is run twice in lockstep: by the engine, and by the plain model on the same inputs in the same rank, whose
-gradients are then summed over ranks in rank order. Outputs must be equal bit for bit; so must gradients wherever one backward
-adds one contribution to a parameter, else they agree to fp32 rounding.
+Every program is run twice in lockstep: by the engine, and by the plain model on the same inputs in the same rank,
+whose gradients are then summed over ranks in rank order. Outputs must be equal bit for bit; so must gradients wherever
+one backward adds one contribution to a parameter, else they agree to fp32 rounding.
 
     make soak                                          hundreds of programs
     YAFSDP_SOAK=1000-1999 pytest tests/test_order.py   these seeds
     pytest tests/test_order.py -k 'program[17]'        this one again
 
-Actions, beside the ops of ``maze``: ``forward`` keeps graph k; ``backward`` runs graphs together, and keeps them when told;
-``inputs`` asks for the gradient of a graph's input alone; ``evaluate`` runs without a graph; ``sync`` is
-``set_requires_gradient_sync``; ``broken`` raises somewhere; ``check``, ``step``, ``zero`` and ``freeze`` are what they say.
+Actions, beside the ops of ``maze``: ``forward`` keeps graph k; ``backward`` runs graphs together, and keeps them when
+told; ``inputs`` asks for the gradient of a graph's input alone; ``evaluate`` runs without a graph; ``sync`` is
+``set_requires_gradient_sync``; ``broken`` raises somewhere; ``check``, ``step``, ``zero`` and ``freeze`` are what they
+say.
 """
 
 from __future__ import annotations
@@ -111,10 +112,13 @@ class Pair:
         inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
         outputs = self.model(inputs[0], program), self.plain(inputs[1], program)
         assert torch.equal(*outputs), "the output is wrong"
+        assert outputs[0].requires_grad == outputs[1].requires_grad
         self.graphs[graph] = program, inputs, outputs
 
     def _backward(self, graphs: tuple[int, ...], keep: bool) -> None:
-        chosen = [self.graphs[graph] for graph in graphs]
+        chosen = [self.graphs[graph] for graph in graphs if self.graphs[graph][2][1].requires_grad]
+        if not chosen:
+            return
         _loss([outputs[0] for _, _, outputs in chosen]).backward(retain_graph=keep)
         used = sum((calls(program, self.spec) for program, _, _ in chosen), Counter())
         self.truth.backward(_loss([outputs[1] for _, _, outputs in chosen]), used, len(graphs), keep)
