@@ -6,7 +6,6 @@ Sharded contestants cut at the same places (every block, then the rest) and take
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bench.models import GPT, Spec
 
@@ -107,7 +106,7 @@ def _fsdp2_keep(model: GPT, policy: MixedPrecisionPolicy) -> nn.Module:
 
 def _fsdp2_a2a(model: GPT, policy: MixedPrecisionPolicy) -> nn.Module:
     _fsdp2(model, policy)
-    reduce = AllToAllReduce()
+    reduce: Any = AllToAllReduce()  # torch's protocol for it has no public name
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(reduce)

@@ -13,7 +13,7 @@ A hook's `empty` is therefore the engine's, and the matmul of a module that the 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -57,7 +57,7 @@ class Counts:
     """Bytes the engine allocated, by place."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: dict(value) for name, value in vars(self).items()}
 
 
 def count(training: Training) -> Counts:
@@ -69,7 +69,7 @@ def count(training: Training) -> Counts:
     results = profiler.profiler.kineto_results
     phases = _Phases(results.events())
     counts = Counts()
-    for event in _events(results.experimental_event_tree()):
+    for event in walk(results.experimental_event_tree()):
         phase = phases.at(event.start_time_ns)
         if phase is None:
             continue
@@ -102,7 +102,7 @@ class _Phases:
         return next((name for start, end, name in self.spans if start <= moment < end), None)
 
 
-def _events(roots: Iterable[Any]) -> Iterator[Any]:
+def walk(roots: Iterable[Any]) -> Iterator[Any]:
     waiting = list(roots)
     while waiting:
         event = waiting.pop()
@@ -118,7 +118,7 @@ def _around(event: Any) -> Iterator[Any]:
 
 
 def _is_copy(event: Any) -> bool:
-    if event.name not in COPIES or any(inner.name in COPIES for inner in _events(event.children)):
+    if event.name not in COPIES or any(inner.name in COPIES for inner in walk(event.children)):
         return False
     into = event.extra_fields.inputs[0] if event.extra_fields.inputs else None
     return getattr(into, "sizes", None) != [] and getattr(into, "sizes", None) != [1]

@@ -1,9 +1,9 @@
 """The models the engines are compared on: one GPT in three shapes, and a toy for tests.
 
-    block    ~10 M parameters: 6 blocks of width 320, as a small real training job
-    launch   < 1 M parameters in 88 tensors: 14 blocks of width 64, so that what is timed is the host's work
-    deep     > 100 M parameters: 24 equal blocks of width 576 and few tokens, for peak memory
-    tiny     a few thousand parameters, to see the bench itself run
+block    ~10 M parameters: 6 blocks of width 320, as a small real training job
+launch   < 1 M parameters in 88 tensors: 14 blocks of width 64, so that what is timed is the host's work
+deep     > 100 M parameters: 24 equal blocks of width 576 and few tokens, for peak memory
+tiny     a few thousand parameters, to see the bench itself run
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attend(self.attention_norm(x))
-        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        y: torch.Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + y
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         n, length, width = x.shape
         q, k, v = self.attention_in(x).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).reshape(n, length, width))
+        out: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(n, length, width))
+        return out
 
 
 class GPT(nn.Module):
