@@ -1,0 +1,128 @@
+"""Named ranges around what the engine does, for Nsight Systems (NVTX) and ``torch.profiler`` (Kineto).
+
+A ``Span`` is made once per kind and unit, before training, with everything a tool wants to know already built.
+Opening it costs a few checks while nobody looks. Ranges are handles, not a stack: a forward that ends by an exception
+(the early stop of non-reentrant checkpointing does) never closes its range, and a gather outlives the code that
+started it.
+
+The engine opens gather, forward, backward, reduce and small-group ranges by itself, and ``shard`` turns on the
+optimizer's. Clipping is a plain torch function, so the loop marks it::
+
+    with yafsdp_cc.profiling.span("clip"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import nvtx
+import torch
+from torch.autograd import profiler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step"]
+
+# NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
+_domain = nvtx.get_domain("yafsdp_cc")
+_nvtx_listens = _domain.get_event_attributes(message="probe") is not None
+
+_COLORS: dict[Kind, str] = {
+    "gather": "blue",
+    "forward": "green",
+    "backward": "orange",
+    "reduce": "red",
+    "small": "purple",
+    "clip": "yellow",
+    "step": "cyan",
+}
+
+
+def _record_function(name: str, values: list[object], keywords: dict[str, int]) -> Any:
+    """Where torch lacks the fast recorder (a private name): the public one, at ten times the cost."""
+    return profiler.record_function(name, str(keywords))
+
+
+_recorder: Callable[[str, list[object], dict[str, int]], Any] = getattr(
+    torch._C._profiler, "_RecordFunctionFast", _record_function
+)
+
+
+class Handle(NamedTuple):
+    """An open range: what Kineto and NVTX each gave for it."""
+
+    record: Any | None
+    nvtx_range: Any | None
+
+
+class Span:
+    """The range ``YaFSDP::kind (name)``, to be opened any number of times, also while it is open.
+
+    ``byte_count`` is the NVTX payload, and in Kineto a keyword argument shown under ``record_shapes=True``.
+    """
+
+    __slots__ = ("_attributes", "_bytes", "_entered", "title")
+
+    def __init__(self, kind: Kind, name: str = "", byte_count: int = 0) -> None:
+        self.title = f"YaFSDP::{kind} ({name})" if name else f"YaFSDP::{kind}"
+        self._bytes = {"bytes": byte_count}
+        self._attributes = _domain.get_event_attributes(
+            message=self.title, color=_COLORS[kind], category=kind, payload=byte_count
+        )
+        self._entered: list[Handle | None] = []
+
+    def start(self) -> Handle | None:
+        """Open a range that ``end`` closes elsewhere; None while no tool looks.
+
+        A handle that is never ended ends when it is dropped (Kineto) or with the trace (NVTX).
+        """
+        if not (profiler._is_profiler_enabled or _nvtx_listens):
+            return None
+        nvtx_range = _domain.start_range(self._attributes) if _nvtx_listens else None
+        if not profiler._is_profiler_enabled:
+            return Handle(None, nvtx_range)
+        record = _recorder(self.title, [], self._bytes)
+        record.__enter__()
+        return Handle(record, nvtx_range)
+
+    def end(self, handle: Handle | None) -> None:
+        """Close what ``start`` opened."""
+        if handle is None:
+            return
+        if handle.record is not None:
+            handle.record.__exit__(None, None, None)
+        if handle.nvtx_range is not None:
+            _domain.end_range(handle.nvtx_range)
+
+    def __enter__(self) -> Span:
+        self._entered.append(self.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(self._entered.pop())
+
+
+@cache
+def span(kind: Kind, name: str = "") -> Span:
+    """The span of this kind and name, for a ``with`` in a training loop."""
+    return Span(kind, name)
+
+
+@cache
+def mark_optimizer_steps() -> None:
+    """From now on, every ``step()`` of every torch optimizer of this process is a range ``YaFSDP::step``."""
+    step, handles = span("step"), dict[int, "Handle | None"]()
+
+    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        handles[id(optimizer)] = step.start()
+
+    def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        step.end(handles.pop(id(optimizer), None))
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
