@@ -1,0 +1,153 @@
+"""Parameters of a unit that share a flat buffer: this rank's shard of them, and where their gradients land."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.layout import Extent, Layout
+    from yafsdp_cc.engine.tensor import Cut
+
+
+class Piece:
+    """One parameter inside a flat buffer.
+
+    ``parameter`` is what the user sees: a tensor whose local part is this rank's range of the shard. ``gradient`` is
+    what its ``.grad`` becomes; made once, it is the same tensor in every step.
+    """
+
+    def __init__(self, cut: Cut, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
+        self.cut = cut
+        self.sites = tuple(sites)
+        # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
+        # while named_parameters() goes on to show the sharded parameter.
+        self.places = tuple((module.__dict__, attribute) for module, attribute in sites)
+        self.extent = extent
+        self.place = -1
+        """Among all parameters of the model."""
+        self.span = (0, 0)
+        """This rank's range of the parameter, in elements of its shard."""
+        self.parameter: nn.Parameter
+        self.gradient: Tensor
+        self.local_gradient: Tensor
+        self.target: Tensor | None = None
+        """Where the backward under way writes this parameter's gradient."""
+        self.written = False
+        self.claim: Callable[[], None]
+        """Assigns ``target``."""
+
+    def deposit(self, gradient: Tensor) -> None:
+        """Write one contribution: the first is copied, with the cast to the slot's dtype for free, others added."""
+        if self.target is None:
+            self.claim()
+        assert self.target is not None
+        if self.written:
+            self.target.add_(gradient)
+        else:
+            self.target.copy_(gradient)
+            self.written = True
+
+    def show(self, view: Tensor) -> None:
+        """Let the owner modules see ``view`` as their parameter."""
+        for place, attribute in self.places:
+            place[attribute] = view
+
+    def hide(self) -> None:
+        """Let the owner modules see the sharded parameter again."""
+        for place, attribute in self.places:
+            place.pop(attribute, None)
+
+
+class Gradients:
+    """The flat buffer that the ``.grad`` of some parameters are views of."""
+
+    def __init__(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
+        self.buffer = buffer
+        self.pieces = pieces
+
+    def land(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
+        """Add ``total × scale`` to the gradients, or start them with it where ``.grad`` is None.
+
+        Of a parameter that is not ``used`` the gradient is kept aside: whether another rank used it is not known yet.
+
+        Args:
+            total: sum over ranks, as many elements as the buffer; overwritten.
+            scale: what turns the sum into the mean.
+            used: for each piece, whether this rank wrote a gradient.
+        """
+        before = [piece.parameter.grad for piece in self.pieces]
+        if all(gradient is None for gradient in before):
+            self._start(self.buffer, total, scale)
+        elif all(gradient is piece.gradient for gradient, piece in zip(before, self.pieces, strict=True)):
+            self._add(self.buffer, total, scale)
+        else:
+            for gradient, piece in zip(before, self.pieces, strict=True):
+                start, end = piece.span
+                part = total.narrow(0, start, end - start).view(piece.local_gradient.shape)
+                if gradient is None:
+                    self._start(piece.local_gradient, part, scale)
+                else:  # the user may have put a gradient of their own there
+                    self._add(gradient.to_local(), part, scale)  # type: ignore[operator]
+        for piece, use in zip(self.pieces, used, strict=True):
+            if use and piece.parameter.grad is None:
+                piece.parameter.grad = piece.gradient
+
+    @staticmethod
+    def _start(gradient: Tensor, total: Tensor, scale: float) -> None:
+        if gradient.dtype == total.dtype:
+            torch.mul(total, scale, out=gradient)
+        else:
+            gradient.copy_(total.mul_(scale))
+
+    @staticmethod
+    def _add(gradient: Tensor, total: Tensor, scale: float) -> None:
+        if gradient.dtype == total.dtype:
+            gradient.add_(total, alpha=scale)
+        else:
+            gradient.add_(total.mul_(scale))
+
+
+class Flat:
+    """Pieces of one dtype, laid out in one buffer and cut into equal chunks, of which this rank keeps one.
+
+    ``master`` (chunk elements, the parameters' own dtype) is what the optimizer updates; ``compute`` is the dtype of
+    the gathered weights, ``wire`` that of the gradients on their way.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        layout: Layout,
+        master: Tensor,
+        compute: torch.dtype,
+        wire: torch.dtype,
+    ) -> None:
+        self.pieces = pieces
+        self.layout = layout
+        self.master = master
+        self.compute = compute
+        self.wire = wire
+        self.gradients: Gradients | None = None
+
+    @property
+    def trainable(self) -> bool:
+        return any(piece.parameter.requires_grad for piece in self.pieces)
+
+    @property
+    def owned_bytes(self) -> int:
+        return self.master.nbytes + (self.gradients.buffer.nbytes if self.gradients is not None else 0)
+
+    def train(self, wrap: Callable[[Tensor, Piece], Tensor]) -> Gradients:
+        """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""
+        if self.gradients is None:
+            buffer = torch.zeros_like(self.master)
+            for piece in self.pieces:
+                start, end = piece.span
+                piece.local_gradient = buffer.narrow(0, start, end - start)
+                piece.gradient = wrap(piece.local_gradient, piece)
+            self.gradients = Gradients(buffer, self.pieces)
+        return self.gradients

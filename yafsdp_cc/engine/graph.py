@@ -1,0 +1,60 @@
+"""The two autograd functions that say when a unit's backward is over, and where its gradients go.
+
+    root gate ──► unit gate ──┬─► inputs ────► the unit's own ops ─► outputs      (forward)
+                              └─► Narrow w ─►
+
+A ``Narrow`` gives the forward a view of one parameter in the weight slot, and its backward writes that parameter's
+gradient into the gradient slot. All ``Narrow`` nodes of a unit, and all consumers of its inputs, precede the unit's
+gate in the backward; so autograd itself runs the gate's backward exactly when the unit's last gradient is written,
+also when some gradients never come. Unit gates in turn precede the root gate, which is the last node of all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yafsdp_cc.engine.flat import Piece
+
+
+class Gated(Protocol):
+    """What a gate reports to."""
+
+    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Everything behind the gate has run; ``gradients`` are those of the gated tensors."""
+
+
+class GateGradFlow(torch.autograd.Function):
+    """Identity on an anchor and any number of tensors; its backward reports that everything behind it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, gated: Gated, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gated = gated
+        return (anchor, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.gated.after_backward(gradients)
+        return (None, None, *gradients)
+
+
+class Narrow(torch.autograd.Function):
+    """One parameter as a view of the weight slot; its backward deposits the gradient and stops the flow."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, piece: Piece, view: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.piece = piece
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        if gradient is not None:
+            ctx.piece.deposit(gradient)
+        return None, None, None

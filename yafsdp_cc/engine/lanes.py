@@ -1,0 +1,153 @@
+"""Where communication is issued, and what its consumers wait on.
+
+One schedule runs on two lanes. On CUDA a lane is a side stream: the collective and its tail (decode, sum, add to
+the shard) are enqueued behind each other, and a ticket is an event. On CPU a lane is gloo's own threads: a ticket
+holds the collectives in flight and the tail, which runs in the caller when it waits. That is the only difference.
+
+    caller    ──forward k──┬─wait(gather k+1)──forward k+1──
+    lane         gather k+1┘   gather k+2 …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Start: TypeAlias = Callable[[bool], Sequence["dist.Work | None"]]
+"""Issues collectives; told whether to issue them asynchronously, and returns what to wait for then."""
+
+Tail: TypeAlias = Callable[[], None]
+"""Consumes what the collectives brought."""
+
+
+class Marker(Protocol):
+    """A point in the caller's stream that a lane can wait for."""
+
+
+class Ticket(Protocol):
+    """One operation on a lane. A new ticket is idle: waiting for it returns at once."""
+
+    def wait(self) -> None:
+        """Make the caller's next work see the result; runs the tail where the lane has not."""
+
+    def settle(self) -> None:
+        """Let the operation's buffers be refilled by the same lane."""
+
+    def abandon(self) -> None:
+        """Wait until the collectives have left their buffers, and drop the tail."""
+
+
+class Lane(Protocol):
+    """Issues collectives in the order of the calls."""
+
+    def ticket(self) -> Ticket:
+        """An idle ticket of this lane, to be armed again and again by ``issue``."""
+
+    def issue(self, ticket: Ticket, start: Start, tail: Tail | None = None, after: Marker | None = None) -> None:
+        """Run ``start`` and then ``tail`` once the caller's stream has reached ``after``."""
+
+    def mark(self) -> Marker | None:
+        """The point that the caller's stream has reached."""
+
+    def follow(self, marker: Marker | None) -> None:
+        """Hold everything issued from now on until ``marker`` is reached."""
+
+
+class CpuTicket:
+    """Works in flight on gloo's threads, and a tail for the thread that waits."""
+
+    __slots__ = ("tail", "works")
+
+    def __init__(self) -> None:
+        self.works: Sequence[dist.Work | None] = ()
+        self.tail: Tail | None = None
+
+    def wait(self) -> None:
+        works, self.works = self.works, ()
+        for work in works:
+            if work is not None:
+                work.wait()
+        tail, self.tail = self.tail, None
+        if tail is not None:
+            tail()
+
+    settle = wait
+
+    def abandon(self) -> None:
+        self.tail = None
+        self.wait()
+
+
+class CpuLane:
+    """gloo's threads."""
+
+    def ticket(self) -> CpuTicket:
+        return CpuTicket()
+
+    def issue(self, ticket: Ticket, start: Start, tail: Tail | None = None, after: Marker | None = None) -> None:
+        assert isinstance(ticket, CpuTicket)
+        ticket.works = start(True)
+        ticket.tail = tail
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, marker: Marker | None) -> None:
+        pass
+
+
+class CudaTicket:
+    """An event that the lane records behind the tail."""
+
+    __slots__ = ("armed", "event")
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        self.armed = False
+
+    def wait(self) -> None:
+        if self.armed:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def settle(self) -> None:
+        pass  # the lane is a stream: a later refill is enqueued behind this operation
+
+    abandon = wait
+
+
+class CudaLane:
+    """A side stream of high priority, so that its small kernels are not queued behind large matrix products."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def ticket(self) -> CudaTicket:
+        return CudaTicket()
+
+    def issue(self, ticket: Ticket, start: Start, tail: Tail | None = None, after: Marker | None = None) -> None:
+        assert isinstance(ticket, CudaTicket)
+        self.follow(after)
+        with torch.cuda.stream(self.stream):
+            start(False)
+            if tail is not None:
+                tail()
+            ticket.event.record(self.stream)
+        ticket.armed = True
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def follow(self, marker: Marker | None) -> None:
+        if marker is not None:
+            assert isinstance(marker, torch.cuda.Event)
+            self.stream.wait_event(marker)
+
+
+def lane_for(device: torch.device) -> Lane:
+    """The lane of a device."""
+    return CudaLane(device) if device.type == "cuda" else CpuLane()

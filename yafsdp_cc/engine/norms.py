@@ -1,0 +1,277 @@
+"""Norms of sharded tensors: numbers of which every rank holds a share, summed when somebody looks.
+
+    local ranges ── |x|^p summed ──> share ── stack, norm of norms ──> share ── first use: one all-reduce ──> the norm
+
+Shares are sums of p-th powers (or maxima), so norms of norms stay shares and ``clip_grad_norm_`` communicates once,
+however many parameters it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from yafsdp_cc.engine.tensor import FlatDTensor
+
+aten = torch.ops.aten
+
+
+class Kind(NamedTuple):
+    """What is reduced: absolute values to a p-norm, or signed values to their maximum or minimum."""
+
+    order: float
+    signed: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        return math.isfinite(self.order)
+
+    @property
+    def of_nothing(self) -> float:
+        """The norm of a rank that holds nothing."""
+        if self.order < 0:
+            return math.inf
+        return -math.inf if self.signed else 0.0
+
+    def share(self, norms: torch.Tensor) -> torch.Tensor:
+        """Float64 shares from norms: what adds up (p-th powers) or what has a maximum."""
+        norms = norms.double()
+        if not self.is_sum:
+            return norms if self.order > 0 else -norms
+        return norms if self.order in (0, 1) else norms.pow(self.order)
+
+    def whole(self, shares: torch.Tensor) -> torch.Tensor:
+        """Inverse of ``share``, once the shares are reduced."""
+        if not self.is_sum:
+            return shares if self.order > 0 else -shares
+        if self.order == 2:
+            return shares.sqrt()
+        return shares if self.order in (0, 1) else shares.pow(1 / self.order)
+
+
+MAX, MIN = Kind(math.inf, signed=True), Kind(-math.inf, signed=True)
+
+
+class Shares:
+    """This rank's shares of some numbers, and the numbers themselves once they are known."""
+
+    def __init__(self, local: torch.Tensor, kind: Kind, mesh: DeviceMesh) -> None:
+        self.local = local
+        self.kind = kind
+        self.mesh = mesh
+        self._whole: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """The numbers, float64; the first call is one all-reduce over the mesh."""
+        if self._whole is None:
+            self._whole = self.kind.whole(self._reduced())
+        return self._whole
+
+    def _reduced(self) -> torch.Tensor:
+        group = self.mesh.get_group()
+        if self.kind.is_sum:
+            total = self.local.clone()
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+            return total
+        # A maximum may lose a NaN on the way (how backends compare it is anyone's guess): it travels as a flag beside.
+        is_nan = self.local.isnan()
+        both = torch.stack([self.local.masked_fill(is_nan, -math.inf), is_nan.to(self.local.dtype)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+class LazyNorm(DTensor):
+    """Numbers that all ranks will agree on: a replicated DTensor whose value is communicated when first used.
+
+    Stacking, casting, viewing and the same norm again keep it lazy; any other operation makes one all-reduce, is given
+    the plain value and answers with a plain tensor. So every rank has to do the same things with it.
+    """
+
+    __slots__ = ("_shares", "_value")
+    _shares: Shares
+    _value: torch.Tensor | None
+
+    def value(self) -> torch.Tensor:
+        """The plain tensor: global shape, this dtype. A collective when called first."""
+        if self._value is None:
+            self._value = self._shares.whole().to(self.dtype)
+        return self._value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        lazy = _kept_lazy(func, args, kwargs)
+        if lazy is not None:
+            return lazy
+        args, kwargs = tree_map(lambda x: x.value() if isinstance(x, LazyNorm) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def full_tensor(self, **_: Any) -> torch.Tensor:
+        """The plain tensor, the same bits on every rank. A collective when the value is used first."""
+        return self.clone()
+
+    def to_local(self, **_: Any) -> torch.Tensor:
+        """As ``full_tensor``: every rank has the whole value."""
+        return self.clone()
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
+        """A plain replicated DTensor of the value."""
+        return DTensor.from_local(self.clone(), self._shares.mesh, [Replicate()], run_check=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._value is None:
+            return f"LazyNorm({self._shares.kind}, this rank's share {self._shares.local.tolist()})"
+        return f"LazyNorm({self._value})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.value().item() if self.dim() == 0 else self.value(), format_spec)
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.value().clone()
+
+    def __reduce_ex__(self, proto: object) -> NoReturn:
+        raise TypeError("pickling a norm that is still in shares: call .full_tensor() or .item() first")
+
+
+def reduced(
+    tensors: Sequence[FlatDTensor],
+    kind: Kind,
+    reduce: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    dtypes: Sequence[torch.dtype],
+) -> list[LazyNorm]:
+    """One lazy number, 0-d, of ``dtypes[i]`` for each tensor; ``reduce`` makes 0-d tensors of non-empty local ones."""
+    counted = [flat._cut.counts and flat._local_tensor.numel() > 0 for flat in tensors]
+    norms = iter(reduce([flat._local_tensor for flat, counts in zip(tensors, counted, strict=True) if counts]))
+    nothing = tensors[0]._local_tensor.new_full((), kind.of_nothing, dtype=torch.float64)
+    rows = kind.share(torch.stack([next(norms).double() if counts else nothing for counts in counted])).unbind()
+    return [
+        _lazy(Shares(row, kind, flat._cut.mesh), dtype) for row, flat, dtype in zip(rows, tensors, dtypes, strict=True)
+    ]
+
+
+def norms_of(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | None = None) -> list[LazyNorm]:
+    """The ``order``-norm of each whole tensor, lazily, in ``dtype`` (None: the tensor's own)."""
+
+    def reduce(locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not locals_:
+            return []
+        # Half-precision ranges are summed in float32.
+        precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
+        if len(locals_) == 1:
+            return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
+        return torch._foreach_norm(locals_, order, dtype=precise)
+
+    return reduced(tensors, Kind(order), reduce, [dtype or flat.dtype for flat in tensors])
+
+
+class NormCall(NamedTuple):
+    """Arguments of a norm over all elements of a tensor."""
+
+    tensor: Any
+    order: float
+    dtype: torch.dtype | None
+
+
+NORMS = {
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim_dtype,
+}
+
+
+def norm_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NormCall | None:
+    """The call of one of ``NORMS``, or None if it keeps or spares a dimension."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensor, dims = given["self"], given.get("dim")
+    everything = not dims or sorted(dim % max(tensor.dim(), 1) for dim in dims) == list(range(tensor.dim()))
+    if not everything or given.get("keepdim", False):
+        return None
+    order = given.get("ord", given.get("p"))
+    return NormCall(tensor, 2.0 if order is None else float(order), given.get("dtype"))
+
+
+_SAME_SHARES = {aten.detach.default, aten.alias.default}
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.select.int,
+}
+_JOINS = {aten.stack.default, aten.cat.default}
+
+
+def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyNorm | None:
+    """The result of an operation that can be done on shares, or None."""
+    if func in _JOINS:
+        return _joined(func, *args, **kwargs)
+    first = args[0] if args else None
+    # Once the value is known it is the truth, also after changes in place.
+    if not isinstance(first, LazyNorm) or first._value is not None:
+        return None
+    shares = first._shares
+    if func in _SAME_SHARES:
+        return _lazy(shares, first.dtype)
+    if func in _VIEWS:
+        return _lazy(Shares(func(shares.local, *args[1:], **kwargs), shares.kind, shares.mesh), first.dtype)
+    if func is aten._to_copy.default:
+        device = kwargs.get("device") or shares.local.device
+        moved = shares if device == shares.local.device else Shares(shares.local.to(device), shares.kind, shares.mesh)
+        return _lazy(moved, kwargs.get("dtype") or first.dtype)
+    if (
+        func in NORMS
+        and (call := norm_call(func, args, kwargs))
+        and Kind(call.order) == shares.kind
+        and call.order != 0
+    ):
+        local = shares.local.sum() if shares.kind.is_sum else shares.local.max()
+        return _lazy(Shares(local, shares.kind, shares.mesh), call.dtype or first.dtype)
+    return None
+
+
+def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
+    """Stacked or concatenated shares. What all ranks know already is rank 0's to count."""
+    unknown = [x._shares for x in tensors if isinstance(x, LazyNorm) and x._value is None]
+    if not unknown or any((shares.kind, shares.mesh) != (unknown[0].kind, unknown[0].mesh) for shares in unknown):
+        return None
+    kind, mesh = unknown[0].kind, unknown[0].mesh
+    rows = []
+    for x in tensors:
+        if isinstance(x, LazyNorm) and x._value is None:
+            rows.append(x._shares.local)
+            continue
+        known = x.value() if isinstance(x, LazyNorm) else x
+        rows.append(kind.share(known if mesh.get_local_rank() == 0 else torch.full_like(known, kind.of_nothing)))
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return _lazy(Shares(func(rows, dim), kind, mesh), dtype)
+
+
+def _lazy(shares: Shares, dtype: torch.dtype) -> LazyNorm:
+    meta = TensorMeta(shares.local.shape, shares.local.stride(), dtype)
+    spec = DTensorSpec(shares.mesh, (Replicate(),), tensor_meta=meta)
+    # DTensor takes dtype and device from a local tensor; the shares stay float64, and nobody reads this one.
+    shell = torch.empty_like(shares.local, dtype=dtype)
+    lazy = cast("LazyNorm", DTensor.__new__(LazyNorm, shell, spec, requires_grad=False))
+    lazy._shares = shares
+    lazy._value = None
+    return lazy

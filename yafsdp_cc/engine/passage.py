@@ -1,0 +1,172 @@
+"""One forward of the root module and the backwards through it; within it, each call of a unit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from yafsdp_cc.engine.graph import GateGradFlow
+from yafsdp_cc.profiling.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.engine.flat import Piece
+    from yafsdp_cc.engine.root import Root
+    from yafsdp_cc.engine.unit import Unit
+    from yafsdp_cc.engine.windows import Weights
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class Passage:
+    """The root gate of one forward, and the calls of units behind it.
+
+    The gate is made on the first use of its anchor. Its backward is the last of the passage: what no unit has sent
+    by then is sent, the small group is reduced, and gradients are final when it returns.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.calls: list[Call] = []
+        self.ungated: set[Unit] = set()
+        """Units that ran without grad mode, and so have no gate."""
+        self.pending: dict[Unit, int] = {}
+        """Gates of each unit that the backward has not reached."""
+        self.unsent: dict[Unit, None] = {}
+        """Units whose gradients the backward has not sent."""
+        self.trained: list[Piece] = []
+        """Parameters of the small group behind the gate."""
+        self._anchor: Tensor | None = None
+
+    def anchor(self) -> Tensor:
+        """What every unit's gate hangs on, so that the root gate comes after all of them."""
+        if self._anchor is None:
+            self.gate(())
+        assert self._anchor is not None
+        return self._anchor
+
+    @property
+    def gated(self) -> bool:
+        """Whether a backward may come."""
+        return self._anchor is not None
+
+    def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Make the root gate over ``tensors`` and the small group's parameters; the gated tensors."""
+        self.trained, leaves = self.root.small.trained()
+        self.root.small.show()
+        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)
+        for piece, view in zip(self.trained, gated[len(tensors) :], strict=True):
+            piece.show(view)
+        return gated[: len(tensors)]
+
+    def expect(self) -> None:
+        """Every call has its backward to come, as at the end of the forward."""
+        self.pending.clear()
+        for call in self.calls:
+            self.pending[call.unit] = self.pending.get(call.unit, 0) + 1
+        self.unsent = dict.fromkeys(self.pending)
+
+    def before_backward(self, _: Tensor | None = None) -> None:
+        """The backward has come to this passage: what it runs again sees the small group as leaves."""
+        self.root.arrive(self)
+
+    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        root = self.root
+        root.arrive(self)
+        if root.whole_backward():
+            root.finish(self, gradients[len(gradients) - len(self.trained) :])
+            self.expect()
+
+
+class Call:
+    """One forward of a unit whose backward may come."""
+
+    __slots__ = ("_held", "_span", "_task", "fills", "index", "passage", "stamp", "unit", "weights")
+
+    def __init__(self, unit: Unit, weights: Weights, passage: Passage) -> None:
+        self.unit = unit
+        self.weights = weights
+        self.passage = passage
+        self.stamp = unit.stamp()
+        self.fills = weights.slot.fills
+        self.index = -1
+        self._task = -1
+        self._held = False
+        self._span = None
+
+    def enrol(self) -> None:
+        """Count this call among those whose backward is awaited."""
+        passage = self.passage
+        self.index = len(passage.calls)
+        passage.calls.append(self)
+        passage.pending[self.unit] = passage.pending.get(self.unit, 0) + 1
+        passage.unsent[self.unit] = None
+
+    def before_backward(self, _: Tensor | None = None) -> None:
+        """A gradient has reached an output: weights back in place, room for gradients."""
+        task = _graph_task()
+        if task == self._task:
+            return
+        self._task = task
+        unit = self.unit
+        root = unit.root
+        root.arrive(self.passage)
+        if unit.stamp() != self.stamp:
+            raise RuntimeError(
+                f"parameters of unit '{unit.name}' were changed between this forward and its backward "
+                "(an optimizer step in between?); run the backward first, or the forward again"
+            )
+        whole = root.whole_backward()
+        self._held = unit.read_in_backward and unit.regain(self.weights, hold=whole)
+        unit.show(unit.leaves(self.weights))
+        if whole:
+            unit.claim()
+            self._prefetch(1)
+        self._span = unit.backward_span.start()
+
+    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """All of this call's gradients are written."""
+        del gradients
+        unit, task = self.unit, _graph_task()
+        root = unit.root
+        if task != self._task:  # no output told: the gradient came in by another way
+            self._check_untouched()
+            root.arrive(self.passage)
+        else:
+            Span.end(self._span)
+            self._task = -1
+            unit.hide()
+        unit.collect(self.weights)
+        if self._held:
+            self._held = False
+            self.weights.slot.release(root.gather_lane)
+        while unit.held:
+            unit.held.pop().release(root.gather_lane)
+        if not root.whole_backward():
+            return
+        self._prefetch(1)
+        self._prefetch(2)
+        passage = self.passage
+        passage.pending[unit] -= 1
+        if passage.pending[unit] <= 0 and root.synchronises:
+            passage.unsent.pop(unit, None)
+            unit.reduce()
+
+    def _prefetch(self, distance: int) -> None:
+        if self.index >= distance:
+            unit = self.passage.calls[self.index - distance].unit
+            if unit.read_in_backward:
+                unit.prefetch()
+
+    def _check_untouched(self) -> None:
+        slot = self.weights.slot
+        if self.unit.read_in_backward and (slot.fills != self.fills or not self.unit.holds(slot)):
+            raise RuntimeError(
+                f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its weights "
+                "were gone: its forward hands out tensors in an object that cannot be looked into, or keeps them "
+                "aside. Return them in a tuple, list, dict or dataclass, or register the class with torch.utils._pytree"
+            )

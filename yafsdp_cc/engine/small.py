@@ -1,0 +1,179 @@
+"""The small group: norms, biases and other tiny parameters, whole on every rank.
+
+Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32 and
+never encoded, in one buffer that also carries what ranks must tell each other at that moment:
+
+    | gradients of the group | which parameters each rank used | fingerprint of what it issued |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yafsdp_cc.engine.flat import Gradients, Piece
+from yafsdp_cc.engine.layout import ALIGNMENT, align
+from yafsdp_cc.profiling.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.wire.exchange import Gather, Reduce
+
+
+class SmallBlock:
+    """Parameters of one dtype in one flat buffer (``master``), and their copies in the dtype of the forward."""
+
+    def __init__(self, pieces: Sequence[Piece], master: Tensor, compute: torch.dtype, start: int) -> None:
+        self.pieces = pieces
+        self.master = master
+        self.start = start
+        """Where the block's gradients begin on the wire."""
+        self.end = start + master.numel()
+        self._cast = master.dtype != compute
+        self._copied = -1
+        self.compute = master.to(compute) if self._cast else master.detach()
+        self.leaves = [
+            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
+            for piece in pieces
+        ]
+        self.gradients: Gradients | None = None
+
+    def refresh(self) -> None:
+        """Bring the copies up to date with the masters."""
+        if self._cast and self._copied != self.master._version:
+            self.compute.copy_(self.master)
+            self._copied = self.master._version
+
+    def train(self, wrap: Callable[[Tensor, Piece], Any]) -> Gradients:
+        """The gradients of this block, made when its first parameter is to be trained."""
+        if self.gradients is None:
+            buffer = torch.zeros_like(self.master)
+            for piece in self.pieces:
+                view = buffer.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
+                piece.local_gradient = view
+                piece.gradient = wrap(view, piece)
+            self.gradients = Gradients(buffer, self.pieces)
+        return self.gradients
+
+    @property
+    def owned_bytes(self) -> int:
+        copies = self.compute.nbytes if self._cast else 0
+        return self.master.nbytes + copies + (self.gradients.buffer.nbytes if self.gradients is not None else 0)
+
+
+class SmallGroup:
+    """All small parameters below one root, and their reduction."""
+
+    def __init__(
+        self,
+        blocks: Sequence[SmallBlock],
+        words: int,
+        gather: Gather,
+        reduce: Reduce,
+        device: torch.device,
+        ticket: Ticket,
+    ) -> None:
+        """``words`` is how many numbers cross ranks beside the gradients."""
+        self.blocks = tuple(blocks)
+        self.pieces: tuple[Piece, ...] = tuple(piece for block in blocks for piece in block.pieces)
+        self._leaves: tuple[Tensor, ...] = tuple(leaf for block in blocks for leaf in block.leaves)
+        self._gather = gather
+        self._reduce = reduce
+        self._ticket = ticket
+        self._elements = blocks[-1].end if blocks else 0
+        self._words = words
+        size = align(self._elements + words, ALIGNMENT * gather.world)
+        self._wire = torch.zeros(size, dtype=torch.float32, device=device)
+        self._totals = torch.zeros_like(self._wire) if gather.world > 1 else self._wire
+        reduce.reserve(size, torch.float32)
+        for block in blocks:
+            for piece in block.pieces:
+                start = block.start + piece.extent.offset
+                piece.target = self._wire.narrow(0, start, piece.extent.numel).view(piece.extent.shape)
+        self.span = Span("small", "", self._wire.nbytes)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends in one reduction."""
+        return self._reduce.sent_bytes(self._wire) + self._gather.sent_bytes(self._wire)
+
+    @property
+    def owned_bytes(self) -> int:
+        buffers = self._wire.nbytes + (self._totals.nbytes if self._totals is not self._wire else 0)
+        return buffers + sum(block.owned_bytes for block in self.blocks)
+
+    def refresh(self) -> None:
+        """Bring the copies in the dtype of the forward up to date."""
+        for block in self.blocks:
+            block.refresh()
+
+    def trained(self) -> tuple[list[Piece], list[Tensor]]:
+        """The parameters that require a gradient, and their leaves."""
+        pieces, leaves = [], []
+        for piece, leaf in zip(self.pieces, self._leaves, strict=True):
+            requires_grad = piece.parameter.requires_grad
+            if leaf.requires_grad is not requires_grad:
+                leaf.requires_grad_(requires_grad)
+            if requires_grad:
+                pieces.append(piece)
+                leaves.append(leaf)
+        return pieces, leaves
+
+    def show(self) -> None:
+        """Let the owner modules see the whole weights."""
+        for piece, leaf in zip(self.pieces, self._leaves, strict=True):
+            piece.show(leaf)
+
+    def hide(self) -> None:
+        """Let the owner modules see the parameters again."""
+        for piece in self.pieces:
+            piece.hide()
+
+    def collect(self, pieces: Sequence[Piece], gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of a backward into the wire buffer: copied on first touch, added afterwards."""
+        for piece, gradient in zip(pieces, gradients, strict=True):
+            if gradient is not None:
+                piece.deposit(gradient)
+        for piece, leaf in zip(self.pieces, self._leaves, strict=True):
+            if leaf.grad is not None:  # from ops that reentrant checkpointing ran again
+                piece.deposit(leaf.grad)
+                leaf.grad = None
+
+    def send(self, words: Sequence[float], lane: Lane) -> Tensor:
+        """Sum the gradients and ``words`` over ranks; the summed words, on the group's device."""
+        for piece in self.pieces:
+            if not piece.written:
+                assert piece.target is not None
+                piece.target.zero_()
+        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words, dtype=torch.float32))
+        if self._gather.world > 1:
+            with self.span:
+                lane.issue(self._ticket, self._exchange, after=lane.mark())
+                self._ticket.wait()
+        return self._totals.narrow(0, self._elements, self._words)
+
+    def _exchange(self, asynchronous: bool) -> Sequence[dist.Work | None]:
+        if (work := self._reduce.send(self._wire, asynchronous)) is not None:
+            work.wait()
+        return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
+
+    def land(self, scale: float, wrap: Callable[[Tensor, Piece], Any]) -> list[bool]:
+        """Add the summed gradients, times ``scale``, to ``.grad``; for each piece, whether this rank had written it."""
+        written = [piece.written for piece in self.pieces]
+        first = 0
+        for block in self.blocks:
+            last = first + len(block.pieces)
+            if any(piece.parameter.requires_grad for piece in block.pieces):
+                total = self._totals.narrow(0, block.start, block.end - block.start)
+                block.train(wrap).land(total, scale, written[first:last])
+            first = last
+        for piece in self.pieces:
+            piece.written = False
+        return written
+

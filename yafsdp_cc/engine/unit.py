@@ -1,0 +1,330 @@
+"""A unit: modules whose parameters are gathered together before use and whose gradients are reduced together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.graph import GateGradFlow, Narrow
+from yafsdp_cc.engine.passage import Call, Passage
+from yafsdp_cc.engine.slots import Slot
+from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
+from yafsdp_cc.engine.windows import GradientSpace, Weights, gradient_bytes, weight_bytes
+from yafsdp_cc.profiling.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+    from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.root import Root
+
+_graph_task = torch._C._current_graph_task_id
+"""The backward under way in this thread, or −1."""
+
+
+class Unit:
+    """The life of one unit, in three parts: its forward calls, its weights, its gradients.
+
+    Weights are wanted by ``enter`` (before a forward) and ``Call.before_backward``; gradients are claimed by the
+    latter and sent by ``reduce`` when the last gate of the unit has run.
+    """
+
+    def __init__(self, root: Root, name: str, role: str, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
+        self.root = root
+        self.name = name
+        self.role = role
+        self.modules = tuple(modules)
+        self.flats = tuple(flats)
+        self.pieces: tuple[Piece, ...] = tuple(piece for flat in flats for piece in flat.pieces)
+        self.index = -1
+        # An embedding's backward needs its indices alone.
+        self.read_in_backward = not all(type(module) is nn.Embedding for module in modules)
+        self.home: Weights
+        self.held: list[Slot] = []
+        """Slots kept from a recomputation until the backward that reads them."""
+        self.shown: list[Sequence[Tensor]] = []
+        """What the owner modules see as their parameters, innermost call last."""
+        self.gradient_home: GradientSpace | None = None
+        self.gradient_space: GradientSpace | None = None
+        """Where the gradients of the backward under way are written; set from the claim to the reduce."""
+        self.carried: GradientSpace | None = None
+        """Whole gradients kept across micro-batches while synchronisation is off."""
+        self.training: tuple[Flat, ...] = ()
+        """The flats that take part in the reduce."""
+        for piece in self.pieces:
+            piece.claim = self.claim
+        size = sum(flat.layout.numel * flat.compute.itemsize for flat in flats)
+        self.gather_span = Span("gather", name, size)
+        self.forward_span = Span("forward", name)
+        self.backward_span = Span("backward", name)
+        self.reduce_span = Span("reduce", name, sum(flat.layout.numel * flat.wire.itemsize for flat in flats))
+
+    # Forward -----------------------------------------------------------------------------------------------------
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Entry]:
+        """Before a forward: whole weights in place, inputs cast and gated."""
+        if _graph_task() != -1:
+            return args, kwargs, self._enter_again()
+        root = self.root
+        opened = root.passage is None
+        passage = root.open() if opened else root.passage
+        assert passage is not None
+        weights = self.acquire()
+        root.order.passed(self)
+        if (dtype := root.input_dtype) is not None:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, dtype))
+        call, shown = None, weights.views
+        if torch.is_grad_enabled():
+            call = Call(self, weights, passage)
+            args, kwargs, shown = self._gate(call, args, kwargs)
+        else:
+            passage.ungated.add(self)
+        self.show(shown)
+        return args, kwargs, Entry(passage if opened else None, weights.slot, call, self.forward_span.start())
+
+    def leave(self, entry: Entry, output: Any) -> Any:
+        """After a forward: the slot may be refilled, and the outputs say when the backward begins."""
+        Span.end(entry.span)
+        self.hide()
+        if entry.again:
+            self.held.append(entry.slot)
+        else:
+            entry.slot.release(self.root.gather_lane)
+        if entry.opened is not None:
+            self.root.close()
+        call, dtype = entry.call, self.root.output_dtype
+        if call is None and (dtype is None or entry.again):
+            return output
+
+        def finish(tensor: Tensor) -> Tensor:
+            if dtype is not None:
+                tensor = cast(tensor, dtype)
+            if call is not None and tensor.requires_grad:
+                tensor.register_hook(call.before_backward)
+            return tensor
+
+        return map_tensors(output, finish)
+
+    def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
+        anchor = call.passage.anchor()
+
+        def gate(tensors: list[Tensor]) -> list[Tensor]:
+            nonlocal anchor
+            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)
+            return gated
+
+        args, kwargs = gate_tensors(gate, args, kwargs)
+        shown = [
+            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view
+            for piece, view in zip(self.pieces, call.weights.views, strict=True)
+        ]
+        call.enrol()
+        return args, kwargs, shown
+
+    def _enter_again(self) -> Entry:
+        """Before a forward that activation checkpointing runs again inside the backward.
+
+        Its graph is thrown away, so nothing is gated; but what it saves is read by the backward, so the slot is held
+        until that is over.
+        """
+        if torch.is_grad_enabled() and self.root.called_without_grad(self):
+            raise RuntimeError(
+                f"unit '{self.name}' is run again by reentrant activation checkpointing, which hides its gradients "
+                "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
+                "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
+            )
+        weights = self.acquire()
+        self.show(self.leaves(weights))
+        return Entry(None, weights.slot, None, self.forward_span.start(), again=True)
+
+    def leaves(self, weights: Weights) -> Sequence[Tensor]:
+        """The weights as leaves of a graph of their own."""
+        for piece, leaf in zip(self.pieces, weights.leaves, strict=True):
+            if leaf.requires_grad is not piece.parameter.requires_grad:
+                leaf.requires_grad_(piece.parameter.requires_grad)
+        return weights.leaves
+
+    def collect(self, weights: Weights) -> None:
+        """Take over gradients from the leaves, where ops that reentrant checkpointing ran again have left them."""
+        for piece, leaf in zip(self.pieces, weights.leaves, strict=True):
+            if leaf.grad is not None:
+                piece.deposit(leaf.grad)
+                leaf.grad = None
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Let the owner modules see whole weights."""
+        self.shown.append(views)
+        for piece, view in zip(self.pieces, views, strict=True):
+            piece.show(view)
+
+    def hide(self) -> None:
+        """Let the owner modules see what they saw before."""
+        self.shown.pop()
+        if self.shown:
+            for piece, view in zip(self.pieces, self.shown[-1], strict=True):
+                piece.show(view)
+        else:
+            for piece in self.pieces:
+                piece.hide()
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def stamp(self) -> object:
+        """Changes whenever the shard does."""
+        flats = self.flats
+        return flats[0].master._version if len(flats) == 1 else tuple(flat.master._version for flat in flats)
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot has, or is being filled with, this unit's present weights."""
+        return slot.owner is self and slot.stamp == self.stamp()
+
+    def prefetch(self) -> None:
+        """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
+        slot = self.home.slot
+        if slot.users == 0 and not self.held and not self.holds(slot):
+            self._gather(self.home)
+
+    def acquire(self) -> Weights:
+        """The weights, whole and ready, in a slot that stays as it is until ``release``."""
+        weights, slot = self.home, self.home.slot
+        if not self.holds(slot):
+            if slot.users:
+                weights = self._spill()
+                slot = weights.slot
+            self._gather(weights)
+        slot.users += 1
+        self.root.wait(slot.ready)
+        return weights
+
+    def regain(self, weights: Weights, hold: bool) -> bool:
+        """Put this unit's weights back where a forward has read them; whether the slot is now held."""
+        slot = weights.slot
+        if not weights.spilled and not self.holds(slot):
+            if slot.users:
+                if self.held:  # the backward reads what a recomputation has saved elsewhere
+                    return False
+                raise RuntimeError(
+                    f"the weights of unit '{self.name}' are needed where those of '{getattr(slot.owner, 'name', '?')}' "
+                    "still lie: an earlier backward was interrupted. Run the forward again before the next backward"
+                )
+            self._gather(weights)
+        slot.users += hold
+        self.root.wait(slot.ready)
+        return hold
+
+    def _gather(self, weights: Weights) -> None:
+        root, slot = self.root, weights.slot
+        slot.ready.settle()
+        slot.owner, slot.stamp = self, self.stamp()
+        slot.fills += 1
+
+        def start(asynchronous: bool) -> list[dist.Work | None]:
+            return [
+                root.gather.send(whole, flat.master, asynchronous)
+                for whole, flat in zip(weights.wholes, self.flats, strict=True)
+            ]
+
+        with self.gather_span:
+            root.gather_lane.issue(slot.ready, start, after=slot.free)
+        root.journal.write("gather", self.name)
+        root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole in weights.wholes)
+
+    def _spill(self) -> Weights:
+        self.root.counters.spills += 1
+        slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
+        slot.free = self.root.gather_lane.mark()
+        return Weights(slot, self.flats, spilled=True)
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Find room for the gradients of the backward that is about to write them."""
+        if self.gradient_space is not None:
+            return
+        root = self.root
+        self.training = tuple(flat for flat in self.flats if flat.trainable)
+        if not self.training:
+            return
+        if not root.synchronises:
+            if self.carried is None:
+                self.carried = self._gradient_spill()
+                root.tell_carried()
+            space = self.carried
+        else:
+            space = self._gradient_home()
+            if space.slot.owner is not None:  # an enclosing unit, or one whose gates have not all run
+                root.counters.spills += 1
+                space = self._gradient_spill()
+        space.slot.owner = self
+        root.wait(space.slot.ready)  # the reduce that reads the slot has left it
+        self.gradient_space = space
+        for piece, target in zip((p for flat in self.training for p in flat.pieces), space.targets, strict=True):
+            piece.target = target
+            piece.written = False
+
+    def _gradient_home(self) -> GradientSpace:
+        if self.gradient_home is None or self.gradient_home.flats != self.training:
+            for flat in self.training:
+                flat.train(self.root.wrap_gradient)
+            slot = self.root.gradient_slot(self)
+            self.gradient_home = GradientSpace(slot, self.training)
+        return self.gradient_home
+
+    def _gradient_spill(self) -> GradientSpace:
+        for flat in self.training:
+            flat.train(self.root.wrap_gradient)
+        root = self.root
+        slot = Slot(gradient_bytes(self.training), root.device, root.reduce_lane)
+        return GradientSpace(slot, self.training)
+
+    def reduce(self) -> None:
+        """Send the gradients; they land in the shard when the next reduce is issued, or at the end of the backward."""
+        self.claim()
+        space = self.gradient_space
+        if space is None:
+            return
+        root, flats = self.root, space.flats
+        with self.reduce_span:
+            for piece in (piece for flat in flats for piece in flat.pieces):
+                if not piece.written:
+                    assert piece.target is not None
+                    piece.target.zero_()  # the slot holds another unit's gradient there
+            for gap in space.gaps:
+                gap.zero_()
+            used = [[piece.written for piece in flat.pieces] for flat in flats]
+            for piece in self.pieces:
+                piece.target = None
+            self.gradient_space = None
+            root.send(self, space, used)
+
+    def forget(self) -> None:
+        """Drop what an interrupted pass left behind."""
+        self.held.clear()
+        if self.shown:
+            del self.shown[1:]
+            self.hide()
+        if self.gradient_space is not None and self.gradient_space is not self.carried:
+            self.gradient_space.slot.owner = None
+            self.gradient_space = None
+            for piece in self.pieces:
+                piece.target = None
+
+
+class Entry:
+    """One forward under way."""
+
+    __slots__ = ("again", "call", "opened", "slot", "span")
+
+    def __init__(
+        self, opened: Passage | None, slot: Slot, call: Call | None, span: Any, again: bool = False
+    ) -> None:
+        self.opened = opened
+        self.slot = slot
+        self.call = call
+        self.span = span
+        self.again = again
+

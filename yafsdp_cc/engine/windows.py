@@ -1,0 +1,83 @@
+"""A unit's parameters as they lie in a slot: typed views, made once for each pair of unit and slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yafsdp_cc.engine.layout import align
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.slots import Slot
+
+_START = 128
+"""Bytes: where a flat may begin in a slot."""
+
+
+def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end = align(end + size, _START)
+    return starts, end
+
+
+def weight_bytes(flats: Sequence[Flat]) -> int:
+    """Bytes of a weight slot that holds these flats."""
+    return _starts([flat.layout.numel * flat.compute.itemsize for flat in flats])[1]
+
+
+def gradient_bytes(flats: Sequence[Flat]) -> int:
+    """Bytes of a gradient slot that holds these flats."""
+    return _starts([flat.layout.numel * flat.wire.itemsize for flat in flats])[1]
+
+
+def _carve(slot: Slot, flats: Sequence[Flat], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    numels = [flat.layout.numel for flat in flats]
+    starts, _ = _starts([numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)])
+    return [slot.typed(*place) for place in zip(starts, numels, dtypes, strict=True)]
+
+
+def _views(flats: Sequence[Flat], wholes: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        whole.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
+        for flat, whole in zip(flats, wholes, strict=True)
+        for piece in flat.pieces
+    ]
+
+
+class Weights:
+    """Whole weights of a unit in a weight slot.
+
+    The slot is filled through ``wholes`` and read through ``views``, which have version counters of their own: to
+    autograd, a refill between forward and backward is invisible. The engine sees to it that the slot holds the unit
+    again before a saved view is read.
+    """
+
+    def __init__(self, slot: Slot, flats: Sequence[Flat], *, spilled: bool = False) -> None:
+        self.slot = slot
+        self.spilled = spilled
+        self.wholes = _carve(slot, flats, [flat.compute for flat in flats])
+        self.views = _views(flats, [whole.data for whole in self.wholes])
+        # For ops run again during the backward: leaves that want a gradient where the parameter did.
+        self.leaves = [view.detach() for view in self.views]
+
+
+class GradientSpace:
+    """Whole gradients of a unit in a gradient slot."""
+
+    def __init__(self, slot: Slot, flats: Sequence[Flat]) -> None:
+        self.slot = slot
+        self.flats = flats
+        self.wholes = _carve(slot, flats, [flat.wire for flat in flats])
+        self.targets = _views(flats, self.wholes)
+        self.gaps = [
+            whole.narrow(0, start, end - start)
+            for flat, whole in zip(flats, self.wholes, strict=True)
+            for start, end in flat.layout.gaps
+        ]

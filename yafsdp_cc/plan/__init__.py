@@ -1,0 +1,24 @@
+"""What is gathered together, and what that costs: known and printable before the first step.
+
+``parameters`` says what a model owns, ``blocks`` finds its repeated blocks, ``units`` divides the parameters among
+units, and ``report`` is the printed plan. Nothing here imports ``torch.distributed``: a plan needs no process group.
+"""
+
+from yafsdp_cc.plan.parameters import OwnedParameter, check_no_optimizer
+from yafsdp_cc.plan.report import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.plan.units import Division, Role, Units, UnitSpec, find_units
+
+__all__ = [
+    "Division",
+    "OwnedParameter",
+    "Plan",
+    "PlannedRing",
+    "PlannedSmall",
+    "PlannedUnit",
+    "PlannedWire",
+    "Role",
+    "UnitSpec",
+    "Units",
+    "check_no_optimizer",
+    "find_units",
+]

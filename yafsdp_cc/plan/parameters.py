@@ -1,0 +1,136 @@
+"""The parameters of a model: each distinct one once, with every place where it hangs, and what cannot be sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+Path = tuple[nn.Module, ...]
+"""The modules passed on the way from the root, which comes first, to a module, which comes last."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedParameter:
+    """One distinct parameter: its first full name, and every (owner, attribute) that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    sites: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.parameter.numel()
+
+
+def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[str, Path]]:
+    """Every way to every module, in ``named_modules`` order: a module registered twice is visited twice."""
+    if module in above:
+        return
+    path = (*above, module)
+    yield name, path
+    for attribute, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, f"{name}.{attribute}" if name else attribute, path)
+
+
+def survey(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> dict[OwnedParameter, tuple[Path, ...]]:
+    """Every parameter that is not ignored, in module order, with each way from the root to one of its owners."""
+    skipped = {id(parameter) for parameter in ignored}
+    names: dict[nn.Parameter, str] = {}
+    paths: defaultdict[nn.Parameter, list[Path]] = defaultdict(list)
+    sites: defaultdict[nn.Parameter, dict[tuple[nn.Module, str], None]] = defaultdict(dict)
+    for prefix, path in walk(model):
+        for attribute, parameter in path[-1].named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in skipped:
+                names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
+                paths[parameter].append(path)
+                sites[parameter][path[-1], attribute] = None
+    owned = {p: OwnedParameter(name, p, tuple(sites[p])) for p, name in names.items()}
+    return {owned[parameter]: tuple(paths[parameter]) for parameter in names}
+
+
+def total(owned: Iterable[OwnedParameter]) -> int:
+    """Elements of all these parameters."""
+    return sum(parameter.numel for parameter in owned)
+
+
+def within(modules: Iterable[nn.Module], paths_of: Mapping[OwnedParameter, tuple[Path, ...]]) -> list[OwnedParameter]:
+    """The parameters with an owner inside one of ``modules``."""
+    wanted = set(modules)
+    return [owned for owned, paths in paths_of.items() if any(not wanted.isdisjoint(path) for path in paths)]
+
+
+def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
+    """Raise a ``ValueError`` that names the first parameter which cannot be cut across ranks, and what to do."""
+    by_storage: defaultdict[int, list[tuple[int, int, OwnedParameter]]] = defaultdict(list)
+    for owned in parameters:
+        parameter = owned.parameter
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{owned.name!r} has no shape yet (a lazy module): run one forward pass before sharding")
+        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
+            raise ValueError(
+                f"{owned.name!r} is already a DTensor: was this model, or this part of it, sharded twice? "
+                "Shard it once, or pass the parameters that are already sharded as ignored_params"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(
+                f"{owned.name!r} is {parameter.dtype} and requires a gradient, but only floating-point gradients are "
+                "reduced: store its real view (torch.view_as_real), freeze it with requires_grad_(False), or pass it "
+                "in ignored_params"
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"{owned.name!r} is {parameter.layout}, not dense: pass it in ignored_params")
+        if parameter.numel():
+            by_storage[parameter.untyped_storage()._cdata].append((*_extent(parameter), owned))
+    for tenants in by_storage.values():
+        _check_apart(tenants)
+
+
+def check_no_optimizer(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise a ``ValueError`` if a live optimizer holds parameters that sharding is about to replace."""
+    parameters = {id(owned.parameter) for owned in survey(model, ignored)}
+    if _optimizer_of(parameters) is None:
+        return
+    gc.collect()  # what was found may be garbage in a reference cycle
+    if found := _optimizer_of(parameters):
+        kind, count = found
+        raise ValueError(f"{kind} holds {count} of this model's parameters, and was made before shard(): make it after")
+
+
+def _optimizer_of(parameters: set[int]) -> tuple[str, int] | None:
+    for candidate in gc.get_objects():
+        kind = type(candidate)  # not isinstance(): a proxy may answer for __class__ with anything, or raise
+        if issubclass(kind, Optimizer):
+            groups = getattr(candidate, "param_groups", ())
+            held = {id(parameter) for group in groups for parameter in group["params"]} & parameters
+            if held:
+                return kind.__name__, len(held)
+    return None
+
+
+def _extent(parameter: nn.Parameter) -> tuple[int, int]:
+    """First and last byte of the storage that the parameter reaches, half-open."""
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    first = parameter.storage_offset()
+    return int(first) * parameter.itemsize, int(first + reach) * parameter.itemsize
+
+
+def _check_apart(tenants: list[tuple[int, int, OwnedParameter]]) -> None:
+    """Parameters may share one allocation (as the weights of an LSTM do), but not bytes of it."""
+    last_end, last = 0, ""
+    for start, end, owned in sorted(tenants, key=lambda tenant: tenant[0]):
+        if start < last_end:
+            raise ValueError(
+                f"{owned.name!r} shares memory with {last!r} without being the same nn.Parameter. To tie them, assign "
+                "one nn.Parameter to both; to keep them apart, clone one"
+            )
+        last_end, last = end, owned.name

@@ -1,0 +1,136 @@
+"""How a unit's bytes cross ranks, exactly.
+
+Weights are gathered from every rank's shard. Gradients are summed by the owner of each chunk, in rank order and in
+fp32, and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local sum, because
+gloo's own reduce-scatter is a clone, an all-reduce and a copy; on CUDA it is NCCL's reduce-scatter, in place.
+
+Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
+and every buffer here is checked once, when it is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+
+
+class Gather:
+    """Every rank's shard into one buffer."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.world: int = group.size()
+        self.rank: int = group.rank()
+        self._options = AllgatherOptions()
+
+    def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> dist.Work | None:
+        """Fill ``whole`` (world × n) with every rank's ``shard`` (n), cast to the dtype of ``whole``.
+
+        A cast goes through this rank's own range of ``whole``, so that it needs no buffer of its own.
+        """
+        if shard.dtype != whole.dtype or self.world == 1:
+            own = whole.narrow(0, self.rank * shard.numel(), shard.numel())
+            own.copy_(shard)
+            shard = own
+        if self.world == 1:
+            return None
+        self._options.asyncOp = asynchronous
+        return self.group._allgather_base(whole, shard, self._options)
+
+    def sent_bytes(self, whole: Tensor) -> int:
+        """Bytes that this rank sends, one copy of its shard for each other rank."""
+        return whole.nbytes // self.world * (self.world - 1)
+
+
+class Reduce:
+    """Sums flat buffers of ``world`` chunks, each at the owner of the chunk.
+
+    ``send`` starts the exchange of a buffer, ``total`` ends it. Both use one receive buffer and one fp32 scratch, made
+    by ``reserve``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.world: int = group.size()
+        self.rank: int = group.rank()
+        self._in_place = device.type == "cuda" or self.world == 1
+        self._received = torch.empty(0, dtype=torch.uint8, device=device)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._scatter = ReduceScatterOptions()
+        self._exchange = AllToAllOptions()
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> None:
+        """Make room for buffers of ``numel`` elements. Grows, never shrinks; allocates only before the first use."""
+        received, scratch = self.needs(numel, dtype)
+        if received > self._received.numel():
+            self._received = self._received.new_empty(received)
+        if scratch > self._scratch.numel():
+            self._scratch = self._scratch.new_empty(scratch)
+
+    def needs(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of receive buffer and fp32 elements of scratch that a buffer of ``numel`` elements takes."""
+        chunk = numel // self.world
+        peers = 1 if self.world == 2 else self.world
+        received = 0 if self._in_place else peers * chunk * dtype.itemsize
+        if dtype == torch.float32:
+            return received, 0
+        return received, chunk if self._in_place else 2 * chunk
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether the ``total`` of one buffer must run before the ``send`` of the next."""
+        return not self._in_place
+
+    @property
+    def owned_bytes(self) -> int:
+        return self._received.nbytes + self._scratch.nbytes
+
+    def sent_bytes(self, whole: Tensor) -> int:
+        """Bytes that this rank sends: every chunk but its own."""
+        return whole.nbytes // self.world * (self.world - 1)
+
+    def send(self, whole: Tensor, asynchronous: bool) -> dist.Work | None:
+        """Start the sum of ``whole`` (world × n); it must stay as it is until ``total`` has run."""
+        if self.world == 1:
+            return None
+        chunk = whole.numel() // self.world
+        if self._in_place:
+            self._scatter.asyncOp = asynchronous
+            return self.group._reduce_scatter_base(whole.narrow(0, self.rank * chunk, chunk), whole, self._scatter)
+        self._exchange.asyncOp = asynchronous
+        received = self._chunks(whole)
+        if self.world == 2:  # nothing is sent to oneself
+            peer = 1 - self.rank
+            parts = [chunk, 0] if peer == 0 else [0, chunk]
+            return self.group.alltoall_base(
+                received, whole.narrow(0, peer * chunk, chunk), parts, parts, self._exchange
+            )
+        return self.group.alltoall_base(received, whole, [], [], self._exchange)
+
+    def total(self, whole: Tensor) -> Tensor:
+        """The sum over ranks of this rank's chunk, fp32 (n). Overwritten by the next ``send``."""
+        chunk = whole.numel() // self.world
+        own = whole.narrow(0, self.rank * chunk, chunk)
+        if self._in_place:
+            return own if own.dtype == torch.float32 else self._scratch.narrow(0, 0, chunk).copy_(own)
+        received = self._chunks(whole)
+        if self.world == 2:
+            chunks = (received, own) if self.rank == 1 else (own, received)
+        else:
+            chunks = received.chunk(self.world)
+        if own.dtype == torch.float32:
+            total = chunks[0]
+            for other in chunks[1:]:
+                total.add_(other)
+            return total
+        total = self._scratch.narrow(0, 0, chunk).copy_(chunks[0])
+        cast = self._scratch.narrow(0, chunk, chunk)
+        for other in chunks[1:]:  # cast by hand: a mixed add would allocate a whole chunk
+            total.add_(cast.copy_(other))
+        return total
+
+    def _chunks(self, whole: Tensor) -> Tensor:
+        received, _ = self.needs(whole.numel(), whole.dtype)
+        return self._received.narrow(0, 0, received).view(whole.dtype)
