@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm(x))
 
 
 class Language(nn.Module):
@@ -76,7 +76,7 @@ def check_complete(model: nn.Module, division: Division, ignored: int = 0) -> No
 def hugging_face(kind: str, config: str, **settings: object) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
     transformers.logging.set_verbosity_error()
-    return getattr(transformers, kind)(getattr(transformers, config)(**settings))  # type: ignore[no-any-return]
+    return getattr(transformers, kind)(getattr(transformers, config)(**settings))
 
 
 LLAMA = {
@@ -182,6 +182,12 @@ def test_small_embedding_and_head_stay_with_the_root() -> None:
     assert list(roles(find_units(Language(layers=8, vocabulary=1000))))[-1] == "(root)"
 
 
+def test_embedding_of_a_very_large_model_is_an_edge() -> None:
+    model = Language(vocabulary=2**18)
+    model.layers = nn.ModuleList(Block(2**14, 2**16) for _ in range(2))
+    assert list(roles(find_units(model))) == ["embedding", "layers.0", "layers.1", "head"]
+
+
 def test_members_of_a_plain_sequential_are_units() -> None:
     mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
     assert roles(find_units(mlp)) == {"0": "block", "2": "block", "4": "block"}
@@ -203,7 +209,7 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, 4 * width) for _ in range(depth)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(self.downsample(x))  # type: ignore[no-any-return]
+        return self.blocks(self.downsample(x))
 
 
 def test_stages_of_different_size_give_way_to_their_blocks() -> None:
@@ -212,6 +218,15 @@ def test_stages_of_different_size_give_way_to_their_blocks() -> None:
     assert blocks_of(find_units(model)) == [
         f"stages.{stage}.blocks.{block}" for stage, depth in enumerate((2, 4, 2)) for block in range(depth)
     ]
+
+
+def test_layers_of_unlike_parts_are_not_stages() -> None:
+    switch = hugging_face(
+        "SwitchTransformersEncoderModel",
+        "SwitchTransformersConfig",
+        **T5 | {"num_sparse_encoder_layers": 2, "num_experts": 8, "num_layers": 4},
+    )
+    assert blocks_of(find_units(switch)) == [f"encoder.block.{index}" for index in range(4)]
 
 
 class Mixture(nn.Module):
@@ -288,6 +303,7 @@ def test_a_unit_of_most_parameters_is_warned_of() -> None:
         ["layers.*"],
         ["layers.0", "layers.1", "layers.*"],
         ["Block", Block],
+        {"Block"},
         lambda name, module: isinstance(module, Block),
     ],
 )
@@ -422,7 +438,7 @@ def test_modules_of_another_model_and_duplicates() -> None:
     with pytest.raises(ValueError, match=r"'layers.0.mlp' is inside 'layers.0'"):
         find_units(model, [[model.layers[0], model.layers[0].mlp]])
     with pytest.raises(TypeError, match="3 is not a module"):
-        find_units(model, [[3]])  # type: ignore[list-item]
+        find_units(model, [[3]])
 
 
 def test_a_module_list_has_no_forward() -> None:

@@ -69,46 +69,46 @@ class Gradients:
         self.buffer = buffer
         self.pieces = pieces
 
-    def land(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
-        """Add ``total × scale`` to the gradients, or start them with it where ``.grad`` is None.
+    def land(self, total: Tensor, divisor: int, used: Sequence[bool]) -> None:
+        """Add ``total / divisor`` to the gradients, or start them with it where ``.grad`` is None.
 
         Of a parameter that is not ``used`` the gradient is kept aside: whether another rank used it is not known yet.
 
         Args:
             total: sum over ranks, as many elements as the buffer; overwritten.
-            scale: what turns the sum into the mean.
+            divisor: what turns the sum into the mean.
             used: for each piece, whether this rank wrote a gradient.
         """
         before = [piece.parameter.grad for piece in self.pieces]
         if all(gradient is None for gradient in before):
-            self._start(self.buffer, total, scale)
+            self._start(self.buffer, total, divisor)
         elif all(gradient is piece.gradient for gradient, piece in zip(before, self.pieces, strict=True)):
-            self._add(self.buffer, total, scale)
+            self._add(self.buffer, total, divisor)
         else:
             for gradient, piece in zip(before, self.pieces, strict=True):
                 start, end = piece.span
                 part = total.narrow(0, start, end - start).view(piece.local_gradient.shape)
                 if gradient is None:
-                    self._start(piece.local_gradient, part, scale)
+                    self._start(piece.local_gradient, part, divisor)
                 else:  # the user may have put a gradient of their own there
-                    self._add(gradient.to_local(), part, scale)  # type: ignore[operator]
+                    self._add(gradient.to_local(), part, divisor)  # type: ignore[operator]
         for piece, use in zip(self.pieces, used, strict=True):
             if use and piece.parameter.grad is None:
                 piece.parameter.grad = piece.gradient
 
     @staticmethod
-    def _start(gradient: Tensor, total: Tensor, scale: float) -> None:
+    def _start(gradient: Tensor, total: Tensor, divisor: int) -> None:
         if gradient.dtype == total.dtype:
-            torch.mul(total, scale, out=gradient)
+            torch.div(total, divisor, out=gradient)
         else:
-            gradient.copy_(total.mul_(scale))
+            gradient.copy_(total.div_(divisor))
 
     @staticmethod
-    def _add(gradient: Tensor, total: Tensor, scale: float) -> None:
-        if gradient.dtype == total.dtype:
-            gradient.add_(total, alpha=scale)
+    def _add(gradient: Tensor, total: Tensor, divisor: int) -> None:
+        if gradient.dtype == total.dtype and divisor & (divisor - 1) == 0:
+            gradient.add_(total, alpha=1 / divisor)  # exact for a power of two
         else:
-            gradient.add_(total.mul_(scale))
+            gradient.add_(total.div_(divisor))
 
 
 class Flat:

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.engine.flat import Piece
 
 
 class Gated(Protocol):
     """What a gate reports to."""
 
-    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """Everything behind the gate has run; ``gradients`` are those of the gated tensors."""
+    def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Everything behind the gate has run; of the gated tensors' ``gradients``, those that shall flow on."""
 
 
 class GateGradFlow(torch.autograd.Function):
@@ -40,8 +38,7 @@ class GateGradFlow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.gated.after_backward(gradients)
-        return (None, None, *gradients)
+        return (None, None, *ctx.gated.after_backward(gradients))
 
 
 class Narrow(torch.autograd.Function):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.engine.graph import GateGradFlow
-from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,12 +73,14 @@ class Passage:
         """The backward has come to this passage: what it runs again sees the small group as leaves."""
         self.root.arrive(self)
 
-    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+    def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         root = self.root
         root.arrive(self)
+        inputs = len(gradients) - len(self.trained)
         if root.whole_backward():
-            root.finish(self, gradients[len(gradients) - len(self.trained) :])
+            root.finish(self, gradients[inputs:])
             self.expect()
+        return (*gradients[:inputs], *(None for _ in self.trained))
 
 
 class Call:
@@ -128,16 +129,15 @@ class Call:
             self._prefetch(1)
         self._span = unit.backward_span.start()
 
-    def after_backward(self, gradients: Sequence[Tensor | None]) -> None:
+    def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """All of this call's gradients are written."""
-        del gradients
         unit, task = self.unit, _graph_task()
         root = unit.root
         if task != self._task:  # no output told: the gradient came in by another way
             self._check_untouched()
             root.arrive(self.passage)
         else:
-            Span.end(self._span)
+            unit.backward_span.end(self._span)
             self._task = -1
             unit.hide()
         unit.collect(self.weights)
@@ -146,15 +146,15 @@ class Call:
             self.weights.slot.release(root.gather_lane)
         while unit.held:
             unit.held.pop().release(root.gather_lane)
-        if not root.whole_backward():
-            return
-        self._prefetch(1)
-        self._prefetch(2)
-        passage = self.passage
-        passage.pending[unit] -= 1
-        if passage.pending[unit] <= 0 and root.synchronises:
-            passage.unsent.pop(unit, None)
-            unit.reduce()
+        if root.whole_backward():
+            self._prefetch(1)
+            self._prefetch(2)
+            passage = self.passage
+            passage.pending[unit] -= 1
+            if passage.pending[unit] <= 0 and root.synchronises:
+                passage.unsent.pop(unit, None)
+                unit.reduce()
+        return gradients
 
     def _prefetch(self, distance: int) -> None:
         if self.index >= distance:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.lanes import Ticket
     from yafsdp_cc.engine.small import SmallGroup
     from yafsdp_cc.engine.unit import Entry, Unit
+    from yafsdp_cc.plan import Plan
 
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
@@ -74,7 +75,6 @@ class Root:
         self.journal = Journal(gather_group.rank(), self.world, _get_default_store())
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
-        self.scale = 1.0 / self.world
         self.synchronises = True
         """Whether a backward reduces its gradients, or keeps them whole for a later one."""
         self.passage: Passage | None = None
@@ -83,6 +83,7 @@ class Root:
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
+        self.plan: Plan
         self.order: Order
         self.weight_rings: dict[str, Ring] = {}
         self.gradient_rings: dict[str, Ring] = {}
@@ -248,7 +249,7 @@ class Root:
 
             def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
                 assert flat.gradients is not None
-                flat.gradients.land(self.reduce.total(whole), self.scale, wrote)
+                flat.gradients.land(self.reduce.total(whole), self.world, wrote)
 
             if self.reduce.one_at_a_time:
                 self._land()
@@ -298,7 +299,7 @@ class Root:
         self.journal.write("small", "group")
         totals = self.small.send(words + self.journal.sums(), self.reduce_lane)
         self.counters.reduced_bytes += self.small.wire_bytes
-        self.small.land(self.scale, self.wrap_gradient)
+        self.small.land(self.world, self.wrap_gradient)
         self._check(totals)
         if unused:
             counts = totals[: len(words)].tolist()

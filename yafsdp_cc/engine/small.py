@@ -163,15 +163,15 @@ class SmallGroup:
             work.wait()
         return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
 
-    def land(self, scale: float, wrap: Callable[[Tensor, Piece], Any]) -> list[bool]:
-        """Add the summed gradients, times ``scale``, to ``.grad``; for each piece, whether this rank had written it."""
+    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], Any]) -> list[bool]:
+        """Add the summed gradients, over ``divisor``, to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0
         for block in self.blocks:
             last = first + len(block.pieces)
             if any(piece.parameter.requires_grad for piece in block.pieces):
                 total = self._totals.narrow(0, block.start, block.end - block.start)
-                block.train(wrap).land(total, scale, written[first:last])
+                block.train(wrap).land(total, divisor, written[first:last])
             first = last
         for piece in self.pieces:
             piece.written = False

@@ -88,7 +88,7 @@ class Unit:
 
     def leave(self, entry: Entry, output: Any) -> Any:
         """After a forward: the slot may be refilled, and the outputs say when the backward begins."""
-        Span.end(entry.span)
+        self.forward_span.end(entry.span)
         self.hide()
         if entry.again:
             self.held.append(entry.slot)

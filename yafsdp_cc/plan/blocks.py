@@ -21,7 +21,7 @@ Paths = Mapping[OwnedParameter, tuple[Path, ...]]
 def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
     """The blocks the model names itself, else its repeated ones: whichever hold most of what is neither embedding nor
     head. What the model names is taken even if it holds less, when nothing better is found."""
-    named = _without_stages(named_blocks(model), paths_of)
+    named = _without_stages(named_blocks(model))
     if named and _most(named, paths_of):
         return named
     repeated = repeated_blocks(model, paths_of)
@@ -74,7 +74,7 @@ def repeated_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
     level = _level(model)
     composite = [member for member in level if member._modules]
     if composite and _most(composite, paths_of):
-        return _without_stages(composite, paths_of)
+        return _without_stages(composite)
     held = total(within(level, paths_of))
     return level if 2 * held >= total(paths_of) and level else []
 
@@ -128,22 +128,30 @@ def _most(blocks: Iterable[nn.Module], paths_of: Paths) -> bool:
     return total(inside) >= total(rest)
 
 
-def _without_stages(level: list[nn.Module], paths_of: Paths) -> list[nn.Module]:
-    """The same, but for the stages of a hierarchical network their blocks.
+def _without_stages(level: list[nn.Module]) -> list[nn.Module]:
+    """The same, but for the stages of a hierarchical network their blocks."""
+    return [block for stages in by_class(level).values() for block in _blocks_of(stages) or stages]
 
-    Stages differ much in size and are lists of blocks. Equal members are never opened: the experts of a mixture sit in
-    those, and not every rank calls the same ones.
+
+def _blocks_of(stages: list[nn.Module]) -> list[nn.Module]:
+    """The members of one class that these are mostly lists of, if these differ much in size.
+
+    Equal members are never opened: the experts of a mixture sit in those, and not every rank calls the same ones.
     """
-    chosen: list[nn.Module] = []
-    for stages in by_class(level).values():
-        sizes = [total(within([stage], paths_of)) for stage in stages]
-        inner = [[member for member in _members(stage) if member._modules] for stage in stages]
-        common = set.intersection(*(set(map(type, members)) for members in inner))
-        blocks = [member for members in inner for member in members if type(member) in common]
-        held = total(within(blocks, paths_of))
-        staged = max(sizes) >= 2 * min(sizes) and len(blocks) >= 2 * len(stages) and 2 * held >= sum(sizes)
-        chosen += blocks if staged else stages
-    return chosen
+    sizes = [_numel([stage]) for stage in stages]
+    if max(sizes) < 2 * min(sizes):
+        return []
+    inner = [_members(stage) for stage in stages]
+    for kind in by_class(member for members in inner for member in members):
+        blocks = [[member for member in members if type(member) is kind] for members in inner]
+        together = [block for members in blocks for block in members]
+        if all(blocks) and len(together) >= 2 * len(stages) and 2 * _numel(together) >= sum(sizes):
+            return together
+    return []
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for parameter in {p for module in modules for p in module.parameters()})
 
 
 def _members(stage: nn.Module) -> list[nn.Module]:

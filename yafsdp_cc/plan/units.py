@@ -6,6 +6,9 @@
     root    | whatever is left                                  | around the forward of the model
 
 Norms, biases and other small parameters leave their unit for the small group, which is replicated.
+
+An edge is gathered when its own ``forward`` runs. In a model that reads the weight of an embedding or head from
+elsewhere without tying it, name the root as well (``units=["Block", model]``): then there are no edges.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from yafsdp_cc.plan.parameters import OwnedParameter, Path, check_shardable, sur
 
 Role = Literal["block", "edge", "root"]
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
-Units = str | type[nn.Module] | nn.Module | Sequence[Entry] | Callable[[str, nn.Module], bool]
+Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
 """``"auto"``; class names, ``*`` patterns over module names, or classes; modules; or a predicate (name, module)."""
 
 ROOT = "(root)"
@@ -32,7 +35,9 @@ SMALL = 256
 SMALL_VECTOR = 2**20
 """So are vectors and scalars of up to this many."""
 EDGE = 65_536
-"""An embedding or head of fewer elements, or of under 1 % of the parameters, stays with the root."""
+"""An embedding or head of fewer elements stays with the root, and so does one of under 1 % of the parameters ..."""
+LARGE_EDGE = 2**24
+"""... unless it has this many: in a very large model 1 % is more than the largest block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +101,11 @@ class _Choice:
     def groups(self, units: Units) -> list[tuple[nn.Module, ...]]:
         """The modules of each unit named."""
         if isinstance(units, nn.ModuleList):
-            entries: Sequence[Entry] = list(units)
+            entries: list[Entry] = list(units)
         elif isinstance(units, (str, type, nn.Module)):
             entries = [units]
-        elif isinstance(units, Sequence):
-            entries = units
+        elif isinstance(units, Collection):
+            entries = list(units)
         else:
             entries = [module for module, name in self.names.items() if units(name, module)]
             if not entries:
@@ -184,17 +189,18 @@ def _divide(
     edges = {} if alone else _edges(left, total(paths_of))
     taken = {owned for edge in edges.values() for owned in edge}
     mixed = any(module._modules for group in members for module in group)
-    places = {path[-1]: (position, name) for position, (name, path) in reversed(list(enumerate(walk(model))))}
+    names = {module: name for name, module in model.named_modules()}
+    position = {module: index for index, module in enumerate(names)}
 
     def spec(modules: tuple[nn.Module, ...], parameters: list[OwnedParameter], role: Role) -> UnitSpec:
-        return UnitSpec(places[modules[0]][1], modules, role, tuple(parameters))
+        return UnitSpec(names[modules[0]], modules, role, tuple(parameters))
 
     found = [
         spec(group, parameters, "edge" if mixed and not any(module._modules for module in group) else "block")
         for group, parameters in members.items()
     ]
     found += [spec((module,), parameters, "edge") for module, parameters in edges.items()]
-    found.sort(key=lambda unit: places[unit.modules[0]][0])
+    found.sort(key=lambda unit: position[unit.modules[0]])
     if rest := tuple(owned for owned in left if owned not in taken):
         found.append(UnitSpec(ROOT, (model,), "root", rest))
     return Division(tuple(found), small)
@@ -214,7 +220,7 @@ def _edges(left: list[OwnedParameter], whole: int) -> dict[nn.Module, list[Owned
         owner, _ = owned.sites[0]
         if len(owned.sites) == 1 and is_edge(owner):
             owners.setdefault(owner, []).append(owned)
-    return {owner: mine for owner, mine in owners.items() if total(mine) >= max(EDGE, whole / 100)}
+    return {owner: mine for owner, mine in owners.items() if total(mine) >= max(EDGE, min(LARGE_EDGE, whole / 100))}
 
 
 def _warn_of_large_unit(division: Division) -> None:

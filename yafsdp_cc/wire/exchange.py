@@ -55,7 +55,8 @@ class Reduce:
         self.group = group
         self.world: int = group.size()
         self.rank: int = group.rank()
-        self._in_place = device.type == "cuda" or self.world == 1
+        self._streams = device.type == "cuda"
+        self._in_place = self._streams or self.world == 1
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._scatter = ReduceScatterOptions()
@@ -80,8 +81,8 @@ class Reduce:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the ``total`` of one buffer must run before the ``send`` of the next."""
-        return not self._in_place
+        """Whether the ``total`` of one buffer must run before the ``send`` of the next; a stream keeps that order itself."""
+        return not self._streams
 
     @property
     def owned_bytes(self) -> int:

@@ -1,0 +1,168 @@
+"""The way in: ``shard`` turns a plain module into a sharded one, in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from yafsdp_cc.engine.agree import broadcast, check_equal
+from yafsdp_cc.engine.build import build
+from yafsdp_cc.engine.materialize import materialize
+from yafsdp_cc.engine.module import ShardedModule, root_of
+from yafsdp_cc.engine.root import Counters, Root
+from yafsdp_cc.engine.survey import plan_for
+from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
+from yafsdp_cc.profiling.spans import mark_optimizer_steps
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard(
+    model: Model,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units = "auto",
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    sync_module_states: bool = False,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    separate_reduce_group: bool = False,
+) -> Model:
+    """Cut ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
+
+    Afterwards the training loop is the one you had: make the optimizer from ``model.parameters()``, call the model,
+    ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` says what it will cost.
+
+    Args:
+        model: any module; on the meta device it is materialised unit by unit.
+        mesh: a 1-D mesh of the ranks to cut across. None: all ranks; a process group is started from the launcher's
+            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+        units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
+            classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
+        reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
+            and half of the gathers. None or True drops them.
+        mp_policy: dtypes of the forward and of the gradients on the wire, torch's own class. The parameters that the
+            optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on CPU).
+        ignored_params: parameters to leave as they are, on every rank, unsynchronised.
+        sync_module_states: take rank 0's parameters and buffers; otherwise the ranks' parameters are compared.
+        param_init_fn: initialises the parameters that a module on the meta device owns itself.
+        separate_reduce_group: a second communicator for gradients, so that a gather and a reduce can overlap each
+            other; costs the memory of a communicator.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: the model or an argument cannot work; the message names the parameter or module in full, what was
+            seen and what to do.
+        RuntimeError: there is neither a process group nor a launcher's environment.
+    """
+    _check_arguments(model, reshard_after_forward)
+    check_no_optimizer(model, ignored_params or ())
+    division = find_units(model, units, ignored_params or ())
+    mesh = _check_mesh(mesh) if mesh is not None else _all_ranks()
+    group = mesh.get_group()
+    device = _device(mesh)
+    owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
+    _equalise(model, owned, group, device, sync_module_states, param_init_fn)
+    reduce_group = dist.new_group(dist.get_process_group_ranks(group)) if separate_reduce_group else group
+    root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
+    build(model, division, mesh, root, keep=reshard_after_forward is False)
+    root.plan = plan_for(root)
+    mark_optimizer_steps()
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of a sharded model: units, slots, bytes on the wire per step, memory per rank; printable.
+
+    Raises:
+        ValueError: ``model`` is not sharded.
+    """
+    return root_of(model).plan
+
+
+def counters_of(model: nn.Module) -> Counters:
+    """What the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
+
+    Raises:
+        ValueError: ``model`` is not sharded.
+    """
+    root = root_of(model)
+    root.counters.owned_bytes = root.owned_bytes
+    return root.counters
+
+
+def _check_arguments(model: nn.Module, reshard_after_forward: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes an nn.Module, got {type(model).__name__}")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ValueError(f"reshard_after_forward takes True, False or None, got {reshard_after_forward!r}")
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            where = f"its module '{name}'" if name else "it"
+            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
+
+
+def _all_ranks() -> DeviceMesh:
+    """A mesh of every rank; starts the process group from the launcher's environment."""
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "there is no process group and no launcher's environment (RANK is not set): start the script with "
+                "`yafsdp-cc launch --nproc-per-node=2 script.py` (or torchrun), or call "
+                "torch.distributed.init_process_group first"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    uses_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
+
+
+def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}, shard() cuts across one: pass a 1-D mesh, "
+            'for example init_device_mesh("cpu", (world_size,))'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")
+    return mesh
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _equalise(
+    model: nn.Module,
+    owned: list[OwnedParameter],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sync: bool,
+    initialize: Callable[[nn.Module], Any] | None,
+) -> None:
+    """The same parameters with the same values on every rank."""
+    check_equal(owned, group, values=False)
+    materialize(owned, model, device, initialize)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    if sync:
+        for each in owned:
+            each.parameter.data = each.parameter.data.to(device)
+        broadcast([each.parameter.data for each in owned] + list(model.buffers()), group)
+    else:
+        check_equal(owned, group, values=True)

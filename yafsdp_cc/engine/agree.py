@@ -1,0 +1,95 @@
+"""Whether all ranks hold the same model, before it is cut."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yafsdp_cc.plan import OwnedParameter
+
+T = TypeVar("T")
+
+_BLOCK = 1 << 20
+"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
+
+
+class _Line(NamedTuple):
+    """What must be equal of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    checksum: int
+
+    def __str__(self) -> str:
+        kind = "trainable" if self.trainable else "frozen"
+        return f"'{self.name}' {list(self.shape)} {self.dtype}, {kind}, checksum {self.checksum & 0xFFFFFFFF:08x}"
+
+
+@torch.no_grad()
+def check_equal(owned: Sequence[OwnedParameter], group: dist.ProcessGroup, *, values: bool) -> None:
+    """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
+
+    Raises:
+        ValueError: on every rank, naming the first parameter that differs.
+    """
+    lines = [
+        _Line(
+            each.name,
+            tuple(each.parameter.shape),
+            str(each.parameter.dtype).removeprefix("torch."),
+            each.parameter.requires_grad,
+            _checksum(each.parameter.detach()) if values else 0,
+        )
+        for each in owned
+    ]
+    digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
+    digests = _all_gather(digest, group)
+    if len(set(digests)) == 1:
+        return
+    everybody = _all_gather(lines, group)
+    for index in range(max(map(len, everybody))):
+        said = [theirs[index] if index < len(theirs) else None for theirs in everybody]
+        if len(set(said)) > 1:
+            table = "\n".join(f"  rank {rank}: {line or 'has no more parameters'}" for rank, line in enumerate(said))
+            raise ValueError(
+                f"the ranks' models differ, first in parameter '{next(line for line in said if line).name}':\n{table}\n"
+                "Build the model from the same seed on every rank, or pass sync_module_states=True to shard() to take "
+                "rank 0's weights"
+            )
+    raise AssertionError("digests differ but no line does")
+
+
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank the elements of rank 0's tensors."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        dist.broadcast(tensor, source, group=group)
+
+
+def _all_gather(item: T, group: dist.ProcessGroup) -> list[T]:
+    items: list[T] = [item] * group.size()
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped elements are seen too."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, data.numel(), _BLOCK):
+        block = data[start : start + _BLOCK]
+        if block.numel() % 4:
+            block = torch.nn.functional.pad(block, (0, 4 - block.numel() % 4))
+        words = block.view(torch.int32).to(torch.int64)
+        weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
+    return total

@@ -1,0 +1,78 @@
+"""The plan of an engine as built: every figure read off its layouts and buffers, before the first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yafsdp_cc.plan import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.root import Root
+    from yafsdp_cc.engine.unit import Unit
+
+
+def plan_for(root: Root) -> Plan:
+    """What the engine holds, and what a training step will send."""
+    units = root.units
+    forward = sum(_gathered(root, unit) for unit in units)
+    trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
+    pieces = [piece for unit in units for piece in unit.pieces]
+    small = root.small
+    return Plan(
+        world=root.world,
+        units=tuple(_unit(root, unit) for unit in units),
+        rings=tuple(_ring(root, role) for role in root.weight_rings),
+        small=PlannedSmall(
+            parameters=len(small.pieces),
+            elements=sum(piece.extent.numel for piece in small.pieces),
+            bytes=small.owned_bytes,
+        ),
+        wire=PlannedWire(
+            gather_forward=forward,
+            gather_backward=sum(_gathered(root, unit) for unit in _regathered(root)),
+            reduce=sum(flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1) for flat in trainable),
+            small=small.wire_bytes,
+        ),
+        parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
+        gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
+        scratch_bytes=root.reduce.owned_bytes,
+        adamw_bytes=2
+        * sum(piece.parameter.to_local().nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
+    )
+
+
+def _gathered(root: Root, unit: Unit) -> int:
+    return sum(root.gather.sent_bytes(whole) for whole in unit.home.wholes)
+
+
+def _regathered(root: Root) -> list[Unit]:
+    """Units whose slot holds another one when the backward comes to them, if the forward ran them in module order."""
+    last = {id(unit.home.slot): unit for unit in root.units}
+    return [unit for unit in root.units if unit.read_in_backward and last[id(unit.home.slot)] is not unit]
+
+
+def _unit(root: Root, unit: Unit) -> PlannedUnit:
+    trainable = [piece for piece in unit.pieces if piece.parameter.requires_grad]
+    return PlannedUnit(
+        name=unit.name,
+        role=unit.role,
+        parameters=len(unit.pieces),
+        trainable=len(trainable),
+        elements=sum(piece.extent.numel for piece in unit.pieces),
+        padded=sum(flat.layout.numel for flat in unit.flats),
+        dtypes=tuple(dict.fromkeys(str(flat.compute).removeprefix("torch.") for flat in unit.flats)),
+        slot=root.weight_rings[unit.role].slots.index(unit.home.slot),
+    )
+
+
+def _ring(root: Root, role: str) -> PlannedRing:
+    weights, gradients = root.weight_rings[role], root.gradient_rings.get(role)
+    return PlannedRing(
+        role=weights.role,
+        weight_slots=len(weights.slots),
+        weight_slot_bytes=weights.slots[0].buffer.nbytes,
+        gradient_slots=len(gradients.slots) if gradients is not None else 0,
+        gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,
+        receive_buffers=0,
+        receive_buffer_bytes=0,
+    )
