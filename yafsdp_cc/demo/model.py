@@ -47,9 +47,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One step of the stream."""
+        """Add to the stream, twice."""
         x = x + self.attention(self.norm_1(x))
-        return x + self.mlp(self.norm_2(x))
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
 
 
 class GPT(nn.Module):
