@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,9 @@ from yafsdp_cc.engine.root import Counters, Root
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 Model = TypeVar("Model", bound=nn.Module)
 

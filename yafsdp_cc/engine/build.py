@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.engine.root import Root
-    from yafsdp_cc.plan import Division, OwnedParameter
+    from yafsdp_cc.plan import Division, OwnedParameter, Role
 
 
 class _Kind(NamedTuple):
@@ -43,16 +43,13 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, *,
         blocks, pieces + Journal.width(), root.gather, root.reduce, root.device, root.reduce_lane.ticket()
     )
     own = next((unit for unit in units if unit.role == "root"), None)
-    slots = {"block": len(units) if keep else 2, "edge": 1, "root": 1}
+    slots: dict[Role, int] = {"block": len(units) if keep else 2, "edge": 1, "root": 1}
     root.adopt(units, small, slots, own)
     for unit in units:
         for module in unit.modules:
             if unit is not own:
                 adopt(module, root, unit)
     adopt(model, root, root)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # keeps its weights in a list beside the attributes
-            raise ValueError(f"{type(module).__name__} keeps references to its weights and cannot be sharded")
 
 
 def _compute_dtype(dtype: torch.dtype, root: Root) -> torch.dtype:
@@ -115,6 +112,5 @@ def _replace(piece: Piece, local: Tensor, trainable: bool, owned: OwnedParameter
     """Put the sharded parameter where the whole one was."""
     parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=trainable)
     parameter.__dict__.update(owned.parameter.__dict__)  # what users and frameworks have noted on it
-    piece.parameter = parameter
-    for module, attribute in piece.sites:
-        module._parameters[attribute] = parameter
+    piece.parameter, piece.local = parameter, local
+    piece.install(parameter)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.plan import OwnedParameter
 
-Initialize = "Callable[[nn.Module], None]"
-"""Gives values to the parameters and buffers that a module owns itself, not those of its children."""
-
 
 @torch.no_grad()
 def materialize(
-    owned: Iterable[OwnedParameter], model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+    owned: Iterable[OwnedParameter],
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], Any] | None,
 ) -> None:
     """Allocate and initialise every module that owns one of the parameters on the meta device.
 
@@ -31,7 +31,7 @@ def materialize(
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
     of_model = getattr(model, "_init_weights", None)
     for module, name in owners.items():
-        for attribute, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 parameter.data = torch.empty_like(parameter, device=device)
         for attribute, buffer in module._buffers.items():

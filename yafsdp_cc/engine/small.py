@@ -8,7 +8,7 @@ never encoded, in one buffer that also carries what ranks must tell each other a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
 
@@ -39,8 +40,7 @@ class SmallBlock:
         self._copied = -1
         self.compute = master.to(compute) if self._cast else master.detach()
         self.leaves = [
-            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
-            for piece in pieces
+            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape) for piece in pieces
         ]
         self.gradients: Gradients | None = None
 
@@ -50,7 +50,7 @@ class SmallBlock:
             self.compute.copy_(self.master)
             self._copied = self.master._version
 
-    def train(self, wrap: Callable[[Tensor, Piece], Any]) -> Gradients:
+    def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this block, made when its first parameter is to be trained."""
         if self.gradients is None:
             buffer = torch.zeros_like(self.master)
@@ -163,8 +163,8 @@ class SmallGroup:
             work.wait()
         return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
 
-    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], Any]) -> list[bool]:
-        """Add the summed gradients, over ``divisor``, to ``.grad``; for each piece, whether this rank had written it."""
+    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
+        """Add the summed gradients over ``divisor`` to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0
         for block in self.blocks:
@@ -176,4 +176,3 @@ class SmallGroup:
         for piece in self.pieces:
             piece.written = False
         return written
-

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 
 class Gather:
@@ -81,7 +81,7 @@ class Reduce:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the ``total`` of one buffer must run before the ``send`` of the next; a stream keeps that order itself."""
+        """Whether the ``total`` of a buffer must run before the next ``send``; a stream keeps that order itself."""
         return not self._streams
 
     @property
@@ -117,6 +117,7 @@ class Reduce:
         if self._in_place:
             return own if own.dtype == torch.float32 else self._scratch.narrow(0, 0, chunk).copy_(own)
         received = self._chunks(whole)
+        chunks: tuple[Tensor, ...]
         if self.world == 2:
             chunks = (received, own) if self.rank == 1 else (own, received)
         else:
