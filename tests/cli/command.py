@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def yafsdp_cc(*argv: object, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def yafsdp_cc(*argv: object, folder: Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
     """One command in ``folder``, to its end."""
     with started(*argv, folder=folder) as process:
         out, err = process.communicate(timeout=timeout)
@@ -27,7 +27,7 @@ def started(*argv: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; afterwards none of its processes may be left (they are ended, and the test fails)."""
     mark = f"YAFSDP_CC_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), name: value}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
     process = subprocess.Popen(
         [sys.executable, "-m", "yafsdp_cc", *map(str, argv)],
         cwd=folder,

@@ -26,7 +26,7 @@ from yafsdp_cc.demo.model import GPT
 BATCH = 4  # windows per rank and step
 LEARNING_RATE, WARM_UP, CLIP = 1e-3, 20, 1.0
 REPORT_EVERY, VALIDATE_EVERY, VALIDATION_WINDOWS = 10, 80, 32
-PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 240, 0.8
+PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 160, 0.8
 
 
 def main() -> None:
