@@ -269,12 +269,15 @@ class Root:
         try:
             ticket.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{self.journal.compare(self._key)}") from error
+            raise RuntimeError(
+                f"{error}\nEvery rank must issue the same operations in the same order; what they did last:\n"
+                f"{self.journal.compare(self._key)}"
+            ) from error
 
     def finish(self, passage: Passage, gradients: Sequence[Tensor | None]) -> None:
         """The end of a backward: every gradient summed, divided and in its place."""
         self.small.collect(passage.trained, gradients)
-        if self.synchronises:
+        if self.synchronises and any(piece.parameter.requires_grad for piece in self._pieces):
             for unit in self.units:
                 if unit in passage.unsent or unit.gradient_space is not None:
                     unit.reduce()

@@ -1,7 +1,7 @@
 """The small group: norms, biases and other tiny parameters, whole on every rank.
 
-Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32 and
-never encoded, in one buffer that also carries what ranks must tell each other at that moment:
+Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32
+(fp64 if one of them is) and never encoded, in one buffer that also carries what ranks must tell each other at that moment:
 
     | gradients of the group | which parameters each rank used | fingerprint of what it issued |
 """
@@ -89,9 +89,10 @@ class SmallGroup:
         self._elements = blocks[-1].end if blocks else 0
         self._words = words
         size = align(self._elements + words, ALIGNMENT * gather.world)
-        self._wire = torch.zeros(size, dtype=torch.float32, device=device)
+        double = any(block.master.dtype == torch.float64 for block in blocks)
+        self._wire = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
         self._totals = torch.zeros_like(self._wire) if gather.world > 1 else self._wire
-        reduce.reserve(size, torch.float32)
+        reduce.reserve(size, self._wire.dtype)
         for block in blocks:
             for piece in block.pieces:
                 start = block.start + piece.extent.offset
@@ -151,7 +152,7 @@ class SmallGroup:
             if not piece.written:
                 assert piece.target is not None
                 piece.target.zero_()
-        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words, dtype=torch.float32))
+        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words))
         if self._gather.world > 1:
             with self.span:
                 lane.issue(self._ticket, self._exchange, after=lane.mark())

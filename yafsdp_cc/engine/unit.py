@@ -99,18 +99,15 @@ class Unit:
             entry.slot.release(self.root.gather_lane)
         if entry.opened is not None:
             self.root.close()
-        call, dtype = entry.call, self.root.output_dtype
-        if call is None and (dtype is None or entry.again):
+        if (call := entry.call) is None:
             return output
 
-        def finish(tensor: Tensor) -> Tensor:
-            if dtype is not None:
-                tensor = cast(tensor, dtype)
-            if call is not None and tensor.requires_grad:
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
                 tensor.register_hook(call.before_backward)
             return tensor
 
-        return map_tensors(output, finish)
+        return map_tensors(output, watch)
 
     def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         anchor = call.passage.anchor()
