@@ -9,28 +9,30 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 # The version that TORCH brought: whatever is installed later must keep it.
 PIN := $(VENV)/torch-pin.txt
+# What is installed, by TORCH: asking for another one starts over.
+INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test lint soak clean FORCE
+.PHONY: demo test lint soak clean
 
-demo: $(VENV)/installed
-	$(VENV)/bin/yafsdp-cc demo
+demo: $(INSTALLED)
+	@$(VENV)/bin/yafsdp-cc demo
 
-test: lint $(VENV)/installed-hf
+test: lint $(INSTALLED)-hf
 	$(VENV)/bin/python -m pytest
 
 # The random-program and stress tests, for as long as a nightly run may take.
-soak: $(VENV)/installed-hf
+soak: $(INSTALLED)-hf
 	YAFSDP_CC_SOAK=1 $(VENV)/bin/python -m pytest --timeout=3600
 
-lint: $(VENV)/installed
+lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-$(VENV)/installed: pyproject.toml setup.py $(VENV)/torch-asked
-	@echo "setting up $(VENV) with $(TORCH) (once)"
+$(INSTALLED): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "yafsdp_cc needs Python 3.10 or newer")'
-	@$(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) with $(TORCH): once, some minutes"
+	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install $(TORCH)
 	@$(VENV)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(PIN)
 	@$(PIP) install "setuptools>=77" --constraint $(PIN)
@@ -38,14 +40,9 @@ $(VENV)/installed: pyproject.toml setup.py $(VENV)/torch-asked
 	@touch $@
 
 # The tests against Hugging Face models skip themselves where transformers cannot be had.
-$(VENV)/installed-hf: $(VENV)/installed
+$(INSTALLED)-hf: $(INSTALLED)
 	@$(PIP) install --no-build-isolation --editable ".[hf]" --constraint $(PIN) && touch $@ \
 		|| echo "transformers could not be installed: the Hugging Face tests are skipped"
-
-# Newer than the installation when TORCH is not what was asked for last time.
-$(VENV)/torch-asked: FORCE
-	@mkdir -p $(VENV)
-	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
 clean:
 	rm -rf $(VENV) build dist runs bench/out *.egg-info .mypy_cache .pytest_cache .ruff_cache
