@@ -36,6 +36,12 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def shift(x: Tensor) -> Tensor:
+    """Take half of the features from the position before: what stands side by side need not be found by attention."""
+    here, before = x.chunk(2, dim=-1)
+    return torch.cat([here, F.pad(before, (0, 0, 1, -1))], dim=-1)
+
+
 class Block(nn.Module):
     """Attention, then an MLP; both normalise what they read and add to the stream."""
 
@@ -48,8 +54,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add to the stream, twice."""
-        x = x + self.attention(self.norm_1(x))
-        out: Tensor = x + self.mlp(self.norm_2(x))
+        x = x + self.attention(shift(self.norm_1(x)))
+        out: Tensor = x + self.mlp(shift(self.norm_2(x)))
         return out
 
 

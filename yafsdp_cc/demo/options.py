@@ -11,7 +11,7 @@ def parser(**about: Any) -> argparse.ArgumentParser:
     """The flags of the training job itself."""
     flags = argparse.ArgumentParser(allow_abbrev=False, **about)
     flags.add_argument("--text", type=_existing, help="file or folder to learn from (the Python standard library)")
-    flags.add_argument("--steps", type=positive, default=320, help="optimizer steps (%(default)s)")
+    flags.add_argument("--steps", type=positive, default=500, help="optimizer steps (%(default)s)")
     flags.add_argument(
         "--precision",
         choices=["fp32", "bf16"],

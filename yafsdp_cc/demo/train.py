@@ -23,9 +23,9 @@ import yafsdp_cc
 from yafsdp_cc.demo import data, options
 from yafsdp_cc.demo.model import GPT
 
-BATCH = 4  # windows per rank and step
+BATCH = 2  # windows per rank and step: few, so that there are many steps
 LEARNING_RATE, WARM_UP, CLIP = 1e-3, 20, 1.0
-REPORT_EVERY, VALIDATE_EVERY, VALIDATION_WINDOWS = 10, 80, 32
+REPORT_EVERY, VALIDATE_EVERY, VALIDATION_WINDOWS = 10, 100, 32
 PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 160, 0.8
 
 
