@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import timeit
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.ranks import on_ranks
 from yafsdp_cc.profiling import Span, mark_optimizer_steps, span, spans
 
 
@@ -37,10 +40,21 @@ def cpu_profile(**options: Any) -> profile:
     return profile(activities=[ProfilerActivity.CPU], **options)
 
 
+def forked(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a process of its own: others fork this one, and a parent that profiled has threads to lose."""
+
+    @wraps(test)
+    def in_a_child(**fixtures: object) -> None:
+        on_ranks(1, partial(test, **fixtures))
+
+    return in_a_child
+
+
 def work() -> None:
     torch.ones(64, 64).sum()
 
 
+@forked
 def test_nested_and_repeated(tmp_path: Path) -> None:
     outer, inner = Span("forward", "model"), Span("forward", "model.layers.3")
     with cpu_profile() as profiled, outer:
@@ -54,6 +68,7 @@ def test_nested_and_repeated(tmp_path: Path) -> None:
     assert whole.start <= first.start <= first.end <= second.start <= second.end <= whole.end
 
 
+@forked
 def test_the_same_span_inside_itself(tmp_path: Path) -> None:
     forward = Span("forward", "block")
     with cpu_profile() as profiled, forward:
@@ -65,6 +80,7 @@ def test_the_same_span_inside_itself(tmp_path: Path) -> None:
     assert outer.start < inner.start < inner.end < outer.end
 
 
+@forked
 def test_overlapping_ranges_keep_their_own_ends(tmp_path: Path) -> None:
     gather, reduce = Span("gather", "a"), Span("reduce", "b")
     with cpu_profile() as profiled:
@@ -80,6 +96,7 @@ def test_overlapping_ranges_keep_their_own_ends(tmp_path: Path) -> None:
     assert a.start < b.start < a.end < b.end
 
 
+@forked
 def test_never_ended_ranges_break_nothing(tmp_path: Path) -> None:
     forward, backward = Span("forward", "kept"), Span("backward", "block")
     with cpu_profile() as profiled:
@@ -98,6 +115,7 @@ def test_never_ended_ranges_break_nothing(tmp_path: Path) -> None:
     assert [r.name for r in ranges(profiled, tmp_path)] == ["YaFSDP::backward (block)"]
 
 
+@forked
 def test_an_exception_closes_the_range_and_passes(tmp_path: Path) -> None:
     clip = span("clip")
     with cpu_profile() as profiled, clip:
@@ -109,6 +127,7 @@ def test_an_exception_closes_the_range_and_passes(tmp_path: Path) -> None:
     assert inner.end < outer.end
 
 
+@forked
 def test_a_profiler_that_comes_or_goes_in_the_middle(tmp_path: Path) -> None:
     forward, profiled = Span("forward"), cpu_profile()
     with forward:
@@ -119,6 +138,7 @@ def test_a_profiler_that_comes_or_goes_in_the_middle(tmp_path: Path) -> None:
     assert [r.name for r in ranges(profiled, tmp_path)] == ["YaFSDP::forward"]
 
 
+@forked
 def test_bytes_are_in_the_trace(tmp_path: Path) -> None:
     with cpu_profile(record_shapes=True) as profiled, Span("gather", "block", byte_count=4096):
         work()
@@ -126,6 +146,7 @@ def test_bytes_are_in_the_trace(tmp_path: Path) -> None:
     assert gather.event["args"]["bytes"] == 4096
 
 
+@forked
 def test_optimizer_steps_are_marked(tmp_path: Path) -> None:
     mark_optimizer_steps()
     mark_optimizer_steps()
@@ -138,6 +159,7 @@ def test_optimizer_steps_are_marked(tmp_path: Path) -> None:
     assert [r.name for r in ranges(profiled, tmp_path)] == ["YaFSDP::step"] * 2
 
 
+@forked
 def test_the_public_recorder_serves_where_the_fast_one_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +169,7 @@ def test_the_public_recorder_serves_where_the_fast_one_is_missing(
     assert "YaFSDP::gather (block)" in [r.name for r in ranges(profiled, tmp_path)]
 
 
+@forked
 def test_cheap_while_nobody_looks() -> None:
     gather = Span("gather", "block", byte_count=1)
 

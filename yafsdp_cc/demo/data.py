@@ -56,4 +56,5 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 def _tensor(parts: Iterable[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
+    joined = bytearray(b"".join(parts))
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
