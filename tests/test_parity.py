@@ -15,7 +15,7 @@ from tests.ranks import on_ranks
 
 STEPS, CLIP = 10, 0.5
 ZERO = 1e-9
-"""Of the whole gradient's norm. Less than that is a gradient that is zero by mathematics: a key's bias under softmax."""
+"""Of the whole gradient's norm. Less is a gradient that is zero by mathematics: a key's bias under softmax."""
 
 
 @pytest.fixture(scope="module", autouse=True)
