@@ -202,7 +202,8 @@ def _same_gradient(found: Tensor | None, truth: Tensor | None) -> None:
     if found is None or truth is None:
         assert found is truth, "the gradient of the input is lost"
     else:
-        assert far_apart(found, truth) <= 1e-6, "the gradient of the input is wrong"
+        off = far_apart(found, truth)
+        assert off <= 1e-6, f"the gradient of the input is off by {off:.1e}"
 
 
 class Truth:
