@@ -12,13 +12,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class RankError(AssertionError):
@@ -32,7 +34,9 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
         pipes, processes = [], []
         for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True
+            )
             process.start()
             sender.close()
             pipes.append(receiver)

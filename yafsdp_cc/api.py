@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from yafsdp_cc.engine.agree import broadcast, check_equal
 from yafsdp_cc.engine.build import build
-from yafsdp_cc.engine.materialize import materialize
+from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.root import Counters, Root
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,8 +51,9 @@ def shard(
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
             and half of the gathers. None or True drops them.
-        mp_policy: dtypes of the forward and of the gradients on the wire, torch's own class. The parameters that the
-            optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on CPU).
+        mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
+            parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
+            CPU).
         ignored_params: parameters to leave as they are, on every rank, unsynchronised.
         sync_module_states: take rank 0's parameters and buffers; otherwise the ranks' parameters are compared.
         param_init_fn: initialises the parameters that a module on the meta device owns itself.
@@ -72,10 +75,14 @@ def shard(
     group = mesh.get_group()
     device = _device(mesh)
     owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
-    _equalise(model, owned, group, device, sync_module_states, param_init_fn)
+    check_equal(owned, group, values=not sync_module_states)
     reduce_group = dist.new_group(dist.get_process_group_ranks(group)) if separate_reduce_group else group
     root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
-    build(model, division, mesh, root, keep=reshard_after_forward is False)
+    prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
+    build(model, division, mesh, root, prepare, keep=reshard_after_forward is False)
+    buffers = place_buffers(model, device, param_init_fn)
+    if sync_module_states:
+        broadcast(buffers, group)
     root.plan = plan_for(root)
     mark_optimizer_steps()
     return model
@@ -145,24 +152,22 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _equalise(
+def _preparation(
     model: nn.Module,
-    owned: list[OwnedParameter],
     group: dist.ProcessGroup,
     device: torch.device,
     sync: bool,
     initialize: Callable[[nn.Module], Any] | None,
-) -> None:
-    """The same parameters with the same values on every rank."""
-    check_equal(owned, group, values=False)
-    materialize(owned, model, device, initialize)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-    if sync:
-        for each in owned:
-            each.parameter.data = each.parameter.data.to(device)
-        broadcast([each.parameter.data for each in owned] + list(model.buffers()), group)
-    else:
-        check_equal(owned, group, values=True)
+) -> Callable[[Sequence[OwnedParameter]], None]:
+    """What gives the parameters of one unit their values, the same on every rank."""
+
+    def prepare(owned: Sequence[OwnedParameter]) -> None:
+        fresh = materialize(owned, model, device, initialize)
+        if sync:
+            for each in owned:
+                each.parameter.data = each.parameter.data.to(device)
+            broadcast([each.parameter.data for each in owned], group)
+        elif fresh:
+            check_equal(owned, group, values=True)
+
+    return prepare

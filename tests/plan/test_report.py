@@ -21,14 +21,14 @@ def example(layers: int = 24) -> Plan:
         world=4,
         units=(edge, *blocks, replace(edge, name="lm_head", slot=1)),
         rings=(
-            PlannedRing("block", 2, 50_332_160, 2, 50_332_160, 1, 50_332_160),
-            PlannedRing("edge", 2, 50_332_160, 0, 0, 0, 0),
+            PlannedRing("block", 2, 50_332_160, 2, 50_332_160),
+            PlannedRing("edge", 2, 50_332_160, 0, 0),
         ),
         small=PlannedSmall(49, 50_176, 602_112),
         wire=PlannedWire(900_000_000, 800_000_000, 700_000_000, 401_408),
         parameter_shard_bytes=1_000_000,
         gradient_shard_bytes=2_000_000,
-        scratch_bytes=3,
+        receive_bytes=3,
         adamw_bytes=2_000_000,
     )
 
@@ -38,7 +38,7 @@ def test_totals() -> None:
     slots = 4 * 50_332_160
     assert plan.memory["weight slots"] == slots
     assert plan.memory["gradient slots"] == slots // 2
-    assert plan.owned_bytes == 3_000_003 + slots + slots // 2 + 50_332_160 + 602_112
+    assert plan.owned_bytes == 3_000_003 + slots + slots // 2 + 602_112
     assert plan.wire.total == 2_400_401_408
     assert plan.elements == 26 * 12_582_912 + 50_176
     assert plan.parameters == 24 * 7 + 2 + 49
@@ -68,7 +68,7 @@ def test_as_dict_is_json() -> None:
     plan = example()
     read = json.loads(json.dumps(plan.as_dict()))
     assert read["owned_bytes"] == plan.owned_bytes
-    assert read["memory"]["scratch"] == 3
+    assert read["memory"]["receive buffer"] == 3
     assert read["units"][1]["dtypes"] == ["float32"]
 
 

@@ -47,7 +47,7 @@ def check_equal(owned: Sequence[OwnedParameter], group: dist.ProcessGroup, *, va
             tuple(each.parameter.shape),
             str(each.parameter.dtype).removeprefix("torch."),
             each.parameter.requires_grad,
-            _checksum(each.parameter.detach()) if values else 0,
+            _checksum(each.parameter.detach()) if values and not each.parameter.is_meta else 0,
         )
         for each in owned
     ]

@@ -17,12 +17,15 @@ from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 from yafsdp_cc.engine.unit import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.engine.root import Root
-    from yafsdp_cc.plan import Division, OwnedParameter
+    from yafsdp_cc.plan import Division, OwnedParameter, Role
+
+    Prepare: TypeAlias = Callable[[Sequence[OwnedParameter]], None]
 
 
 class _Kind(NamedTuple):
@@ -32,89 +35,89 @@ class _Kind(NamedTuple):
     trainable: bool
 
 
-def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, *, keep: bool) -> None:
-    """Shard ``model`` in place under ``root``. ``keep``: every block has a weight slot of its own."""
-    units = [
-        Unit(root, spec.name, spec.role, spec.modules, _flats(spec.parameters, mesh, root)) for spec in division.units
-    ]
-    pieces = sum(len(unit.pieces) for unit in units) + len(division.small)
-    blocks = _small_blocks(division.small, mesh, root)
+def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, prepare: Prepare, *, keep: bool) -> None:
+    """Shard ``model`` in place under ``root``, one unit at a time, so that little of it is whole at once.
+
+    ``prepare`` gives a unit's parameters their values on this rank; ``keep`` gives every block its own weight slot.
+    """
+    builder = _Builder(mesh, root, prepare)
+    units = [Unit(root, spec.name, spec.role, spec.modules, builder.flats(spec.parameters)) for spec in division.units]
+    words = sum(len(unit.pieces) for unit in units) + len(division.small) + Journal.width()
     small = SmallGroup(
-        blocks, pieces + Journal.width(), root.gather, root.reduce, root.device, root.reduce_lane.ticket()
+        builder.small_blocks(division.small), words, root.gather, root.reduce, root.device, root.reduce_lane.ticket()
     )
     own = next((unit for unit in units if unit.role == "root"), None)
-    slots = {"block": len(units) if keep else 2, "edge": 1, "root": 1}
+    slots: dict[Role, int] = {"block": len(units) if keep else 2, "edge": 1, "root": 1}
     root.adopt(units, small, slots, own)
     for unit in units:
         for module in unit.modules:
             if unit is not own:
                 adopt(module, root, unit)
     adopt(model, root, root)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):  # keeps its weights in a list beside the attributes
-            raise ValueError(f"{type(module).__name__} keeps references to its weights and cannot be sharded")
 
 
-def _compute_dtype(dtype: torch.dtype, root: Root) -> torch.dtype:
-    return root.policy.param_dtype or dtype if dtype.is_floating_point else dtype
+class _Builder:
+    """Cuts parameters."""
 
+    def __init__(self, mesh: DeviceMesh, root: Root, prepare: Prepare) -> None:
+        self._mesh = mesh
+        self._root = root
+        self._prepare = prepare
 
-def _group(owned: Iterable[OwnedParameter]) -> dict[_Kind, list[OwnedParameter]]:
-    groups: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
-    for each in owned:
-        groups[_Kind(each.parameter.dtype, each.parameter.requires_grad)].append(each)
-    return groups
+    def flats(self, owned: Sequence[OwnedParameter]) -> list[Flat]:
+        """The flats of one unit."""
+        self._prepare(owned)
+        kinds: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
+        for each in owned:
+            kinds[_Kind(each.parameter.dtype, each.parameter.requires_grad)].append(each)
+        return [self._flat(kind.dtype, members) for kind, members in kinds.items()]
 
+    def small_blocks(self, owned: Sequence[OwnedParameter]) -> list[SmallBlock]:
+        """The blocks of the small group."""
+        self._prepare(owned)
+        dtypes: dict[torch.dtype, list[OwnedParameter]] = defaultdict(list)
+        for each in owned:
+            dtypes[each.parameter.dtype].append(each)
+        blocks: list[SmallBlock] = []
+        for dtype, members in dtypes.items():
+            layout = Layout.of([each.parameter.shape for each in members], 1)
+            master = torch.zeros(layout.numel, dtype=dtype, device=self._root.device)
+            pieces = []
+            for each, extent in zip(members, layout.extents, strict=True):
+                piece = Piece(Cut(each.name, each.parameter.shape, self._mesh, None), each.sites, extent)
+                piece.span = (extent.offset, extent.end)
+                local = master.narrow(0, extent.offset, extent.numel).view(extent.shape)
+                self._replace(piece, local, each.parameter, each.parameter.detach())
+                pieces.append(piece)
+            start = blocks[-1].end if blocks else 0
+            blocks.append(SmallBlock(pieces, master, self._compute(dtype), start))
+        return blocks
 
-def _flats(owned: Sequence[OwnedParameter], mesh: DeviceMesh, root: Root) -> list[Flat]:
-    return [_flat(kind, members, mesh, root) for kind, members in _group(owned).items()]
-
-
-@torch.no_grad()
-def _flat(kind: _Kind, owned: Sequence[OwnedParameter], mesh: DeviceMesh, root: Root) -> Flat:
-    layout = Layout.of([each.parameter.shape for each in owned], root.world)
-    master = torch.zeros(layout.chunk, dtype=kind.dtype, device=root.device)
-    pieces = []
-    for each, extent in zip(owned, layout.extents, strict=True):
-        bounds = layout.bounds(extent)
-        cut = Cut(each.name, each.parameter.shape, mesh, bounds)
-        piece = Piece(cut, each.sites, extent)
-        start, end = piece.span = layout.owned(extent, root.gather.rank)
-        local = master.narrow(0, start, end - start)
-        first, last = cut.owned
-        local.copy_(each.parameter.detach().reshape(-1)[first:last])
-        _replace(piece, local, kind.trainable, each)
-        pieces.append(piece)
-    compute = _compute_dtype(kind.dtype, root)
-    return Flat(pieces, layout, master, compute, root.policy.reduce_dtype or compute)
-
-
-@torch.no_grad()
-def _small_blocks(owned: Sequence[OwnedParameter], mesh: DeviceMesh, root: Root) -> list[SmallBlock]:
-    by_dtype: dict[torch.dtype, list[OwnedParameter]] = defaultdict(list)
-    for each in owned:
-        by_dtype[each.parameter.dtype].append(each)
-    blocks: list[SmallBlock] = []
-    for dtype, members in by_dtype.items():
-        layout = Layout.of([each.parameter.shape for each in members], 1)
-        master = torch.zeros(layout.numel, dtype=dtype, device=root.device)
+    def _flat(self, dtype: torch.dtype, owned: Sequence[OwnedParameter]) -> Flat:
+        root = self._root
+        layout = Layout.of([each.parameter.shape for each in owned], root.world)
+        master = torch.zeros(layout.chunk, dtype=dtype, device=root.device)
         pieces = []
-        for each, extent in zip(members, layout.extents, strict=True):
-            piece = Piece(Cut(each.name, each.parameter.shape, mesh, None), each.sites, extent)
-            piece.span = (extent.offset, extent.end)
-            local = master.narrow(0, extent.offset, extent.numel).view(extent.shape)
-            local.copy_(each.parameter.detach())
-            _replace(piece, local, each.parameter.requires_grad, each)
+        for each, extent in zip(owned, layout.extents, strict=True):
+            cut = Cut(each.name, each.parameter.shape, self._mesh, layout.bounds(extent))
+            piece = Piece(cut, each.sites, extent)
+            start, end = piece.span = layout.owned(extent, root.gather.rank)
+            first, last = cut.owned
+            whole = each.parameter.detach().reshape(-1)
+            self._replace(piece, master.narrow(0, start, end - start), each.parameter, whole[first:last])
             pieces.append(piece)
-        start = blocks[-1].end if blocks else 0
-        blocks.append(SmallBlock(pieces, master, _compute_dtype(dtype, root), start))
-    return blocks
+        compute = self._compute(dtype)
+        return Flat(pieces, layout, master, compute, root.policy.reduce_dtype or compute)
 
+    def _compute(self, dtype: torch.dtype) -> torch.dtype:
+        return self._root.policy.param_dtype or dtype if dtype.is_floating_point else dtype
 
-def _replace(piece: Piece, local: Tensor, trainable: bool, owned: OwnedParameter) -> None:
-    """Put the sharded parameter where the whole one was."""
-    parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=trainable)
-    parameter.__dict__.update(owned.parameter.__dict__)  # what users and frameworks have noted on it
-    piece.parameter = parameter
-    for module, attribute in piece.sites:
-        module._parameters[attribute] = parameter
+    @torch.no_grad()
+    def _replace(self, piece: Piece, local: Tensor, whole: nn.Parameter, values: Tensor) -> None:
+        """Put the sharded parameter where the whole one was, and free that."""
+        local.copy_(values)
+        parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=whole.requires_grad)
+        parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
+        piece.parameter, piece.local = parameter, local
+        piece.install(parameter)
+        whole.data = whole.new_empty(0)

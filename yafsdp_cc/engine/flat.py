@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.tensor import FlatDTensor
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.tensor import Cut
 
@@ -25,14 +28,21 @@ class Piece:
         self.sites = tuple(sites)
         # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
         # while named_parameters() goes on to show the sharded parameter.
-        self.places = tuple((module.__dict__, attribute) for module, attribute in sites)
+        self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
+        self._lists = tuple(
+            (module._flat_weights, module._flat_weights_names.index(attribute))
+            for module, attribute in sites
+            if isinstance(module, nn.RNNBase)  # its forward reads a list that it keeps beside the attributes
+        )
         self.extent = extent
         self.place = -1
         """Among all parameters of the model."""
         self.span = (0, 0)
         """This rank's range of the parameter, in elements of its shard."""
         self.parameter: nn.Parameter
-        self.gradient: Tensor
+        self.local: Tensor
+        """This rank's range of the parameter."""
+        self.gradient: FlatDTensor
         self.local_gradient: Tensor
         self.target: Tensor | None = None
         """Where the backward under way writes this parameter's gradient."""
@@ -51,15 +61,26 @@ class Piece:
             self.target.copy_(gradient)
             self.written = True
 
+    def install(self, parameter: nn.Parameter) -> None:
+        """Hang ``parameter`` where the user's model had this one."""
+        for module, attribute in self.sites:
+            module._parameters[attribute] = parameter
+        for weights, index in self._lists:
+            weights[index] = parameter
+
     def show(self, view: Tensor) -> None:
         """Let the owner modules see ``view`` as their parameter."""
-        for place, attribute in self.places:
+        for place, attribute in self._places:
             place[attribute] = view
+        for weights, index in self._lists:
+            weights[index] = view
 
     def hide(self) -> None:
         """Let the owner modules see the sharded parameter again."""
-        for place, attribute in self.places:
+        for place, attribute in self._places:
             place.pop(attribute, None)
+        for weights, index in self._lists:
+            weights[index] = self.parameter
 
 
 class Gradients:
@@ -90,8 +111,9 @@ class Gradients:
                 part = total.narrow(0, start, end - start).view(piece.local_gradient.shape)
                 if gradient is None:
                     self._start(piece.local_gradient, part, divisor)
-                else:  # the user may have put a gradient of their own there
-                    self._add(gradient.to_local(), part, divisor)  # type: ignore[operator]
+                else:  # perhaps one that the user has put there
+                    assert isinstance(gradient, FlatDTensor)
+                    self._add(gradient.to_local(), part, divisor)
         for piece, use in zip(self.pieces, used, strict=True):
             if use and piece.parameter.grad is None:
                 piece.parameter.grad = piece.gradient
@@ -141,7 +163,7 @@ class Flat:
     def owned_bytes(self) -> int:
         return self.master.nbytes + (self.gradients.buffer.nbytes if self.gradients is not None else 0)
 
-    def train(self, wrap: Callable[[Tensor, Piece], Tensor]) -> Gradients:
+    def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""
         if self.gradients is None:
             buffer = torch.zeros_like(self.master)

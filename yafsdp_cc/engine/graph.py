@@ -37,7 +37,7 @@ class GateGradFlow(torch.autograd.Function):
         return (anchor, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.gated.after_backward(gradients))
 
 
@@ -51,7 +51,7 @@ class Narrow(torch.autograd.Function):
         return view.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
         if gradient is not None:
             ctx.piece.deposit(gradient)
         return None, None, None

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 _DIGITS = 5
 _BASE = 64
@@ -22,7 +22,7 @@ class Journal:
     in fp32 up to 4,096 ranks. All ranks agree on a digit if and only if N·Σd² = (Σd)².
     """
 
-    def __init__(self, rank: int, world: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, world: int, store: Store) -> None:
         self._rank = rank
         self._world = world
         self._store = store
@@ -54,7 +54,9 @@ class Journal:
 
     def compare(self, key: str) -> str:
         """What the ranks did last, side by side, as far as they answer; for an error message."""
-        self._store.set(f"{key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}")
+        self._store.set(
+            f"{key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}"
+        )
         lines = []
         for rank in range(self._world):
             try:

@@ -10,10 +10,12 @@ in any dtype and a chunk can be cut into codec blocks. A piece may straddle chun
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ALIGNMENT = 32
 """Elements: 128 bytes in fp32, 64 bytes in bf16."""

@@ -5,46 +5,73 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from yafsdp_cc.plan import OwnedParameter
 
-Initialize = "Callable[[nn.Module], None]"
-"""Gives values to the parameters and buffers that a module owns itself, not those of its children."""
-
 
 @torch.no_grad()
 def materialize(
-    owned: Iterable[OwnedParameter], model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
-) -> None:
-    """Allocate and initialise every module that owns one of the parameters on the meta device.
+    owned: Iterable[OwnedParameter],
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], Any] | None,
+) -> bool:
+    """Allocate and initialise every module that owns one of the parameters on the meta device; whether there was one.
 
-    Without ``initialize``, a module's own ``reset_parameters()`` or, in Hugging Face models, the model's
-    ``_init_weights(module)`` gives the values.
+    Without ``initialize``, the model's ``_init_weights(module)`` of Hugging Face models or a module's own
+    ``reset_parameters()`` gives the values.
 
     Raises:
         ValueError: a module has neither, and no ``initialize`` was given.
     """
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
-    of_model = getattr(model, "_init_weights", None)
     for module, name in owners.items():
-        for attribute, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                parameter.data = torch.empty_like(parameter, device=device)
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = torch.empty_like(buffer, device=device)
-        if initialize is not None:
-            initialize(module)
-        elif callable(of_model):
-            of_model(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        else:
-            raise ValueError(
-                f"'{name}' is on the meta device, and its module {type(module).__name__} has no reset_parameters(): "
-                "pass shard(model, param_init_fn=...), a function that initialises the parameters a module owns itself"
-            )
+                fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
+        _fill(module, name, model, device, initialize)
+    return bool(owners)
+
+
+@torch.no_grad()
+def place_buffers(
+    model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+) -> list[Tensor]:
+    """Move the buffers of ``model`` to ``device``, initialise those on the meta device; all of them.
+
+    Raises:
+        ValueError: nothing can initialise the module of one on the meta device.
+    """
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if names:
+            _fill(module, f"{path}.{names[0]}" if path else names[0], model, device, initialize)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    return list(model.buffers())
+
+
+def _fill(
+    module: nn.Module, name: str, model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+) -> None:
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+    of_model, reset = getattr(model, "_init_weights", None), getattr(module, "reset_parameters", None)
+    if initialize is not None:
+        initialize(module)
+    elif callable(of_model):
+        of_model(module)
+    elif callable(reset):
+        reset()
+    else:
+        raise ValueError(
+            f"'{name}' is on the meta device, and its module {type(module).__name__} has no reset_parameters(): "
+            "pass shard(model, param_init_fn=...), a function that initialises what a module owns itself"
+        )

@@ -50,6 +50,7 @@ class ShardedModule(FSDPModule):
             ValueError: called on a module inside the sharded model, or with ``recurse=False``: the engine
                 synchronises all units together.
         """
+        assert isinstance(self, nn.Module)
         root = root_of(self)
         if not recurse or getattr(self, _ENGINE, None) is not root:
             raise ValueError(
@@ -100,8 +101,7 @@ def root_of(module: nn.Module) -> Root:
 
 def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
     """Turn ``module`` into a sharded one whose forward runs between ``engine.enter`` and ``engine.leave``."""
-    own = type(module)
-    module.__class__ = _sharded_class(own)
+    module.__class__ = _sharded_class(type(module))
     module.__dict__[_ROOT] = root
     module.__dict__[_ENGINE] = engine
     entries: list[Any] = []
@@ -113,7 +113,10 @@ def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         entry = entries.pop()
-        return output if entry is None else engine.leave(entry, output)
+        if entry is None:
+            root.interrupted = True
+            return output
+        return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
     module.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True, with_kwargs=True)
@@ -150,8 +153,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = between
 
 
-@functools.cache
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _sharded_class(own: type[nn.Module]) -> type[nn.Module]:
-    sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {})
-    sharded.__module__ = own.__module__
-    return sharded
+    if own not in _sharded_classes:
+        sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
+        _sharded_classes[own] = sharded
+    return _sharded_classes[own]

@@ -9,6 +9,7 @@ however many parameters it is given.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -98,7 +99,6 @@ class LazyNorm(DTensor):
     the plain value and answers with a plain tensor. So every rank has to do the same things with it.
     """
 
-    __slots__ = ("_shares", "_value")
     _shares: Shares
     _value: torch.Tensor | None
 
@@ -154,9 +154,13 @@ def reduced(
 ) -> list[LazyNorm]:
     """One lazy number, 0-d, of ``dtypes[i]`` for each tensor; ``reduce`` makes 0-d tensors of non-empty local ones."""
     counted = [flat._cut.counts and flat._local_tensor.numel() > 0 for flat in tensors]
-    norms = iter(reduce([flat._local_tensor for flat, counts in zip(tensors, counted, strict=True) if counts]))
-    nothing = tensors[0]._local_tensor.new_full((), kind.of_nothing, dtype=torch.float64)
-    rows = kind.share(torch.stack([next(norms).double() if counts else nothing for counts in counted])).unbind()
+    norms = reduce([flat._local_tensor for flat, counts in zip(tensors, counted, strict=True) if counts])
+    if len(norms) < len(tensors):
+        dtype = norms[0].dtype if norms else torch.float64
+        nothing = tensors[0]._local_tensor.new_full((), kind.of_nothing, dtype=dtype)
+        present = iter(norms)
+        norms = [next(present) if counts else nothing for counts in counted]
+    rows = kind.share(torch.stack(list(norms))).unbind()
     return [
         _lazy(Shares(row, kind, flat._cut.mesh), dtype) for row, flat, dtype in zip(rows, tensors, dtypes, strict=True)
     ]
@@ -267,11 +271,22 @@ def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNor
 
 
 def _lazy(shares: Shares, dtype: torch.dtype) -> LazyNorm:
-    meta = TensorMeta(shares.local.shape, shares.local.stride(), dtype)
-    spec = DTensorSpec(shares.mesh, (Replicate(),), tensor_meta=meta)
-    # DTensor takes dtype and device from a local tensor; the shares stay float64, and nobody reads this one.
-    shell = torch.empty_like(shares.local, dtype=dtype)
-    lazy = cast("LazyNorm", DTensor.__new__(LazyNorm, shell, spec, requires_grad=False))
+    local = shares.local
+    shell, spec = _outside(shares.mesh, local.shape, dtype, local.device)
+    lazy = cast("LazyNorm", _shell(LazyNorm, shell, spec, requires_grad=False))
     lazy._shares = shares
     lazy._value = None
     return lazy
+
+
+_shell = DTensor.__new__
+
+
+@lru_cache(maxsize=64)
+def _outside(
+    mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, DTensorSpec]:
+    """What DTensor wants to see: a local tensor for dtype and device (the shares are float64), and a spec. Nobody reads
+    or writes the elements of the former, so all lazy norms of one kind share it."""
+    local = torch.empty(shape, dtype=dtype, device=device)
+    return local, DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, local.stride(), dtype))

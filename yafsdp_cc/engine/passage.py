@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.engine.windows import Weights
+    from yafsdp_cc.profiling.spans import Handle
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -30,7 +31,8 @@ class Passage:
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self.calls: list[Call] = []
+        self.units: list[Unit] = []
+        """The unit of each call behind the gate, in the order of the calls."""
         self.ungated: set[Unit] = set()
         """Units that ran without grad mode, and so have no gate."""
         self.pending: dict[Unit, int] = {}
@@ -57,16 +59,16 @@ class Passage:
         """Make the root gate over ``tensors`` and the small group's parameters; the gated tensors."""
         self.trained, leaves = self.root.small.trained()
         self.root.small.show()
-        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)
+        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)  # type: ignore[no-untyped-call]
         for piece, view in zip(self.trained, gated[len(tensors) :], strict=True):
             piece.show(view)
-        return gated[: len(tensors)]
+        return list(gated[: len(tensors)])
 
     def expect(self) -> None:
         """Every call has its backward to come, as at the end of the forward."""
         self.pending.clear()
-        for call in self.calls:
-            self.pending[call.unit] = self.pending.get(call.unit, 0) + 1
+        for unit in self.units:
+            self.pending[unit] = self.pending.get(unit, 0) + 1
         self.unsent = dict.fromkeys(self.pending)
 
     def before_backward(self, _: Tensor | None = None) -> None:
@@ -97,13 +99,13 @@ class Call:
         self.index = -1
         self._task = -1
         self._held = False
-        self._span = None
+        self._span: Handle | None = None
 
     def enrol(self) -> None:
         """Count this call among those whose backward is awaited."""
         passage = self.passage
-        self.index = len(passage.calls)
-        passage.calls.append(self)
+        self.index = len(passage.units)
+        passage.units.append(self.unit)
         passage.pending[self.unit] = passage.pending.get(self.unit, 0) + 1
         passage.unsent[self.unit] = None
 
@@ -158,7 +160,7 @@ class Call:
 
     def _prefetch(self, distance: int) -> None:
         if self.index >= distance:
-            unit = self.passage.calls[self.index - distance].unit
+            unit = self.passage.units[self.index - distance]
             if unit.read_in_backward:
                 unit.prefetch()
 
@@ -166,7 +168,7 @@ class Call:
         slot = self.weights.slot
         if self.unit.read_in_backward and (slot.fills != self.fills or not self.unit.holds(slot)):
             raise RuntimeError(
-                f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its weights "
-                "were gone: its forward hands out tensors in an object that cannot be looked into, or keeps them "
-                "aside. Return them in a tuple, list, dict or dataclass, or register the class with torch.utils._pytree"
+                f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its "
+                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
+                "them aside. Return them in a tuple, list, dict or dataclass, or in a class that torch.utils._pytree knows"
             )

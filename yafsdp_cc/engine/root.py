@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.lanes import Ticket
     from yafsdp_cc.engine.small import SmallGroup
+    from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.engine.unit import Entry, Unit
-    from yafsdp_cc.plan import Plan
+    from yafsdp_cc.plan import Plan, Role
 
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
@@ -85,16 +86,18 @@ class Root:
         self.small: SmallGroup
         self.plan: Plan
         self.order: Order
-        self.weight_rings: dict[str, Ring] = {}
-        self.gradient_rings: dict[str, Ring] = {}
+        self.weight_rings: dict[Role, Ring] = {}
+        self.gradient_rings: dict[Role, Ring] = {}
         self._own_gradient_slots: list[Slot] = []
         # A leaf below the root gate: a backward reaches it if and only if it wants the parameters' gradients.
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._task = -1
-        """The backward under way, or −1."""
-        self._interrupted = False
+        """The backward under way, or -1."""
+        self._running = False
         """A forward or a backward has begun and not ended."""
+        self.interrupted = False
+        """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
         self._sent: list[tuple[Slot, Flat, list[bool]]] = []
         """Reduces issued in the backward under way."""
@@ -102,9 +105,7 @@ class Root:
         self._told = False
         self._key = f"yafsdp_cc/journal/{next(_ids)}"
 
-    def adopt(
-        self, units: Sequence[Unit], small: SmallGroup, slots: dict[str, int], root_unit: Unit | None
-    ) -> None:
+    def adopt(self, units: Sequence[Unit], small: SmallGroup, slots: dict[Role, int], root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots: ``slots`` says how many of each role."""
         self.units, self.small, self.unit = tuple(units), small, root_unit
         for role, count in slots.items():
@@ -134,7 +135,7 @@ class Root:
         self.order = Order([unit for unit in units if unit is not root_unit])
 
     @staticmethod
-    def wrap_gradient(local: Tensor, piece: Piece) -> Tensor:
+    def wrap_gradient(local: Tensor, piece: Piece) -> FlatDTensor:
         """The ``.grad`` of a parameter whose range of the gradient shard is ``local``."""
         return flat_dtensor(local, piece.cut)
 
@@ -142,9 +143,9 @@ class Root:
 
     def open(self) -> Passage:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
-        if self._interrupted:
+        if self._running or self.interrupted:
             self._recover()
-        self._interrupted = True
+        self._running = True
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -159,7 +160,7 @@ class Root:
         self.passage = None
         self.order.end()
         self.small.hide()
-        self._interrupted = False
+        self._running = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
@@ -204,7 +205,7 @@ class Root:
         self._backward_passage = passage
         task = _graph_task()
         if task != self._task:
-            if self._interrupted:
+            if self._running:
                 self._recover()
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -212,7 +213,7 @@ class Root:
                     "would read are gone by then. Compute gradient penalties on an unsharded model"
                 )
             self._task = task
-            self._interrupted = True
+            self._running = True
             self.small.trained()
             self.small.show()
 
@@ -226,7 +227,7 @@ class Root:
         return passage is not None and unit in passage.ungated and unit not in passage.pending
 
     def gradient_slot(self, unit: Unit) -> Slot:
-        """Where the unit's gradients are written; a slot of its own if they do not fit in the ring's (unfrozen later)."""
+        """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
         size = gradient_bytes(unit.training)
         ring = self.gradient_rings.get(unit.role)
         if ring is not None and size <= ring.slots[0].buffer.numel():
@@ -268,18 +269,21 @@ class Root:
         try:
             ticket.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{self.journal.compare(self._key)}") from error
+            raise RuntimeError(
+                f"{error}\nEvery rank must issue the same operations in the same order; what they did last:\n"
+                f"{self.journal.compare(self._key)}"
+            ) from error
 
     def finish(self, passage: Passage, gradients: Sequence[Tensor | None]) -> None:
         """The end of a backward: every gradient summed, divided and in its place."""
         self.small.collect(passage.trained, gradients)
-        if self.synchronises:
+        if self.synchronises and any(piece.parameter.requires_grad for piece in self._pieces):
             for unit in self.units:
                 if unit in passage.unsent or unit.gradient_space is not None:
                     unit.reduce()
             self._exchange_last()
         self._task = -1
-        self._interrupted = False
+        self._running = False
         self.small.hide()
 
     def _exchange_last(self) -> None:
@@ -317,9 +321,10 @@ class Root:
         """Raise where ranks have issued different collectives. On CUDA one backward late, so as not to wait for it."""
         sums = totals[-self.journal.width() :]
         if sums.device.type == "cuda":
-            sums, self._sums = self._sums, sums.to("cpu", non_blocking=True)
-            if sums is None:
+            before, self._sums = self._sums, sums.to("cpu", non_blocking=True)
+            if before is None:
                 return
+            sums = before
         if not self.journal.agrees(sums.tolist()):
             raise RuntimeError(
                 "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
@@ -345,7 +350,7 @@ class Root:
         self.small.hide()
         self.passage = None
         self._task = -1
-        self._interrupted = False
+        self._running = self.interrupted = False
 
     # Figures -----------------------------------------------------------------------------------------------------
 

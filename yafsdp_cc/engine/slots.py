@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.lanes import Lane, Marker
+    from yafsdp_cc.plan import Role
 
 
 class Slot:
@@ -57,7 +58,7 @@ class Slot:
 class Ring:
     """The slots of one role."""
 
-    def __init__(self, role: str, count: int, size: int, device: torch.device, lane: Lane) -> None:
+    def __init__(self, role: Role, count: int, size: int, device: torch.device, lane: Lane) -> None:
         self.role = role
         self.slots = [Slot(size, device, lane) for _ in range(count)]
 

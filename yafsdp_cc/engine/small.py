@@ -1,14 +1,14 @@
 """The small group: norms, biases and other tiny parameters, whole on every rank.
 
-Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32 and
-never encoded, in one buffer that also carries what ranks must tell each other at that moment:
+Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32
+(fp64 if one of them is) and never encoded, in one buffer that also carries what ranks must tell each other at that moment:
 
     | gradients of the group | which parameters each rank used | fingerprint of what it issued |
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
 
@@ -39,8 +40,7 @@ class SmallBlock:
         self._copied = -1
         self.compute = master.to(compute) if self._cast else master.detach()
         self.leaves = [
-            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
-            for piece in pieces
+            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape) for piece in pieces
         ]
         self.gradients: Gradients | None = None
 
@@ -50,7 +50,7 @@ class SmallBlock:
             self.compute.copy_(self.master)
             self._copied = self.master._version
 
-    def train(self, wrap: Callable[[Tensor, Piece], Any]) -> Gradients:
+    def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this block, made when its first parameter is to be trained."""
         if self.gradients is None:
             buffer = torch.zeros_like(self.master)
@@ -89,9 +89,10 @@ class SmallGroup:
         self._elements = blocks[-1].end if blocks else 0
         self._words = words
         size = align(self._elements + words, ALIGNMENT * gather.world)
-        self._wire = torch.zeros(size, dtype=torch.float32, device=device)
+        double = any(block.master.dtype == torch.float64 for block in blocks)
+        self._wire = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
         self._totals = torch.zeros_like(self._wire) if gather.world > 1 else self._wire
-        reduce.reserve(size, torch.float32)
+        reduce.reserve(size, self._wire.dtype)
         for block in blocks:
             for piece in block.pieces:
                 start = block.start + piece.extent.offset
@@ -151,7 +152,7 @@ class SmallGroup:
             if not piece.written:
                 assert piece.target is not None
                 piece.target.zero_()
-        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words, dtype=torch.float32))
+        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words))
         if self._gather.world > 1:
             with self.span:
                 lane.issue(self._ticket, self._exchange, after=lane.mark())
@@ -163,8 +164,8 @@ class SmallGroup:
             work.wait()
         return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
 
-    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], Any]) -> list[bool]:
-        """Add the summed gradients, over ``divisor``, to ``.grad``; for each piece, whether this rank had written it."""
+    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
+        """Add the summed gradients over ``divisor`` to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0
         for block in self.blocks:
@@ -176,4 +177,3 @@ class SmallGroup:
         for piece in self.pieces:
             piece.written = False
         return written
-

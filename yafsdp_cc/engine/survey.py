@@ -9,6 +9,7 @@ from yafsdp_cc.plan import Plan, PlannedRing, PlannedSmall, PlannedUnit, Planned
 if TYPE_CHECKING:
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
+    from yafsdp_cc.plan import Role
 
 
 def plan_for(root: Root) -> Plan:
@@ -35,9 +36,8 @@ def plan_for(root: Root) -> Plan:
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
-        scratch_bytes=root.reduce.owned_bytes,
-        adamw_bytes=2
-        * sum(piece.parameter.to_local().nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
+        receive_bytes=root.reduce.owned_bytes,
+        adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
 
 
@@ -65,7 +65,7 @@ def _unit(root: Root, unit: Unit) -> PlannedUnit:
     )
 
 
-def _ring(root: Root, role: str) -> PlannedRing:
+def _ring(root: Root, role: Role) -> PlannedRing:
     weights, gradients = root.weight_rings[role], root.gradient_rings.get(role)
     return PlannedRing(
         role=weights.role,
@@ -73,6 +73,4 @@ def _ring(root: Root, role: str) -> PlannedRing:
         weight_slot_bytes=weights.slots[0].buffer.nbytes,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,
-        receive_buffers=0,
-        receive_buffer_bytes=0,
     )

@@ -130,7 +130,8 @@ class FlatDTensor(DTensor):
     ``NotImplementedError`` with the parameter's full name.
     """
 
-    __slots__ = ("_cut",)
+    # In the __dict__: with __slots__ of our own, asynchronous checkpoints would look for DTensor's slots in vain and
+    # write what happened to be in memory.
     _cut: Cut
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -276,7 +277,11 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 def wrap(local: torch.Tensor, cut: Cut, requires_grad: bool = False) -> FlatDTensor:
     """``flat_dtensor`` for those who know that ``local`` fits: unchecked, and past DTensor's slow ``__init__``."""
-    flat = cast("FlatDTensor", _shell(FlatDTensor, local, cut.spec(local.dtype), requires_grad=requires_grad))
+    # DTensor takes over the local tensor's place in its storage but not the storage, and torch then believes it to be
+    # memory at that address: it is shown a tensor that begins where it should.
+    shown = local if local.storage_offset() == 0 else local.new_empty(0)
+    flat = cast("FlatDTensor", _shell(FlatDTensor, shown, cut.spec(local.dtype), requires_grad=requires_grad))
+    flat._local_tensor = local
     flat._cut = cut
     return flat
 

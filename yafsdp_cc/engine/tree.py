@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ATOMS = (type(None), bool, int, float, str)
 

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.root import Root
+    from yafsdp_cc.plan import Role
+    from yafsdp_cc.profiling.spans import Handle
 
 _graph_task = torch._C._current_graph_task_id
-"""The backward under way in this thread, or −1."""
+"""The backward under way in this thread, or -1."""
 
 
 class Unit:
@@ -33,7 +35,7 @@ class Unit:
     latter and sent by ``reduce`` when the last gate of the unit has run.
     """
 
-    def __init__(self, root: Root, name: str, role: str, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
+    def __init__(self, root: Root, name: str, role: Role, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
         self.root = root
         self.name = name
         self.role = role
@@ -77,7 +79,8 @@ class Unit:
         root.order.passed(self)
         if (dtype := root.input_dtype) is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, dtype))
-        call, shown = None, weights.views
+        call: Call | None = None
+        shown: Sequence[Tensor] = weights.views
         if torch.is_grad_enabled():
             call = Call(self, weights, passage)
             args, kwargs, shown = self._gate(call, args, kwargs)
@@ -96,30 +99,27 @@ class Unit:
             entry.slot.release(self.root.gather_lane)
         if entry.opened is not None:
             self.root.close()
-        call, dtype = entry.call, self.root.output_dtype
-        if call is None and (dtype is None or entry.again):
+        if (call := entry.call) is None:
             return output
 
-        def finish(tensor: Tensor) -> Tensor:
-            if dtype is not None:
-                tensor = cast(tensor, dtype)
-            if call is not None and tensor.requires_grad:
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
                 tensor.register_hook(call.before_backward)
             return tensor
 
-        return map_tensors(output, finish)
+        return map_tensors(output, watch)
 
     def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         anchor = call.passage.anchor()
 
         def gate(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
-            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)
-            return gated
+            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+            return list(gated)
 
         args, kwargs = gate_tensors(gate, args, kwargs)
         shown = [
-            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view
+            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view  # type: ignore[no-untyped-call]
             for piece, view in zip(self.pieces, call.weights.views, strict=True)
         ]
         call.enrol()
@@ -320,11 +320,10 @@ class Entry:
     __slots__ = ("again", "call", "opened", "slot", "span")
 
     def __init__(
-        self, opened: Passage | None, slot: Slot, call: Call | None, span: Any, again: bool = False
+        self, opened: Passage | None, slot: Slot, call: Call | None, span: Handle | None, again: bool = False
     ) -> None:
         self.opened = opened
         self.slot = slot
         self.call = call
         self.span = span
         self.again = again
-

@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.tensor import flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from yafsdp_cc.engine.flat import Piece
 
 
 @contextmanager
@@ -37,9 +34,9 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     if root.passage is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError("whole_parameters inside a forward or backward: weights are whole there already")
     pieces = [*(piece for unit in root.units for piece in unit.pieces), *root.small.pieces]
-    wholes: list[Tensor] = [piece.parameter.full_tensor() for piece in pieces]  # type: ignore[operator]
+    wholes = [flat_dtensor(piece.local, piece.cut).full_tensor() for piece in pieces]
     for piece, whole in zip(pieces, wholes, strict=True):
-        _install(piece, nn.Parameter(whole, requires_grad=piece.parameter.requires_grad))
+        piece.install(nn.Parameter(whole, requires_grad=piece.parameter.requires_grad))
     try:
         yield
     finally:
@@ -47,9 +44,4 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             if write:
                 with torch.no_grad():
                     piece.parameter.copy_(whole)
-            _install(piece, piece.parameter)
-
-
-def _install(piece: Piece, parameter: nn.Parameter) -> None:
-    for module, attribute in piece.sites:
-        module._parameters[attribute] = parameter
+            piece.install(piece.parameter)

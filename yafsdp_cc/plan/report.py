@@ -40,8 +40,6 @@ class PlannedRing:
     weight_slot_bytes: int
     gradient_slots: int
     gradient_slot_bytes: int
-    receive_buffers: int
-    receive_buffer_bytes: int
 
     @property
     def weight_bytes(self) -> int:
@@ -50,10 +48,6 @@ class PlannedRing:
     @property
     def gradient_bytes(self) -> int:
         return self.gradient_slots * self.gradient_slot_bytes
-
-    @property
-    def receive_bytes(self) -> int:
-        return self.receive_buffers * self.receive_buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Plan:
     wire: PlannedWire
     parameter_shard_bytes: int
     gradient_shard_bytes: int
-    scratch_bytes: int
+    receive_bytes: int
     adamw_bytes: int
 
     @property
@@ -111,9 +105,8 @@ class Plan:
             "gradient shards": self.gradient_shard_bytes,
             "weight slots": sum(ring.weight_bytes for ring in self.rings),
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
-            "receive buffers": sum(ring.receive_bytes for ring in self.rings),
+            "receive buffer": self.receive_bytes,
             "small group": self.small.bytes,
-            "scratch": self.scratch_bytes,
         }
 
     @property
@@ -169,12 +162,12 @@ def _unit_rows(units: Sequence[PlannedUnit], small: PlannedSmall) -> Iterator[Ro
 
 
 def _ring_rows(rings: Sequence[PlannedRing]) -> Iterator[Row]:
-    yield "slots", "weights", "gradients", "receive buffers", "bytes"
+    yield "slots", "weights", "gradients", "bytes"
     for ring in rings:
-        counts = (ring.weight_slots, ring.gradient_slots, ring.receive_buffers)
-        sizes = (ring.weight_slot_bytes, ring.gradient_slot_bytes, ring.receive_buffer_bytes)
+        counts = (ring.weight_slots, ring.gradient_slots)
+        sizes = (ring.weight_slot_bytes, ring.gradient_slot_bytes)
         each = (f"{count} x {human(size)}" if count else "none" for count, size in zip(counts, sizes, strict=True))
-        yield ring.role, *each, f"{ring.weight_bytes + ring.gradient_bytes + ring.receive_bytes:,}"
+        yield ring.role, *each, f"{ring.weight_bytes + ring.gradient_bytes:,}"
 
 
 def _byte_rows(title: str, sizes: dict[str, int], total: int) -> Iterator[Row]:

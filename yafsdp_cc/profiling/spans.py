@@ -14,7 +14,7 @@ optimizer's. Clipping is a plain torch function, so the loop marks it::
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import nvtx
@@ -109,7 +109,7 @@ class Span:
         self.end(self._entered.pop())
 
 
-@lru_cache(maxsize=None)
+@cache
 def span(kind: Kind, name: str = "") -> Span:
     """The span of this kind and name, for a ``with`` in a training loop."""
     return Span(kind, name)

@@ -1,7 +1,7 @@
 """How a unit's bytes cross ranks, exactly.
 
 Weights are gathered from every rank's shard. Gradients are summed by the owner of each chunk, in rank order and in
-fp32, and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local sum, because
+fp32 (fp64 for fp64), and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local sum, because
 gloo's own reduce-scatter is a clone, an all-reduce and a copy; on CUDA it is NCCL's reduce-scatter, in place.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
@@ -13,7 +13,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+
+_SUMMED = (torch.float32, torch.float64)
+"""Dtypes that are summed as they are; others are cast to fp32."""
 
 
 class Gather:
@@ -75,13 +78,13 @@ class Reduce:
         chunk = numel // self.world
         peers = 1 if self.world == 2 else self.world
         received = 0 if self._in_place else peers * chunk * dtype.itemsize
-        if dtype == torch.float32:
+        if dtype in _SUMMED:
             return received, 0
         return received, chunk if self._in_place else 2 * chunk
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the ``total`` of one buffer must run before the ``send`` of the next; a stream keeps that order itself."""
+        """Whether the ``total`` of a buffer must run before the next ``send``; a stream keeps that order itself."""
         return not self._streams
 
     @property
@@ -111,17 +114,18 @@ class Reduce:
         return self.group.alltoall_base(received, whole, [], [], self._exchange)
 
     def total(self, whole: Tensor) -> Tensor:
-        """The sum over ranks of this rank's chunk, fp32 (n). Overwritten by the next ``send``."""
+        """The sum over ranks of this rank's chunk, fp32 or fp64 (n). Overwritten by the next ``send``."""
         chunk = whole.numel() // self.world
         own = whole.narrow(0, self.rank * chunk, chunk)
         if self._in_place:
-            return own if own.dtype == torch.float32 else self._scratch.narrow(0, 0, chunk).copy_(own)
+            return own if own.dtype in _SUMMED else self._scratch.narrow(0, 0, chunk).copy_(own)
         received = self._chunks(whole)
+        chunks: tuple[Tensor, ...]
         if self.world == 2:
             chunks = (received, own) if self.rank == 1 else (own, received)
         else:
             chunks = received.chunk(self.world)
-        if own.dtype == torch.float32:
+        if own.dtype in _SUMMED:
             total = chunks[0]
             for other in chunks[1:]:
                 total.add_(other)
