@@ -2,8 +2,10 @@
 
     python bench/hotspots.py --model launch [--precision bf16] [--contestants alone,yafsdp_cc]
 
-Functions are timed by cProfile, which charges each Python call about a microsecond: compare functions with each
-other, and totals with `engine.py`. C functions that call into ATen (`backward`, collectives) appear by name.
+The first line, measured without a profiler, parts a step's processor time into that of the calling thread and that
+of all others: over gloo those are the transport's, which no engine can save. Functions are timed by cProfile on the
+calling thread's processor clock, so that waiting is free; each call is charged about a microsecond for being seen.
+C functions that call into ATen (`backward`, collectives) appear by name. Ops are in wall time, as torch has them.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import argparse
 import cProfile
 import pstats
 import sys
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,6 +29,9 @@ from bench.contestants import Contestant, contestants
 from bench.models import SPECS, Spec
 from bench.training import Training
 from tests.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WARM_UP = 3
 
@@ -48,22 +56,44 @@ def hotspots(one: Contestant, spec: Spec, steps: int, lines: int) -> str:
     training = Training(one, spec)
     for _ in range(WARM_UP):
         training.step()
-    functions = cProfile.Profile()
+    thread, process = _processor_ms(training, steps)
+    functions = cProfile.Profile(time.thread_time)
     for _ in range(steps):
         dist.barrier()
-        training.step(lambda phase: functions if phase in ("forward", "backward") else cProfile.Profile())
+        training.step(lambda phase: functions if phase in ("forward", "backward") else nullcontext())
     with profile(activities=[ProfilerActivity.CPU]) as operations:
         for _ in range(steps):
             training.step()
     return "\n".join(
         [
             f"\n{spec.name}: {one.name} ({one.recipe}), per step",
+            f"forward + backward: {thread:.1f} CPU ms in the calling thread, {process - thread:.1f} in others",
             f"{'own ms':>8}{'total ms':>10}{'calls':>8}  function (forward + backward)",
             *_functions(functions, steps, lines),
             f"{'own ms':>8}{'total ms':>10}{'calls':>8}  op (whole step)",
             *_operations(operations, steps, lines),
         ]
     )
+
+
+def _processor_ms(training: Training, steps: int) -> tuple[float, float]:
+    """Median CPU ms of forward + backward: of this thread, and of the process."""
+    threads, processes = [], []
+    for _ in range(steps):
+        clocks: list[tuple[float, float]] = []
+
+        @contextmanager
+        def clocked(phase: str, clocks: list[tuple[float, float]] = clocks) -> Iterator[None]:
+            thread, process = time.thread_time(), time.process_time()
+            yield
+            if phase in ("forward", "backward"):
+                clocks.append((time.thread_time() - thread, time.process_time() - process))
+
+        dist.barrier()
+        training.step(clocked)
+        threads.append(1e3 * sum(thread for thread, _ in clocks))
+        processes.append(1e3 * sum(process for _, process in clocks))
+    return median(threads), median(processes)
 
 
 def _functions(functions: cProfile.Profile, steps: int, lines: int) -> list[str]:
