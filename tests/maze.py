@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Program = tuple[Any, ...]
 Inner = Callable[[Tensor], Tensor]
-WIDTH = 8
+WIDTH = 16
 
 
 class Boom(Exception):
@@ -218,6 +218,17 @@ def calls(program: Program, spec: dict[str, Any]) -> Counter[int]:
     return count
 
 
+def nests(program: Program, spec: dict[str, Any]) -> bool:
+    """Whether a unit runs inside another: a gate then sums what reaches it before the rest, so last bits may differ."""
+    outer = set(callers(spec).values())
+    for op, *operands in program:
+        if op == "nest" or (op in ("call", "some", "aside") and operands[0] in outer):
+            return True
+        if op in ("detach", "checkpoint") and nests(operands[-1], spec):
+            return True
+    return False
+
+
 # -- the generator ----------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +237,7 @@ def random_spec(rng: random.Random) -> dict[str, Any]:
     common = rng.choice((16, 24))
 
     def leaf() -> tuple[Any, ...]:
-        return rng.choice(("block", "block", "block", "split", "tied")), rng.choice((common, common, 5, 40))
+        return rng.choice(("block", "block", "block", "split", "tied")), rng.choice((common, common, 20, 40))
 
     def top() -> tuple[Any, ...]:
         if rng.random() < 0.2:

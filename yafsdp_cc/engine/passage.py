@@ -170,5 +170,5 @@ class Call:
             raise RuntimeError(
                 f"a gradient reached the inside of unit '{self.unit.name}' without passing its output, when its "
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
-                "them aside. Return them in a tuple, list, dict or dataclass, or in a class that torch.utils._pytree knows"
+                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
             )

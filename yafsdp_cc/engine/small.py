@@ -1,7 +1,7 @@
 """The small group: norms, biases and other tiny parameters, whole on every rank.
 
 Cutting them would save nothing and cost a collective each. Their gradients cross ranks once per backward, in fp32
-(fp64 if one of them is) and never encoded, in one buffer that also carries what ranks must tell each other at that moment:
+(fp64 if one of them is) and never encoded, in one buffer that also carries what ranks must tell each other then:
 
     | gradients of the group | which parameters each rank used | fingerprint of what it issued |
 """

@@ -1,8 +1,9 @@
 """How a unit's bytes cross ranks, exactly.
 
 Weights are gathered from every rank's shard. Gradients are summed by the owner of each chunk, in rank order and in
-fp32 (fp64 for fp64), and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local sum, because
-gloo's own reduce-scatter is a clone, an all-reduce and a copy; on CUDA it is NCCL's reduce-scatter, in place.
+fp32 (fp64 for fp64), and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local
+sum, because gloo's own reduce-scatter is a clone, an all-reduce and a copy; on CUDA it is NCCL's reduce-scatter, in
+place.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
