@@ -92,7 +92,7 @@ def table(model: str, precision: str, result: dict[str, Any]) -> str:
 
 
 def _race_table(figures: dict[str, Any], rounds: int, steps: int) -> Iterator[str]:
-    yield f"CPU ms per step and rank, {rounds} rounds of {steps} (median, min over rounds); counts of f+b; own = the engine's"
+    yield f"CPU ms per step and rank, {rounds} rounds of {steps} (median, min over rounds); counts of fwd + bwd"
     yield (
         f"{'':<15}{'fwd':>7}{'bwd':>7}{'clip':>5}{'step':>6} |{'f+b med':>8}{'min':>7} |{'overhead':>8}{'min':>7} |"
         f"{'tok/s':>7}{'ops':>6}{'copies':>7}{'MiB':>5}{'own KiB':>9}"
