@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Batch = dict[str, Tensor]
 WIDTH, VOCABULARY, LENGTH, ROWS = 32, 96, 12, 2
@@ -122,6 +124,8 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
+    gated: str = ""
+    """The class of the blocks that share an input, if they do: see ``reference.gate``."""
 
     def model(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -250,7 +254,7 @@ CASES = {
         Case("llama", llama, _labelled, own_loss),
         Case("llama-tied", lambda: llama(tied=True), _labelled, own_loss),
         Case("gpt2", _gpt2, _labelled, own_loss),
-        Case("t5", _t5, _translated, own_loss),
+        Case("t5", _t5, _translated, own_loss, gated="T5Block"),
         Case("vit", _vit, _pictures, own_loss),
         Case("bert", _bert, _labelled, own_loss),
         Case("mixtral", _mixtral, _labelled, own_loss),

@@ -7,10 +7,11 @@ compute the truth without talking to another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 Batch = TypeVar("Batch")
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -43,6 +44,21 @@ def mean_gradients(model: nn.Module, loss: Loss[Batch], batches: Sequence[Batch]
     losses, by_rank = zip(*(gradients(model, lambda b=batch: loss(model, b)) for batch in batches), strict=True)
     means = {name: mean_in_rank_order([found[name] for found in by_rank]) for name in by_rank[0]}
     return sum(losses) / len(losses), means
+
+
+def gate(model: nn.Module, kind: str) -> None:
+    """Pass every input of the modules of class ``kind`` through an identity.
+
+    An input that several blocks read, such as an encoder's output, then gets its gradient summed block by block, as a
+    sharded model sums it. In the plain model the sum runs over all readers at once: the same but for the last bit.
+    """
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), (args, kwargs))
+
+    for module in model.modules():
+        if type(module).__name__ == kind:
+            module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def train(

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests import reference
-from tests.models import CASES, WIDTH, Attention, Mlp, Transformer, import_models, llama, next_token
+from tests.models import CASES, LENGTH, WIDTH, Attention, Mlp, Transformer, import_models, llama, next_token
 from tests.ranks import on_ranks
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -224,7 +224,7 @@ class Tiny(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x[:, :3] @ self.odd
-        return x * self.scalar + self.one * self.pair.sum() + y.sum() + self.none.sum()
+        return torch.tanh(x * self.scalar + self.one * self.pair.sum() + y.sum() + self.none.sum())
 
 
 def _tiny() -> None:
@@ -369,7 +369,26 @@ def _all_frozen() -> None:
     square(plain, twin).backward()
     assert torch.equal(x.grad, twin.grad)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert yafsdp_cc.counters_of(model).reduced_bytes == 0
+    flags = 8 * (len(list(model.parameters())) + 16)  # who used what, and whether ranks agree, to and fro
+    assert yafsdp_cc.counters_of(model).reduced_bytes <= flags
+
+
+def test_training_norms_and_biases_alone() -> None:
+    on_ranks(2, _biases_alone)
+
+
+def _biases_alone() -> None:
+    """Nothing reaches the first unit's gate: its matrices are frozen and its input needs no gradient."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(Part(False, False) for _ in range(4)))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name or "bias" in name)
+        return model
+
+    model, plain = twins(build, units=[Part])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(4)])
+    assert yafsdp_cc.counters_of(model).spills == 0
 
 
 def test_freezing_and_unfreezing_between_steps() -> None:
@@ -628,6 +647,50 @@ def _input_gradients() -> None:
     same_gradients(model, truth)
     torch.autograd.grad(square(model, x), x)
     same_gradients(model, truth)
+
+
+def test_gradients_of_inputs_leave_no_trace_while_gradients_are_held() -> None:
+    on_ranks(2, _input_gradients_held)
+
+
+def _input_gradients_held() -> None:
+    model, plain = twins(Mlp)
+    first, second, third = (inputs(step=step) for step in range(3))
+    model.set_requires_gradient_sync(False)
+    square(model, mine(first)).backward()
+    x = mine(third).requires_grad_()
+    torch.autograd.grad(square(model, x), x)
+    model.set_requires_gradient_sync(True)
+    torch.autograd.grad(square(model, x), x)
+    square(model, mine(second)).backward()
+    same_gradients(model, added(means(plain, square, first), means(plain, square, second)), within=1e-6)
+
+
+def test_parameters_are_parameters_whatever_has_run() -> None:
+    on_ranks(2, _attributes)
+
+
+def _attributes() -> None:
+    model, _ = twins(Transformer)
+    table, tokens = numbers(1, LENGTH, WIDTH, grad=True), mine(CASES["transformer"].batches(2))["tokens"]
+    before = dict(model.named_parameters())
+
+    def unchanged(after: str) -> None:
+        for name, parameter in before.items():
+            assert model.get_parameter(name) is parameter, (after, name)
+
+    with torch.no_grad():
+        model(tokens)
+    unchanged("evaluation")
+    square(model, tokens).backward()
+    unchanged("a backward")
+    square(model, tokens)
+    unchanged("a forward alone")
+    torch.autograd.grad(square(model.blocks[0], table), table)
+    unchanged("a unit by itself")
+    model.embed.register_forward_hook(lambda _, __, out: out + table)
+    torch.autograd.grad(square(model, tokens), table)
+    unchanged("gradients of an input")
 
 
 def test_create_graph_is_refused_by_name() -> None:
@@ -1156,6 +1219,34 @@ def _checkpointed(how: str, reshard: bool) -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
 
 
+def test_a_unit_run_twice_in_one_checkpoint() -> None:
+    on_ranks(2, _twice_in_a_checkpoint)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Part(False, False) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        span = nn.Sequential(*(self.blocks[index] for index in order))
+        out: Tensor = checkpoint(span, x, use_reentrant=False)
+        return out
+
+
+def _twice_in_a_checkpoint() -> None:
+    model, plain = twins(Twice, units=[Part])
+    for order in ((0, 1, 0), (0, 0), (0, 2, 2), (0, 1, 2, 0, 3), (2, 0, 1, 0, 2), (0, 2, 0, 1, 3, 2)):
+        batches = inputs()
+        _ordered(model, mine(batches), order).backward()
+        same_gradients(model, means(plain, lambda m, x, o=order: _ordered(m, x, o), batches), within=1e-6)
+        model.zero_grad()
+
+
+def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    return model(x, order).square().mean()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
 def test_reentrant_checkpointing_is_right_or_refused_by_name(how: str) -> None:
     on_ranks(2, _reentrant, how)
@@ -1255,7 +1346,10 @@ def _exception(where: str, units: str) -> None:
 
 def test_running_units_in_another_order_on_one_rank_is_an_error_in_time() -> None:
     errors = on_ranks(2, _other_order)
-    assert any("order" in error for error in errors), errors
+    for error in errors:
+        assert "rank 0: " in error, errors
+        assert "rank 1: " in error, errors
+        assert "blocks.2" in error, errors
 
 
 @contextmanager

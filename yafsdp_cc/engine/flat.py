@@ -52,13 +52,15 @@ class Piece:
 
     def deposit(self, gradient: Tensor) -> None:
         """Write one contribution: the first is copied, with the cast to the slot's dtype for free, others added."""
-        if self.target is None:
+        target = self.target
+        if target is None:
             self.claim()
-        assert self.target is not None
+            if (target := self.target) is None:  # torch.autograd.grad passes here on its way to an input
+                return
         if self.written:
-            self.target.add_(gradient)
+            target.add_(gradient)
         else:
-            self.target.copy_(gradient)
+            target.copy_(gradient)
             self.written = True
 
     def install(self, parameter: nn.Parameter) -> None:

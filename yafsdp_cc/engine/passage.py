@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling.spans import Handle
 
 _graph_task = torch._C._current_graph_task_id
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Passage:
@@ -78,6 +79,7 @@ class Passage:
     def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         root = self.root
         root.arrive(self)
+        root.end_calls(self, -1)
         inputs = len(gradients) - len(self.trained)
         if root.whole_backward():
             root.finish(self, gradients[inputs:])
@@ -88,17 +90,33 @@ class Passage:
 class Call:
     """One forward of a unit whose backward may come."""
 
-    __slots__ = ("_held", "_span", "_task", "fills", "index", "passage", "stamp", "unit", "weights")
+    __slots__ = (
+        "_holds",
+        "_packed",
+        "_span",
+        "_stamp",
+        "_task",
+        "_told",
+        "fills",
+        "index",
+        "passage",
+        "unit",
+        "weights",
+    )
 
     def __init__(self, unit: Unit, weights: Weights, passage: Passage) -> None:
         self.unit = unit
         self.weights = weights
         self.passage = passage
-        self.stamp = unit.stamp()
         self.fills = weights.slot.fills
         self.index = -1
+        self._stamp = unit.stamp()
+        # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
+        # again when it is needed, and not what this forward has seen.
+        self._packed = _saved_tensor_hooks(False) is not None
+        self._told = False
+        self._holds = False
         self._task = -1
-        self._held = False
         self._span: Handle | None = None
 
     def enrol(self) -> None:
@@ -114,17 +132,23 @@ class Call:
         task = _graph_task()
         if task == self._task:
             return
-        self._task = task
-        unit = self.unit
-        root = unit.root
+        unit, root = self.unit, self.unit.root
         root.arrive(self.passage)
-        if unit.stamp() != self.stamp:
+        root.end_calls(self.passage, self.index)
+        if unit.stamp() != self._stamp:
             raise RuntimeError(
                 f"parameters of unit '{unit.name}' were changed between this forward and its backward "
                 "(an optimizer step in between?); run the backward first, or the forward again"
             )
+        self._task = task
+        self._told = True
+        root.active.append(self)
         whole = root.whole_backward()
-        self._held = unit.read_in_backward and unit.regain(self.weights, hold=whole)
+        if not self._packed:  # not within a checkpoint, so those that the backward has come to are over
+            for other in root.units:
+                other.let_go()
+        if unit.read_in_backward and not (self._packed and unit.recomputed == task):
+            self._holds = unit.regain(self.weights, hold=whole, needed=not self._packed)
         unit.show(unit.leaves(self.weights))
         if whole:
             unit.claim()
@@ -133,30 +157,38 @@ class Call:
 
     def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """All of this call's gradients are written."""
-        unit, task = self.unit, _graph_task()
-        root = unit.root
-        if task != self._task:  # no output told: the gradient came in by another way
+        root = self.unit.root
+        root.arrive(self.passage)
+        root.end_calls(self.passage, self.index)
+        if root.active and root.active[-1] is self:
+            root.active.pop()
+        else:  # no output told: the gradient came in by another way
             self._check_untouched()
-            root.arrive(self.passage)
-        else:
+        self.end()
+        return gradients
+
+    def end(self) -> None:
+        """The backward is through with this call."""
+        unit, root, passage = self.unit, self.unit.root, self.passage
+        if self._told:
             unit.backward_span.end(self._span)
-            self._task = -1
             unit.hide()
         unit.collect(self.weights)
-        if self._held:
-            self._held = False
+        if self._holds:
             self.weights.slot.release(root.gather_lane)
-        while unit.held:
-            unit.held.pop().release(root.gather_lane)
-        if root.whole_backward():
-            self._prefetch(1)
-            self._prefetch(2)
-            passage = self.passage
-            passage.pending[unit] -= 1
-            if passage.pending[unit] <= 0 and root.synchronises:
-                passage.unsent.pop(unit, None)
-                unit.reduce()
-        return gradients
+        self._told = self._holds = False
+        self._task = -1
+        if not root.whole_backward():
+            return
+        passage.pending[unit] -= 1
+        last = passage.pending[unit] <= 0
+        if last:
+            unit.let_go()
+        self._prefetch(1)
+        self._prefetch(2)
+        if last and root.synchronises:
+            passage.unsent.pop(unit, None)
+            unit.reduce()
 
     def _prefetch(self, distance: int) -> None:
         if self.index >= distance:

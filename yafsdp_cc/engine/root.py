@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.lanes import Ticket
+    from yafsdp_cc.engine.passage import Call
     from yafsdp_cc.engine.small import SmallGroup
     from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.engine.unit import Entry, Unit
@@ -81,6 +82,8 @@ class Root:
         self.passage: Passage | None = None
         """The forward under way."""
         self.units: tuple[Unit, ...] = ()
+        self.active: list[Call] = []
+        """Calls that the backward has come to and not left, outermost first."""
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
@@ -93,9 +96,7 @@ class Root:
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._task = -1
-        """The backward under way, or -1."""
-        self._running = False
-        """A forward or a backward has begun and not ended."""
+        """The backward under way, or -1; still set where an exception has ended it."""
         self.interrupted = False
         """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
@@ -132,6 +133,18 @@ class Root:
         self._pieces: tuple[Piece, ...] = (*(p for unit in units for p in unit.pieces), *small.pieces)
         for place, piece in enumerate(self._pieces):
             piece.place = place
+        if root_unit is not None:
+            inside = {
+                id(module): unit
+                for unit in units
+                if unit is not root_unit
+                for m in unit.modules
+                for module in m.modules()
+            }
+            for piece in root_unit.pieces:
+                for module, _ in piece.sites:
+                    if (unit_ := inside.get(id(module))) is not None:
+                        unit_.borrows = True
         self.order = Order([unit for unit in units if unit is not root_unit])
 
     @staticmethod
@@ -143,9 +156,8 @@ class Root:
 
     def open(self) -> Passage:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
-        if self._running or self.interrupted:
+        if self._task != -1 or self.interrupted:
             self._recover()
-        self._running = True
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -160,7 +172,6 @@ class Root:
         self.passage = None
         self.order.end()
         self.small.hide()
-        self._running = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
@@ -204,18 +215,38 @@ class Root:
         """A backward has come to ``passage``."""
         self._backward_passage = passage
         task = _graph_task()
-        if task != self._task:
-            if self._running:
-                self._recover()
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "a backward with create_graph=True went through a sharded model: weights that a second backward "
-                    "would read are gone by then. Compute gradient penalties on an unsharded model"
-                )
-            self._task = task
-            self._running = True
+        if task == self._task:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True went through a sharded model: weights that a second backward "
+                "would read are gone by then. Compute gradient penalties on an unsharded model"
+            )
+        if self._task != -1:
+            self._recover()
+        self._task = task
+        if not self.whole_backward():  # its root gate may never be reached
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.passage is None:
             self.small.trained()
             self.small.show()
+
+    def _end_backward(self) -> None:
+        while self.active:
+            self.active.pop().end()
+        self._task = -1
+        if self.passage is None:
+            self.small.hide()
+
+    def end_calls(self, passage: Passage, index: int) -> None:
+        """The backward has come to the call ``index`` of ``passage``, so those made after it are over.
+
+        Autograd runs nodes from the latest to the earliest. Their own gates have told so, but for calls behind whose
+        gate nothing needed a gradient.
+        """
+        active = self.active
+        while active and (active[-1].passage is not passage or active[-1].index > index):
+            active.pop().end()
 
     def whole_backward(self) -> bool:
         """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
@@ -282,9 +313,10 @@ class Root:
                 if unit in passage.unsent or unit.gradient_space is not None:
                     unit.reduce()
             self._exchange_last()
-        self._task = -1
-        self._running = False
-        self.small.hide()
+        else:
+            for unit in self.units:
+                unit.rest()
+        self._end_backward()
 
     def _exchange_last(self) -> None:
         """Reduce the small group, and learn which parameters other ranks have used and whether they agree."""
@@ -332,7 +364,7 @@ class Root:
             )
 
     def _recover(self) -> None:
-        """Drop what an interrupted forward or backward left behind. Its gradients are lost; weights are not."""
+        """Drop what an interrupted forward or backward left behind, gradients not reduced yet with it."""
         for slot, _, _ in self._sent:
             slot.ready.abandon()
         self._sent.clear()
@@ -342,15 +374,15 @@ class Root:
         gradient_slots = [slot for ring in self.gradient_rings.values() for slot in ring.slots]
         for slot in (*gradient_slots, *self._own_gradient_slots):
             slot.owner = None
+        self.active.clear()
         for unit in self.units:
             unit.forget()
-        if self.synchronises:
-            for piece in self.small.pieces:
-                piece.written = False
+        for piece in self.small.pieces:
+            piece.written = False
         self.small.hide()
         self.passage = None
         self._task = -1
-        self._running = self.interrupted = False
+        self.interrupted = False
 
     # Figures -----------------------------------------------------------------------------------------------------
 

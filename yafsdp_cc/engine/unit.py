@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,18 @@ class Unit:
         # An embedding's backward needs its indices alone.
         self.read_in_backward = not all(type(module) is nn.Embedding for module in modules)
         self.home: Weights
-        self.held: list[Slot] = []
-        """Slots kept from a recomputation until the backward that reads them."""
+        self.recomputed = -1
+        """The last backward that has run this unit again."""
+        self.borrows = False
+        """Whether a module of this unit uses a parameter of the root's unit, tied to one elsewhere."""
+        self._kept = 0
+        """How often the home slot is kept for what a recomputation has saved."""
         self.shown: list[Sequence[Tensor]] = []
         """What the owner modules see as their parameters, innermost call last."""
         self.gradient_home: GradientSpace | None = None
         self.gradient_space: GradientSpace | None = None
-        """Where the gradients of the backward under way are written; set from the claim to the reduce."""
+        """Where gradients are written; set from the first claim to the reduce."""
+        self._claimed = False
         self.carried: GradientSpace | None = None
         """Whole gradients kept across micro-batches while synchronisation is off."""
         self.training: tuple[Flat, ...] = ()
@@ -75,6 +80,10 @@ class Unit:
         opened = root.passage is None
         passage = root.open() if opened else root.passage
         assert passage is not None
+        borrowed = None
+        if opened and self.borrows:
+            assert root.unit is not None
+            _, _, borrowed = root.unit.enter((), {})
         weights = self.acquire()
         root.order.passed(self)
         if (dtype := root.input_dtype) is not None:
@@ -87,16 +96,21 @@ class Unit:
         else:
             passage.ungated.add(self)
         self.show(shown)
-        return args, kwargs, Entry(passage if opened else None, weights.slot, call, self.forward_span.start())
+        opener = passage if opened else None
+        return args, kwargs, Entry(opener, weights.slot, call, self.forward_span.start(), borrowed=borrowed)
 
     def leave(self, entry: Entry, output: Any) -> Any:
         """After a forward: the slot may be refilled, and the outputs say when the backward begins."""
         self.forward_span.end(entry.span)
         self.hide()
         if entry.again:
-            self.held.append(entry.slot)
+            if entry.slot is self.home.slot:
+                self._kept += 1
         else:
             entry.slot.release(self.root.gather_lane)
+        if entry.borrowed is not None:
+            assert self.root.unit is not None
+            self.root.unit.leave(entry.borrowed, None)
         if entry.opened is not None:
             self.root.close()
         if (call := entry.call) is None:
@@ -137,6 +151,7 @@ class Unit:
                 "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
                 "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
             )
+        self.recomputed = _graph_task()
         weights = self.acquire()
         self.show(self.leaves(weights))
         return Entry(None, weights.slot, None, self.forward_span.start(), again=True)
@@ -185,7 +200,7 @@ class Unit:
     def prefetch(self) -> None:
         """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
         slot = self.home.slot
-        if slot.users == 0 and not self.held and not self.holds(slot):
+        if slot.users == 0 and not self.holds(slot):
             self._gather(self.home)
 
     def acquire(self) -> Weights:
@@ -200,12 +215,15 @@ class Unit:
         self.root.wait(slot.ready)
         return weights
 
-    def regain(self, weights: Weights, hold: bool) -> bool:
-        """Put this unit's weights back where a forward has read them; whether the slot is now held."""
+    def regain(self, weights: Weights, *, hold: bool, needed: bool) -> bool:
+        """Put this unit's weights back where a forward has read them; whether the slot is now held.
+
+        Where they are not ``needed`` for sure, another unit that uses the slot is left alone.
+        """
         slot = weights.slot
         if not weights.spilled and not self.holds(slot):
             if slot.users:
-                if self.held:  # the backward reads what a recomputation has saved elsewhere
+                if not needed:
                     return False
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where those of '{getattr(slot.owner, 'name', '?')}' "
@@ -215,6 +233,12 @@ class Unit:
         slot.users += hold
         self.root.wait(slot.ready)
         return hold
+
+    def let_go(self) -> None:
+        """Nothing that a recomputation has saved will be read any more."""
+        while self._kept:
+            self._kept -= 1
+            self.home.slot.release(self.root.gather_lane)
 
     def _gather(self, weights: Weights) -> None:
         root, slot = self.root, weights.slot
@@ -242,29 +266,42 @@ class Unit:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Find room for the gradients of the backward that is about to write them."""
-        if self.gradient_space is not None:
-            return
+        """Find room for the gradients that the backward under way is about to write, if it is to write any."""
         root = self.root
-        self.training = tuple(flat for flat in self.flats if flat.trainable)
-        if not self.training:
+        if self._claimed or not root.whole_backward():
             return
+        space = self.gradient_space
+        if space is None:
+            self.training = tuple(flat for flat in self.flats if flat.trainable)
+            if not self.training:
+                return
+            space = self.gradient_space = self._room()
+            space.slot.owner = self
+            root.wait(space.slot.ready)  # the reduce that reads the slot has left it
+            for piece in self.pieces:
+                piece.written = False
+        for piece, target in zip((p for flat in space.flats for p in flat.pieces), space.targets, strict=True):
+            piece.target = target
+        self._claimed = True
+
+    def rest(self) -> None:
+        """Write no more gradients before the next claim; those written remain."""
+        self._claimed = False
+        for piece in self.pieces:
+            piece.target = None
+
+    def _room(self) -> GradientSpace:
+        root = self.root
         if not root.synchronises:
-            if self.carried is None:
+            if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
                 root.tell_carried()
-            space = self.carried
-        else:
-            space = self._gradient_home()
-            if space.slot.owner is not None:  # an enclosing unit, or one whose gates have not all run
-                root.counters.spills += 1
-                space = self._gradient_spill()
-        space.slot.owner = self
-        root.wait(space.slot.ready)  # the reduce that reads the slot has left it
-        self.gradient_space = space
-        for piece, target in zip((p for flat in self.training for p in flat.pieces), space.targets, strict=True):
-            piece.target = target
-            piece.written = False
+            return self.carried
+        home = self._gradient_home()
+        if home.slot.owner is None:
+            return home
+        root.counters.spills += 1  # the slot is an enclosing unit's, or that of one whose gates have not all run
+        return self._gradient_spill()
 
     def _gradient_home(self) -> GradientSpace:
         if self.gradient_home is None or self.gradient_home.flats != self.training:
@@ -296,34 +333,31 @@ class Unit:
             for gap in space.gaps:
                 gap.zero_()
             used = [[piece.written for piece in flat.pieces] for flat in flats]
-            for piece in self.pieces:
-                piece.target = None
+            self.rest()
             self.gradient_space = None
             root.send(self, space, used)
 
     def forget(self) -> None:
-        """Drop what an interrupted pass left behind."""
-        self.held.clear()
+        """Drop what an interrupted forward or backward left behind."""
+        self._kept = 0
         if self.shown:
             del self.shown[1:]
             self.hide()
-        if self.gradient_space is not None and self.gradient_space is not self.carried:
+        if self.gradient_space is not None:
             self.gradient_space.slot.owner = None
             self.gradient_space = None
-            for piece in self.pieces:
-                piece.target = None
+        self.rest()
 
 
-class Entry:
+class Entry(NamedTuple):
     """One forward under way."""
 
-    __slots__ = ("again", "call", "opened", "slot", "span")
-
-    def __init__(
-        self, opened: Passage | None, slot: Slot, call: Call | None, span: Handle | None, again: bool = False
-    ) -> None:
-        self.opened = opened
-        self.slot = slot
-        self.call = call
-        self.span = span
-        self.again = again
+    opened: Passage | None
+    """The pass that this forward is the whole of: no forward of the root module is around it."""
+    slot: Slot
+    call: Call | None
+    span: Handle | None
+    again: bool = False
+    """Whether activation checkpointing runs it inside a backward."""
+    borrowed: Entry | None = None
+    """The root's unit, entered for a parameter tied to it."""

@@ -14,17 +14,15 @@ optimizer's. Clipping is a plain torch function, so the loop marks it::
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import nvtx
 import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step"]
 
@@ -115,7 +113,7 @@ def span(kind: Kind, name: str = "") -> Span:
     return Span(kind, name)
 
 
-@lru_cache(maxsize=1)
+@cache
 def mark_optimizer_steps() -> None:
     """From now on, every ``step()`` of every torch optimizer of this process is a range ``YaFSDP::step``."""
     step, handles = span("step"), dict[int, "Handle | None"]()

@@ -1,0 +1,49 @@
+# Every target sets itself up from a bare clone; a second run installs nothing.
+#   make demo                    train a small language model on two ranks of this machine
+#   make test                    lint, types and tests
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"     another torch build
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# The version that TORCH brought: whatever is installed later must keep it.
+PIN := $(VENV)/torch-pin.txt
+# What is installed, by TORCH: asking for another one starts over.
+INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
+
+.PHONY: demo test lint soak clean
+
+demo: $(INSTALLED)
+	@$(VENV)/bin/yafsdp-cc demo
+
+test: lint $(INSTALLED)-hf
+	$(VENV)/bin/python -m pytest
+
+# Hundreds of random programs under random delays, instead of the few of make test.
+soak: $(INSTALLED)
+	YAFSDP_SOAK=500 $(VENV)/bin/python -m pytest tests/test_order.py
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(INSTALLED): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "yafsdp_cc needs Python 3.10 or newer")'
+	@echo "setting up $(VENV) with $(TORCH): once, some minutes"
+	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install $(TORCH)
+	@$(VENV)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(PIN)
+	@$(PIP) install "setuptools>=77" --constraint $(PIN)
+	@$(PIP) install --no-build-isolation --editable ".[dev]" --constraint $(PIN)
+	@touch $@
+
+# The tests against Hugging Face models skip themselves where transformers cannot be had.
+$(INSTALLED)-hf: $(INSTALLED)
+	@$(PIP) install --no-build-isolation --editable ".[hf]" --constraint $(PIN) && touch $@ \
+		|| echo "transformers could not be installed: the Hugging Face tests are skipped"
+
+clean:
+	rm -rf $(VENV) build dist runs bench/out *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

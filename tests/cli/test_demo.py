@@ -1,0 +1,93 @@
+"""``yafsdp-cc demo``: the built-in job runs whole in a few steps, and stops at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import started, wait_for_line, yafsdp_cc
+from yafsdp_cc.demo import data
+
+
+def metrics(folder: Path, name: str = "demo") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_three_steps_on_two_ranks(tmp_path: Path, precision: str) -> None:
+    ran = yafsdp_cc("demo", "--steps=3", f"--precision={precision}", "--name=short", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    start, first, last, end = metrics(tmp_path, "short")
+    assert (start["event"], start["ranks"], start["precision"]) == ("start", 2, precision)
+    assert str(start["plan"]) in ran.stdout
+    assert (first["step"], last["step"]) == (1, 3)
+    assert 0 < last["loss"] < first["loss"] < 6
+    assert last["val_loss"] < 6
+    assert first["gathered_bytes_per_step"] == last["gathered_bytes_per_step"] > 10e6
+    assert first["reduced_bytes_per_step"] == last["reduced_bytes_per_step"] > 10e6
+    assert end["planned_bytes"] == end["owned_bytes"]
+    assert end["peak_memory_bytes"] > end["memory_before_bytes"] > 0
+    assert end["spills"] == 0
+    assert end["sample"].startswith("def ")
+    assert end["sample"] in ran.stdout
+    assert ran.stdout.endswith("Everything is in runs/short/metrics.jsonl\n")
+
+
+def test_one_file_of_text_in_one_process(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 64)
+    ran = yafsdp_cc("demo", "--steps=1", "--ranks=1", f"--text={text}", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "15,360 bytes of text to train on, 1,024 held out" in ran.stdout
+
+
+def test_bad_flags_are_told_before_anything_starts(tmp_path: Path) -> None:
+    for flags, told in {
+        ("--steps=0",): "--steps: must be at least 1, got 0",
+        ("--ranks=0",): "--ranks: must be at least 1, got 0",
+        ("--text=nowhere",): "--text: no such file or folder: nowhere",
+        ("--precision=fp16",): "invalid choice: 'fp16'",
+    }.items():
+        ran = yafsdp_cc("demo", *flags, folder=tmp_path)
+        assert ran.returncode == 2
+        assert told in ran.stderr
+    (tmp_path / "short").write_text("too short")
+    ran = yafsdp_cc("demo", "--ranks=1", "--text=short", folder=tmp_path)
+    assert ran.returncode == 1
+    assert "too little text" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["the launcher alone", "the whole terminal"])
+def test_ctrl_c_stops_it_in_the_middle(tmp_path: Path, whole_group: bool) -> None:
+    with started("demo", folder=tmp_path) as process:
+        wait_for_line(process, "step    1/")
+        time.sleep(0.3)
+        if whole_group:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert err == ""
+    assert [record["event"] for record in metrics(tmp_path)][:2] == ["start", "step"]
+
+
+def test_files_are_held_out_by_name(tmp_path: Path) -> None:
+    for number in range(64):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"%02d" % number)
+    (tmp_path / "picture").write_bytes(b"\x89PNG\0")
+    text = data.read(tmp_path)
+    train, held_out = (bytes(part.tolist()) for part in text)
+    assert sorted(train[i : i + 2] for i in range(0, len(train), 2)) == sorted(
+        {b"%02d" % number for number in range(64)} - {held_out[i : i + 2] for i in range(0, len(held_out), 2)}
+    )
+    assert 0 < len(held_out) < len(train) / 4
+    assert data.read(tmp_path).held_out.equal(text.held_out)

@@ -1,0 +1,7 @@
+"""``python -m yafsdp_cc`` is ``yafsdp-cc``."""
+
+import sys
+
+from yafsdp_cc.cli import main
+
+sys.exit(main())
