@@ -31,7 +31,7 @@ import torch.distributed as dist
 from bench import report
 from bench.contestants import ALONE, Contestant, bytes_owned, contestants
 from bench.counting import count
-from bench.memory import counted, resident
+from bench.memory import memory
 from bench.models import SPECS, Spec
 from bench.training import PHASES, Clock, Training
 from tests.ranks import on_ranks
@@ -69,10 +69,10 @@ def measure(spec: Spec, field: list[Contestant], ranks: int, rounds: int | None)
             )
     if spec.memory:
         for one in field:
-            figures = result["contestants"][one.name].setdefault("memory", {})
-            for look in (resident, counted):
-                per_rank = on_ranks(ranks, look, one, spec, timeout=TIMEOUT)
-                figures.update({key: max(rank[key] for rank in per_rank) for key in per_rank[0]})
+            per_rank = on_ranks(ranks, memory, one, spec, timeout=TIMEOUT)
+            result["contestants"][one.name]["memory"] = {
+                key: max(rank[key] for rank in per_rank) for key in per_rank[0]
+            }
     result["targets"] = report.targets(spec, result["contestants"])
     return result
 

@@ -66,7 +66,7 @@ def _targets(spec: Spec, figures: dict[str, Any], name: str) -> Iterator[Target]
         allocated = ours["counts"]["owners"].get("engine", 0)
         yield Target(f"{name}: bytes the engine allocates per step", allocated, "none", 0, 0, allocated == 0)
     if "memory" in ours and fsdp2:
-        for what, key in (("peak of live tensors, MiB", "peak_counted"), ("peak resident, MiB", "peak_resident")):
+        for what, key in (("peak live, MiB", "peak_live"), ("peak resident, MiB", "peak_resident")):
             mine, theirs = (each["memory"][key] / MIB for each in (ours, fsdp2))
             yield within(what, mine, "fsdp2", theirs, 1.0)
     owned = ours.get("owned") or ours.get("memory")
@@ -113,7 +113,7 @@ def _race_table(figures: dict[str, Any], rounds: int, steps: int) -> Iterator[st
 
 
 def _memory_table(figures: dict[str, Any]) -> Iterator[str]:
-    yield "MiB per rank (the fullest); live: tensor bytes counted; resident: the process above its start"
+    yield "MiB of the fullest rank, above those before the model; live: given out by malloc, looked at every ms"
     yield (
         f"{'':<16}{'peak live':>11}{'peak resident':>15}{'peak while wrapping':>21}{'live after':>12}"
         f"{'resident after':>16}{'optimizer':>11}"
@@ -121,9 +121,9 @@ def _memory_table(figures: dict[str, Any]) -> Iterator[str]:
     for name, one in figures.items():
         memory = one["memory"]
         yield (
-            f"{name:<16}{memory['peak_counted'] / MIB:>11.1f}{memory['peak_resident'] / MIB:>15.1f}"
-            f"{memory['peak_build'] / MIB:>21.1f}{memory['live_after_steps'][-1] / MIB:>12.1f}"
-            f"{memory['settled_resident'] / MIB:>16.1f}{memory['optimizer_state'] / MIB:>11.1f}"
+            f"{name:<16}{memory['peak_live'] / MIB:>11.1f}{memory['peak_resident'] / MIB:>15.1f}"
+            f"{memory['peak_wrapping'] / MIB:>21.1f}{memory['live_after'] / MIB:>12.1f}"
+            f"{memory['resident_after'] / MIB:>16.1f}{memory['optimizer_state'] / MIB:>11.1f}"
         )
 
 

@@ -85,6 +85,16 @@ class Piece:
             weights[index] = self.parameter
 
 
+class Divisor:
+    """What turns a sum over ranks into their mean."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.tensor = torch.tensor(float(world), device=device)
+        """0-d, because a Python number would become a new tensor in every division."""
+        self.inverse = 1 / world if world & (world - 1) == 0 else None
+        """Where multiplying by it is as exact as dividing."""
+
+
 class Gradients:
     """The flat buffer that the ``.grad`` of some parameters are views of."""
 
@@ -92,7 +102,7 @@ class Gradients:
         self.buffer = buffer
         self.pieces = pieces
 
-    def land(self, total: Tensor, divisor: int, used: Sequence[bool]) -> None:
+    def land(self, total: Tensor, divisor: Divisor, used: Sequence[bool]) -> None:
         """Add ``total / divisor`` to the gradients, or start them with it where ``.grad`` is None.
 
         Of a parameter that is not ``used`` the gradient is kept aside: whether another rank used it is not known yet.
@@ -121,18 +131,18 @@ class Gradients:
                 piece.parameter.grad = piece.gradient
 
     @staticmethod
-    def _start(gradient: Tensor, total: Tensor, divisor: int) -> None:
+    def _start(gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
         if gradient.dtype == total.dtype:
-            torch.div(total, divisor, out=gradient)
+            torch.div(total, divisor.tensor, out=gradient)
         else:
-            gradient.copy_(total.div_(divisor))
+            gradient.copy_(total.div_(divisor.tensor))
 
     @staticmethod
-    def _add(gradient: Tensor, total: Tensor, divisor: int) -> None:
-        if gradient.dtype == total.dtype and divisor & (divisor - 1) == 0:
-            gradient.add_(total, alpha=1 / divisor)  # exact for a power of two
+    def _add(gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
+        if gradient.dtype == total.dtype and divisor.inverse is not None:
+            gradient.add_(total, alpha=divisor.inverse)
         else:
-            gradient.add_(total.div_(divisor))
+            gradient.add_(total.div_(divisor.tensor))
 
 
 class Flat:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yafsdp_cc.engine.flat import Piece
 
 
@@ -55,3 +57,11 @@ class Narrow(torch.autograd.Function):
         if gradient is not None:
             ctx.piece.deposit(gradient)
         return None, None, None
+
+
+# Function.apply first looks for functorch's dead wrappers in its arguments; there are none here, and a step makes as
+# many calls as the model has parameters.
+gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
+"""``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
+narrow: Callable[[Tensor, Piece, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
+"""``narrow(anchor, piece, view)``: the view, with the gradient going to the piece."""

@@ -5,14 +5,27 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_FACTOR, _MASK = 1_000_003, (1 << 61) - 1
 _DIGITS = 5
 _BASE = 64
 _PATIENCE = timedelta(seconds=5)
+
+
+class Note(NamedTuple):
+    """One kind of operation on one unit: its name, and a number for the fingerprint. Made once."""
+
+    text: str
+    code: int
+
+    @classmethod
+    def of(cls, kind: str, name: str) -> Note:
+        text = f"{kind} {name}"
+        return cls(text, zlib.crc32(text.encode()))
 
 
 class Journal:
@@ -30,12 +43,11 @@ class Journal:
         self._hash = 0
         self._last: deque[str] = deque(maxlen=64)
 
-    def write(self, kind: str, name: str) -> None:
+    def write(self, note: Note) -> None:
         """Note one operation."""
-        entry = f"{kind} {name}"
-        self._hash = zlib.crc32(entry.encode(), self._hash)
+        self._hash = (self._hash * _FACTOR + note.code) & _MASK
         self._count += 1
-        self._last.append(entry)
+        self._last.append(note.text)
 
     @staticmethod
     def width() -> int:
@@ -44,7 +56,7 @@ class Journal:
 
     def sums(self) -> list[float]:
         """The fingerprint as numbers to be summed over ranks."""
-        digits = [float(self._hash // _BASE**place % _BASE) for place in range(_DIGITS)]
+        digits = [float((self._hash >> 31) // _BASE**place % _BASE) for place in range(_DIGITS)]
         return digits + [digit * digit for digit in digits]
 
     def agrees(self, totals: list[float]) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.fsdp import FSDPModule
 
 from yafsdp_cc.engine.tensor import FlatDTensor
@@ -119,8 +120,20 @@ def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
         return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
-    module.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True, with_kwargs=True)
-    module.register_forward_hook(torch.compiler.disable(leave), always_call=True)
+    module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
+    module.register_forward_hook(_not_compiled(leave), always_call=True)
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, kept out of graphs where something is compiled around it; ``disable`` alone costs as much as a hook."""
+    hidden: Callable[..., Any] = torch.compiler.disable(hook)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return hidden(*args)
+        return hook(*args)
+
+    return call
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.graph import GateGradFlow
+from yafsdp_cc.engine.graph import gate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Passage:
         """Make the root gate over ``tensors`` and the small group's parameters; the gated tensors."""
         self.trained, leaves = self.root.small.trained()
         self.root.small.show()
-        self._anchor, *gated = GateGradFlow.apply(self, self.root.leaf, *tensors, *leaves)  # type: ignore[no-untyped-call]
+        self._anchor, *gated = gate(self, self.root.leaf, *tensors, *leaves)
         for piece, view in zip(self.trained, gated[len(tensors) :], strict=True):
             piece.show(view)
         return list(gated[: len(tensors)])

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.flat import Divisor
+from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.lanes import lane_for
 from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _ids = itertools.count()
+_SMALL = Note.of("reduce", "small group")
 _log = logging.getLogger("yafsdp_cc")
 
 
@@ -69,6 +71,7 @@ class Root:
         self.device = device
         self.policy = policy
         self.world: int = gather_group.size()
+        self.divisor = Divisor(self.world, device)
         self.gather = Gather(gather_group)
         self.reduce = Reduce(reduce_group, device)
         self.gather_lane = lane_for(device)
@@ -272,7 +275,7 @@ class Root:
 
     def send(self, unit: Unit, space: GradientSpace, used: list[list[bool]]) -> None:
         """Reduce the gradients in ``space``: summed at their owners, divided there, added to ``.grad``."""
-        self.journal.write("reduce", unit.name)
+        self.journal.write(unit.reduce_note)
         slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
 
@@ -281,7 +284,7 @@ class Root:
 
             def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
                 assert flat.gradients is not None
-                flat.gradients.land(self.reduce.total(whole), self.world, wrote)
+                flat.gradients.land(self.reduce.total(whole), self.divisor, wrote)
 
             if self.reduce.one_at_a_time:
                 self._land()
@@ -332,10 +335,10 @@ class Root:
                     unused.append(piece)
         self._land()
         self._sent.clear()
-        self.journal.write("small", "group")
+        self.journal.write(_SMALL)
         totals = self.small.send(words + self.journal.sums(), self.reduce_lane)
         self.counters.reduced_bytes += self.small.wire_bytes
-        self.small.land(self.world, self.wrap_gradient)
+        self.small.land(self.divisor, self.wrap_gradient)
         self._check(totals)
         if unused:
             counts = totals[: len(words)].tolist()

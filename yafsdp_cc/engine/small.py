@@ -8,11 +8,12 @@ Cutting them would save nothing and cost a collective each. Their gradients cros
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.flat import Gradients, Piece
+from yafsdp_cc.engine.flat import Divisor, Gradients, Piece
 from yafsdp_cc.engine.layout import ALIGNMENT, align
 from yafsdp_cc.profiling.spans import Span
 
@@ -88,6 +89,8 @@ class SmallGroup:
         self._ticket = ticket
         self._elements = blocks[-1].end if blocks else 0
         self._words = words
+        self._said = array("d", bytes(8 * words))
+        self._saying = torch.frombuffer(self._said, dtype=torch.float64)
         size = align(self._elements + words, ALIGNMENT * gather.world)
         double = any(block.master.dtype == torch.float64 for block in blocks)
         self._wire = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
@@ -152,7 +155,8 @@ class SmallGroup:
             if not piece.written:
                 assert piece.target is not None
                 piece.target.zero_()
-        self._wire.narrow(0, self._elements, self._words).copy_(torch.tensor(words))
+        self._said[:] = array("d", words)
+        self._wire.narrow(0, self._elements, self._words).copy_(self._saying)
         if self._gather.world > 1:
             with self.span:
                 lane.issue(self._ticket, self._exchange, after=lane.mark())
@@ -164,7 +168,7 @@ class SmallGroup:
             work.wait()
         return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
 
-    def land(self, divisor: int, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
+    def land(self, divisor: Divisor, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
         """Add the summed gradients over ``divisor`` to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0

@@ -62,8 +62,13 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
-def gate_tensors(gate: Callable[[list[Tensor]], list[Tensor]], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def gate_tensors(
+    gate: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``args`` and ``kwargs`` with every tensor that requires a gradient replaced by what ``gate`` makes of it."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # as most modules are called
+        gated = gate([args[0]] if args[0].requires_grad else [])
+        return (tuple(gated) or args), kwargs
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

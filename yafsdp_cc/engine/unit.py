@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.graph import GateGradFlow, Narrow
+from yafsdp_cc.engine.graph import gate, narrow
+from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.passage import Call, Passage
 from yafsdp_cc.engine.slots import Slot
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
@@ -65,6 +66,7 @@ class Unit:
         for piece in self.pieces:
             piece.claim = self.claim
         size = sum(flat.layout.numel * flat.compute.itemsize for flat in flats)
+        self.gather_note, self.reduce_note = Note.of("gather", name), Note.of("reduce", name)
         self.gather_span = Span("gather", name, size)
         self.forward_span = Span("forward", name)
         self.backward_span = Span("backward", name)
@@ -126,14 +128,14 @@ class Unit:
     def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         anchor = call.passage.anchor()
 
-        def gate(tensors: list[Tensor]) -> list[Tensor]:
+        def through(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
-            anchor, *gated = GateGradFlow.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+            anchor, *gated = gate(call, anchor, *tensors)
             return list(gated)
 
-        args, kwargs = gate_tensors(gate, args, kwargs)
+        args, kwargs = gate_tensors(through, args, kwargs)
         shown = [
-            Narrow.apply(anchor, piece, view) if piece.parameter.requires_grad else view  # type: ignore[no-untyped-call]
+            narrow(anchor, piece, view) if piece.parameter.requires_grad else view
             for piece, view in zip(self.pieces, call.weights.views, strict=True)
         ]
         call.enrol()
@@ -254,7 +256,7 @@ class Unit:
 
         with self.gather_span:
             root.gather_lane.issue(slot.ready, start, after=slot.free)
-        root.journal.write("gather", self.name)
+        root.journal.write(self.gather_note)
         root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole in weights.wholes)
 
     def _spill(self) -> Weights:
