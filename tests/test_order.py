@@ -69,6 +69,71 @@ def test_program(seed: int) -> None:
         pytest.fail(f"{error}\nThe program was\n{pprint.pformat(plot, width=140)}", pytrace=False)
 
 
+BLOCK = ("block", 24)
+FOUND: dict[str, tuple[tuple[Any, ...], list[Program]]] = {
+    "a unit twice in a checkpoint, after one that has its slot": (
+        (BLOCK,) * 4,
+        [
+            ("forward", 0, (("checkpoint", (("call", 0), ("call", 2), ("call", 2), ("call", 1))),)),
+            ("backward", (0,), False),
+        ],
+    ),
+    "a checkpoint over a parent and then its child": (
+        (("parent", 24, BLOCK, BLOCK), BLOCK),
+        [("forward", 0, (("checkpoint", (("call", 0), ("call", 2))),)), ("backward", (0,), False)],
+    ),
+    "no_grad in a checkpoint": (
+        (BLOCK,) * 4,
+        [
+            ("forward", 0, (("call", 2), ("checkpoint", (("no_grad", (("call", 0),)), ("call", 1))))),
+            ("backward", (0,), False),
+        ],
+    ),
+    "gradients of inputs through a checkpoint inside a unit": (
+        (BLOCK,) * 3,
+        [("forward", 0, (("nest", 0, (("checkpoint", (("call", 2),)),)),)), ("inputs", 0)],
+    ),
+    "gradients of inputs while gradients are held": (
+        (BLOCK,) * 3,
+        [("forward", 0, ()), ("sync", False), ("inputs", 0), ("sync", True), ("backward", (0,), False)],
+    ),
+    "gradients of inputs, and then parameters": (
+        (BLOCK,) * 3,
+        [("forward", 0, (("call", 0),)), ("inputs", 0), ("freeze", "tops.1.norm.bias", True)],
+    ),
+}
+"""Programs that once failed, as small as they could be made."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    units, actions = FOUND[name]
+    spec = {"units": units, "tied_ends": False, "tied_units": None, "frozen": ()}
+    options = {"reshard_after_forward": None, "optimizer": "sgd", "naps": 0.0}
+    on_ranks(2, play, {"seed": 0, "spec": spec, **options, "actions": [*actions, ("check",)]}, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(("depth", "spills"), [(0, False), (1, False), (2, True), (3, True)])
+def test_nesting_deeper_than_the_slots_is_counted(depth: int, spills: bool) -> None:
+    on_ranks(2, _nested, depth, spills)
+
+
+def _nested(depth: int, spills: bool) -> None:
+    torch.manual_seed(0)
+    model = Maze({"units": (BLOCK,) * 4, "tied_ends": False, "tied_units": None, "frozen": ()})
+    model = yafsdp_cc.shard(model, units=list(model.tops))
+    program: Program = (("call", depth),)
+    for unit in reversed(range(depth)):
+        program = (("nest", unit, program),)
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH), program)
+    assert (yafsdp_cc.counters_of(model).spills > 0) == spills
+    before = yafsdp_cc.counters_of(model).spills
+    for _ in range(2):
+        _loss([model(torch.ones(1, WIDTH), tuple(("call", unit) for unit in range(4)))]).backward()
+    assert yafsdp_cc.counters_of(model).spills == before
+
+
 def play(plot: dict[str, Any]) -> None:
     """Run a scenario in this rank."""
     faulthandler.dump_traceback_later(TIMEOUT - 5)
