@@ -120,8 +120,8 @@ def _check_arguments(model: nn.Module, reshard_after_forward: object) -> None:
             raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with the "
-                "gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
+                f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
+                "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
             )
 
 

@@ -203,8 +203,8 @@ class FlatDTensor(DTensor):
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
         """Refused, because it would never run: gradients reach a sharded parameter by the engine, not by autograd."""
         raise NotImplementedError(
-            f"register_hook on {self._cut}: the hook would never run. register_post_accumulate_grad_hook does, once the "
-            "gradient is reduced"
+            f"register_hook on {self._cut}: the hook would never run. register_post_accumulate_grad_hook does, once "
+            "the gradient is reduced"
         )
 
     @property
