@@ -91,25 +91,17 @@ class Call:
     """One forward of a unit whose backward may come."""
 
     __slots__ = (
-        "_holds",
-        "_packed",
-        "_span",
-        "_stamp",
-        "_task",
-        "_told",
-        "fills",
-        "index",
-        "passage",
-        "unit",
-        "weights",
-    )
+        "_holds", "_packed", "_span", "_stamp", "_task", "_told",
+        "fills", "index", "last", "passage", "unit", "weights",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, weights: Weights, passage: Passage) -> None:
         self.unit = unit
         self.weights = weights
         self.passage = passage
         self.fills = weights.slot.fills
-        self.index = -1
+        self.index = self.last = -1
+        """This call's place among those of the pass, and that of the last call within it."""
         self._stamp = unit.stamp()
         # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
         # again when it is needed, and not what this forward has seen.
@@ -127,6 +119,10 @@ class Call:
         passage.pending[self.unit] = passage.pending.get(self.unit, 0) + 1
         passage.unsent[self.unit] = None
 
+    def leave(self) -> None:
+        """The forward of this call is over."""
+        self.last = len(self.passage.units) - 1
+
     def before_backward(self, _: Tensor | None = None) -> None:
         """A gradient has reached an output: weights back in place, room for gradients."""
         task = _graph_task()
@@ -134,7 +130,7 @@ class Call:
             return
         unit, root = self.unit, self.unit.root
         root.arrive(self.passage)
-        root.end_calls(self.passage, self.index)
+        root.end_calls(self.passage, self.last)
         if unit.stamp() != self._stamp:
             raise RuntimeError(
                 f"parameters of unit '{unit.name}' were changed between this forward and its backward "
@@ -142,7 +138,7 @@ class Call:
             )
         self._task = task
         self._told = True
-        root.active.append(self)
+        root.begin_call(self)
         whole = root.whole_backward()
         if not self._packed:  # not within a checkpoint, so those that the backward has come to are over
             for other in root.units:

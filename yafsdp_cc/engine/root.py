@@ -241,8 +241,15 @@ class Root:
         if self.passage is None:
             self.small.hide()
 
+    def begin_call(self, call: Call) -> None:
+        """The backward has come to the output of ``call``; that may be the output of a call within it, too."""
+        place = len(self.active)
+        while place and self.active[place - 1].passage is call.passage and self.active[place - 1].index > call.index:
+            place -= 1
+        self.active.insert(place, call)
+
     def end_calls(self, passage: Passage, index: int) -> None:
-        """The backward has come to the call ``index`` of ``passage``, so those made after it are over.
+        """The backward has passed all calls of ``passage`` after ``index``, and all passes made later.
 
         Autograd runs nodes from the latest to the earliest. Their own gates have told so, but for calls behind whose
         gate nothing needed a gradient.

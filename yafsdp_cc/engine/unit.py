@@ -117,6 +117,7 @@ class Unit:
             self.root.close()
         if (call := entry.call) is None:
             return output
+        call.leave()
 
         def watch(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
