@@ -128,8 +128,7 @@ class Root:
         for unit in units:
             for flat in unit.flats:
                 if flat.trainable:
-                    flat.train(self.wrap_gradient)
-                    self.reduce.reserve(flat.layout.numel, flat.wire)
+                    self.train(flat)
         for block in small.blocks:
             if any(piece.parameter.requires_grad for piece in block.pieces):
                 block.train(self.wrap_gradient)
@@ -266,15 +265,19 @@ class Root:
             return False
         return not any(call.unit is unit for call in passage.calls)
 
+    def train(self, flat: Flat) -> None:
+        """Make what the gradients of ``flat`` need, if it was frozen until now."""
+        if flat.gradients is None:
+            self._land()  # the receive buffer may have to grow
+            self.reduce.reserve(flat.layout.numel, flat.wire)
+            flat.train(self.wrap_gradient)
+
     def gradient_slot(self, unit: Unit) -> Slot:
         """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
         size = gradient_bytes(unit.training)
         ring = self.gradient_rings.get(unit.role)
         if ring is not None and size <= ring.slots[0].buffer.numel():
             return ring.home(unit.index)
-        self._land()
-        for flat in unit.training:
-            self.reduce.reserve(flat.layout.numel, flat.wire)
         slot = Slot(size, self.device, self.reduce_lane)
         self._own_gradient_slots.append(slot)
         return slot

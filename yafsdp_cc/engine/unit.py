@@ -287,6 +287,8 @@ class Unit:
             self.training = tuple(flat for flat in self.flats if flat.trainable)
             if not self.training:
                 return
+            for flat in self.training:
+                root.train(flat)
             space = self.gradient_space = self._room()
             space.slot.owner = self
             root.wait(space.slot.ready)  # the reduce that reads the slot has left it
@@ -317,15 +319,11 @@ class Unit:
 
     def _gradient_home(self) -> GradientSpace:
         if self.gradient_home is None or self.gradient_home.flats != self.training:
-            for flat in self.training:
-                flat.train(self.root.wrap_gradient)
             slot = self.root.gradient_slot(self)
             self.gradient_home = GradientSpace(slot, self.training)
         return self.gradient_home
 
     def _gradient_spill(self) -> GradientSpace:
-        for flat in self.training:
-            flat.train(self.root.wrap_gradient)
         root = self.root
         slot = Slot(gradient_bytes(self.training), root.device, root.reduce_lane)
         return GradientSpace(slot, self.training)
