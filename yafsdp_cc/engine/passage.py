@@ -43,6 +43,8 @@ class Passage:
         self.trained: list[Piece] = []
         """Parameters of the small group behind the gate."""
         self._anchor: Tensor | None = None
+        self.stream = root.gather_lane.stream()
+        """Where the gates and the views of weights are made, and so where all of the engine's backward runs."""
 
     def anchor(self) -> Tensor:
         """What every unit's gate hangs on, so that the root gate comes after all of them."""
@@ -126,9 +128,11 @@ class Call:
     def before_backward(self, _: Tensor | None = None) -> None:
         """A gradient has reached an output: weights back in place, room for gradients."""
         task = _graph_task()
-        if task == self._task:
-            return
         unit, root = self.unit, self.unit.root
+        if task == self._task:
+            if self._holds:  # another output, made perhaps on another stream
+                root.wait(self.weights.slot.ready)
+            return
         root.arrive(self.passage)
         root.end_calls(self.passage, self.last)
         if unit.stamp() != self._stamp:
@@ -172,6 +176,8 @@ class Call:
         unit.collect(self.weights)
         if self._holds:
             self.weights.slot.release(root.gather_lane)
+        elif self._told:  # not held by torch.autograd.grad, which leaves the host's order of things to keep it
+            self.weights.slot.passed(root.gather_lane)
         self._told = self._holds = False
         self._task = -1
         if not root.whole_backward():
