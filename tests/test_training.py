@@ -486,6 +486,48 @@ def _unused() -> None:
     trains_on(model, plain, used, [list(zip(inputs(step=s), uses, strict=True)) for s, uses in enumerate(steps)])
 
 
+class Choice(nn.Module):
+    """All that is trained may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.extra = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        y = self.base(x)
+        return torch.tanh(y + self.extra(x) if use else y)
+
+
+class Choices(nn.Module):
+    """An entry that is frozen, units of choice, and an end that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Choice() for _ in range(3))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses: list[str]) -> Tensor:
+        x = self.enter(x)
+        for block, use in zip(self.blocks, uses, strict=True):
+            x = block(x, use)
+        out: Tensor = self.leave(x)
+        return out
+
+
+@pytest.mark.parametrize("first", [["", "x", "x"], ["", "", "x"], ["x", "", ""], ["", "x", ""], ["", "", ""]])
+def test_ranks_that_use_nothing_of_a_unit_that_others_train(first: list[str]) -> None:
+    on_ranks(2, _choices, first, timeout=30)
+
+
+def _choices(first: list[str]) -> None:
+    """No gradient reaches a unit on the first rank, and so none of its gates runs there."""
+    model, plain = twins(Choices, units=[Choice])
+    uses = [first, ["x", "x", "x"]]
+    trains_on(model, plain, used, [list(zip(inputs(step=step), uses, strict=True)) for step in range(2)])
+
+
 def test_an_unused_parameter_keeps_an_accumulated_gradient() -> None:
     on_ranks(2, _unused_accumulated)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -119,6 +120,11 @@ def _check_arguments(model: nn.Module, reshard_after_forward: object) -> None:
         if isinstance(module, ShardedModule):
             where = f"its module '{name}'" if name else "it"
             raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
+                "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
+            )
 
 
 def _all_ranks() -> DeviceMesh:
@@ -139,8 +145,14 @@ def _all_ranks() -> DeviceMesh:
                 )
             torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(_end_process_group)  # gloo's threads abort an interpreter that ends under them
     uses_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:

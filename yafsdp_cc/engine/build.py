@@ -61,6 +61,15 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
             if unit is not own:
                 adopt(module, root, unit)
     adopt(model, root, root)
+    model.register_load_state_dict_pre_hook(_refuse_assignment)
+
+
+def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True) on a sharded {type(module).__name__} would cut its parameters off from the "
+            "engine: leave assign out, and the values are copied"
+        )
 
 
 class _Builder:

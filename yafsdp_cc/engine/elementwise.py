@@ -23,7 +23,13 @@ aten = torch.ops.aten
 grown = torch._C._increment_version
 
 
-def refuse(func: Any, cut: Cut, instead: str = "call .full_tensor() for the whole tensor", what: str = "") -> NoReturn:
+_INSTEAD = (
+    "call .full_tensor() for the whole tensor. In a forward that reads it outside of the module that owns it, make the "
+    "model itself a unit too: shard(model, units=[..., model])"
+)
+
+
+def refuse(func: Any, cut: Cut, instead: str = _INSTEAD, what: str = "") -> NoReturn:
     raise NotImplementedError(f"{func._schema.name.replace('::', '.')}{what} on {cut}: {instead}")
 
 

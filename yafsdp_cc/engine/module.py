@@ -87,6 +87,12 @@ class ShardedModule(FSDPModule):
             "the weights with copies of model.parameters()"
         )
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
+            "model.state_dict() with torch.distributed.checkpoint"
+        )
+
 
 def root_of(module: nn.Module) -> Root:
     """The engine that a sharded module belongs to.

@@ -140,18 +140,11 @@ class Root:
         self._pieces: tuple[Piece, ...] = (*(p for unit in units for p in unit.pieces), *small.pieces)
         for place, piece in enumerate(self._pieces):
             piece.place = place
-        if root_unit is not None:
-            inside = {
-                id(module): unit
-                for unit in units
-                if unit is not root_unit
-                for m in unit.modules
-                for module in m.modules()
-            }
-            for piece in root_unit.pieces:
-                for module, _ in piece.sites:
-                    if (unit_ := inside.get(id(module))) is not None:
-                        unit_.borrows = True
+        tied = set() if root_unit is None else {module for piece in root_unit.pieces for module, _ in piece.sites}
+        for unit in units:
+            inside = {inner for module in unit.modules for inner in module.modules()}
+            unit.small = tuple(p for p in small.pieces if any(module in inside for module, _ in p.sites))
+            unit.borrows = unit is not root_unit and not tied.isdisjoint(inside)
         self.order = Order([unit for unit in units if unit is not root_unit])
 
     @staticmethod
@@ -176,6 +169,8 @@ class Root:
 
     def close(self) -> None:
         """The forward of the pass is over."""
+        if self.passage is not None:
+            self.passage.close()
         self.passage = None
         self.order.end()
         self.small.hide()
@@ -241,6 +236,8 @@ class Root:
     def _end_backward(self) -> None:
         while self.active:
             self.active.pop().end()
+        for unit in self.units:
+            unit.let_go()
         self._task = -1
         if self.passage is None:
             self.small.hide()
@@ -269,7 +266,9 @@ class Root:
     def called_without_grad(self, unit: Unit) -> bool:
         """Whether the forward behind the backward under way ran ``unit`` without a graph."""
         passage = self._backward_passage
-        return passage is not None and unit in passage.ungated and unit not in passage.pending
+        if passage is None or unit not in passage.ungated:
+            return False
+        return not any(call.unit is unit for call in passage.calls)
 
     def gradient_slot(self, unit: Unit) -> Slot:
         """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
@@ -324,7 +323,7 @@ class Root:
         self.small.collect(passage.trained, gradients)
         if self.synchronises and any(piece.parameter.requires_grad for piece in self._pieces):
             for unit in self.units:
-                if unit in passage.unsent or unit.gradient_space is not None:
+                if unit.gradient_space is not None:  # kept from backwards that did not synchronise
                     unit.reduce()
             self._exchange_last()
         else:

@@ -200,6 +200,13 @@ class FlatDTensor(DTensor):
             whole = whole.to(forward_dtype)
         return DTensor.from_local(whole, self._cut.mesh, placements, run_check=False)
 
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
+        """Refused, because it would never run: gradients reach a sharded parameter by the engine, not by autograd."""
+        raise NotImplementedError(
+            f"register_hook on {self._cut}: the hook would never run. register_post_accumulate_grad_hook does, once "
+            "the gradient is reduced"
+        )
+
     @property
     def data(self) -> torch.Tensor:
         """This tensor outside of autograd, sharing its elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ class Unit:
         self.home: Weights
         self.recomputed = -1
         """The last backward that has run this unit again."""
+        self.small: tuple[Piece, ...] = ()
+        """Parameters of the small group that its modules use."""
         self.borrows = False
         """Whether a module of this unit uses a parameter of the root's unit, tied to one elsewhere."""
         self._kept = 0
@@ -119,9 +122,11 @@ class Unit:
             return output
         call.leave()
 
+        hook = partial(call.before_backward, call.passage)
+
         def watch(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
-                tensor.register_hook(call.before_backward)
+                tensor.register_hook(hook)
             return tensor
 
         return map_tensors(output, watch)
@@ -140,6 +145,7 @@ class Unit:
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
+            call.expected = call.passage.trains = call.passage.trains or bool(tensors) or self.trains()
             anchor, *gated = gate(call, anchor, *tensors)
             return list(gated)
 
@@ -148,7 +154,6 @@ class Unit:
             narrow(anchor, piece, view) if piece.parameter.requires_grad else view
             for piece, view in zip(self.pieces, call.weights.views, strict=True)
         ]
-        call.enrol()
         return args, kwargs, shown
 
     def _enter_again(self) -> Entry:
@@ -167,6 +172,10 @@ class Unit:
         weights = self.acquire()
         self.show(self.leaves(weights))
         return Entry(None, weights.slot, None, self.forward_span.start(), again=True)
+
+    def trains(self) -> bool:
+        """Whether one of the parameters that its modules use requires a gradient."""
+        return any(piece.parameter.requires_grad for piece in (*self.pieces, *self.small))
 
     def leaves(self, weights: Weights) -> Sequence[Tensor]:
         """The weights as leaves of a graph of their own."""
@@ -227,8 +236,8 @@ class Unit:
         self.root.wait(slot.ready)
         return weights
 
-    def regain(self, weights: Weights, *, hold: bool, needed: bool) -> bool:
-        """Put this unit's weights back where a forward has read them; whether the slot is now held.
+    def regain(self, weights: Weights, *, needed: bool) -> bool:
+        """Put this unit's weights back where a forward has read them, and hold the slot; whether it could.
 
         Where they are not ``needed`` for sure, another unit that uses the slot is left alone.
         """
@@ -242,9 +251,9 @@ class Unit:
                     "still lie: an earlier backward was interrupted. Run the forward again before the next backward"
                 )
             self._gather(weights)
-        slot.users += hold
+        slot.users += 1
         self.root.wait(slot.ready)
-        return hold
+        return True
 
     def let_go(self) -> None:
         """Nothing that a recomputation has saved will be read any more."""

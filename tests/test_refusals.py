@@ -1,0 +1,116 @@
+"""What cannot work is refused by name, with what to do instead, before anything is lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+    "assigned state": (lambda m: m.load_state_dict(m.state_dict(), assign=True), ValueError, "leave assign out"),
+    "hook on a parameter": (
+        lambda m: m[0][0].weight.register_hook(print),
+        NotImplementedError,
+        "'0.0.weight'.*would never",
+    ),
+    "another dtype": (lambda m: m.half(), RuntimeError, "'0.0.weight' is sharded.*do that before shard"),
+    "a copy": (copy.deepcopy, RuntimeError, "copy the model before shard"),
+    "a pickle": (pickle.dumps, TypeError, r"state_dict\(\) with torch.distributed.checkpoint"),
+    "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
+    "an FSDP2 method": (lambda m: m.set_unshard_in_backward(False), NotImplementedError, "no counterpart"),
+    "half a model without synchronisation": (
+        lambda m: m[0][0].set_requires_gradient_sync(False),
+        ValueError,
+        "call it on the module that was given to",
+    ),
+    "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
+    "a weight read elsewhere": (
+        lambda m: m[0][0].weight @ torch.ones(32),
+        NotImplementedError,
+        r"units=\[\.\.\., model\]",
+    ),
+    "a second derivative": (
+        lambda m: torch.autograd.grad(_output(m).sum(), m.inputs, create_graph=True),
+        RuntimeError,
+        "create_graph=True.*gradient penalties",
+    ),
+    "a backward after a change": (
+        lambda m: _change(m, _output(m)).sum().backward(),
+        RuntimeError,
+        "'3.0' were changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    on_ranks(2, _refused, case)
+
+
+def _refused(case: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    yafsdp_cc.shard(model)
+    attempt, error, said = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){said}"):
+        attempt(model)
+    model(torch.ones(2, 32)).sum().backward()  # and it still trains
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _output(model: nn.Module) -> Tensor:
+    model.inputs = torch.ones(2, 32, requires_grad=True)
+    output: Tensor = model(model.inputs)
+    return output
+
+
+def _change(model: nn.Module, output: Tensor) -> Tensor:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return output
+
+
+def test_embeddings_that_renormalise_themselves() -> None:
+    on_ranks(2, _max_norm)
+
+
+def _max_norm() -> None:
+    model = nn.Sequential(nn.Embedding(64, 32, max_norm=1.0), nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"'0' has max_norm=1.0.*whole_parameters"):
+        yafsdp_cc.shard(model, units=[nn.Linear])
+
+
+def test_moving_to_where_it_is_moves_buffers_only() -> None:
+    on_ranks(2, _moved)
+
+
+def _moved() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)))
+    yafsdp_cc.shard(model)
+    before = list(model.parameters())
+    assert model.to("cpu") is model
+    assert model.float() is model
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_a_second_communicator_changes_no_bit() -> None:
+    on_ranks(2, _second_communicator)
+
+
+def _second_communicator() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    models = [yafsdp_cc.shard(copy.deepcopy(plain), separate_reduce_group=separate) for separate in (False, True)]
+    for _ in range(3):
+        for model in models:
+            model(torch.ones(2, 32)).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
