@@ -1,7 +1,8 @@
 """Real ranks for tests: ``on_ranks(world, body, *args)`` runs ``body`` on forked gloo processes.
 
-The parent imports torch and computes nothing (threads do not survive a fork). A rank that raises ends the
-others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+With another ``backend`` they are spawned, and each takes a GPU, the same one where there are too few. The parent
+imports torch and computes nothing (threads do not survive a fork). A rank that raises ends the others, and the test
+fails with that rank's traceback; a hang fails within ``timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class RankError(AssertionError):
     """A rank failed; the message holds its traceback."""
 
 
-def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run ``body(*args)`` on ``world`` ranks of one gloo group; its picklable results, in rank order."""
-    context = multiprocessing.get_context("fork")
+def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0, backend: str = "") -> list[Any]:
+    """Run ``body(*args)`` on ``world`` ranks of one group; its picklable results, in rank order."""
+    context: Any = multiprocessing.get_context("spawn" if backend else "fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(rank, world, folder, timeout, sender, body, args), daemon=True
+                target=_rank, args=(rank, world, folder, timeout, sender, body, args, backend), daemon=True
             )
             process.start()
             sender.close()
@@ -68,12 +69,25 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(rank: int, world: int, folder: str, timeout: float, sender: Any, body: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    folder: str,
+    timeout: float,
+    sender: Any,
+    body: Callable[..., Any],
+    args: Any,
+    backend: str,
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        if backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(
+            backend or "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
         sender.send((False, body(*args)))
     except BaseException:
         sender.send((True, traceback.format_exc()))

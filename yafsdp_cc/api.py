@@ -20,6 +20,7 @@ from yafsdp_cc.engine.root import Counters, Root
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
+from yafsdp_cc.wire.exchange import rehearse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -79,6 +80,7 @@ def shard(
     check_equal(owned, group, values=not sync_module_states)
     reduce_group = dist.new_group(dist.get_process_group_ranks(group)) if separate_reduce_group else group
     root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
+    rehearse(root.gather, root.reduce, device)
     prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
     build(model, division, mesh, root, prepare, keep=reshard_after_forward is False)
     buffers = place_buffers(model, device, param_init_fn)
@@ -135,7 +137,13 @@ def _all_ranks() -> DeviceMesh:
                 "torch.distributed.init_process_group first"
             )
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= count:
+                raise RuntimeError(
+                    f"local rank {local} has no GPU of its own, this machine shows {count}: start at most {count} "
+                    'ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES="") to train on CPUs'
+                )
+            torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         atexit.register(_end_process_group)  # gloo's threads abort an interpreter that ends under them
     uses_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config()

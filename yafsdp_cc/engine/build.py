@@ -15,6 +15,7 @@ from yafsdp_cc.engine.module import adopt
 from yafsdp_cc.engine.small import SmallBlock, SmallGroup
 from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 from yafsdp_cc.engine.unit import Unit
+from yafsdp_cc.wire.exchange import Gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,13 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
     units = [Unit(root, spec.name, spec.role, spec.modules, builder.flats(spec.parameters)) for spec in division.units]
     words = sum(len(unit.pieces) for unit in units) + len(division.small) + Journal.width()
     small = SmallGroup(
-        builder.small_blocks(division.small), words, root.gather, root.reduce, root.device, root.reduce_lane.ticket()
+        builder.small_blocks(division.small),
+        words,
+        # Its exchange is on the lane of the gradients, and so in their communicator throughout.
+        root.gather if root.reduce.group is root.gather.group else Gather(root.reduce.group),
+        root.reduce,
+        root.device,
+        root.reduce_lane.ticket(),
     )
     own = next((unit for unit in units if unit.role == "root"), None)
     slots: dict[Role, int] = {"block": len(units) if keep else 2, "edge": 1, "root": 1}

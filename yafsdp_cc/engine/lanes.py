@@ -49,8 +49,14 @@ class Lane(Protocol):
     def issue(self, ticket: Ticket, start: Start, tail: Tail | None = None, after: Marker | None = None) -> None:
         """Run ``start`` and then ``tail`` once the caller's stream has reached ``after``."""
 
-    def mark(self) -> Marker | None:
-        """The point that the caller's stream has reached."""
+    def mark(self, before: Marker | None = None) -> Marker | None:
+        """The point that the caller's stream has reached, and ``before``, which may be used up."""
+
+    def reached(self) -> Marker | None:
+        """The point that the caller's stream has reached, to be followed before the next call of this."""
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """The caller's stream, where there are streams."""
 
     def follow(self, marker: Marker | None) -> None:
         """Hold everything issued from now on until ``marker`` is reached."""
@@ -92,7 +98,13 @@ class CpuLane:
         ticket.works = start(True)
         ticket.tail = tail
 
-    def mark(self) -> None:
+    def mark(self, before: Marker | None = None) -> None:
+        return None
+
+    def reached(self) -> None:
+        return None
+
+    def stream(self) -> None:
         return None
 
     def follow(self, marker: Marker | None) -> None:
@@ -102,15 +114,16 @@ class CpuLane:
 class CudaTicket:
     """An event that the lane records behind the tail."""
 
-    __slots__ = ("armed", "event")
+    __slots__ = ("armed", "device", "event")
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.event = torch.cuda.Event()
         self.armed = False
 
     def wait(self) -> None:
         if self.armed:
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def settle(self) -> None:
         pass  # the lane is a stream: a later refill is enqueued behind this operation
@@ -118,34 +131,70 @@ class CudaTicket:
     abandon = wait
 
 
+class CudaMarker:
+    """A point in a stream. Recording again is safe: who waits already, waits for what was recorded then."""
+
+    __slots__ = ("event", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.stream = stream
+
+
 class CudaLane:
-    """A side stream of high priority, so that its small kernels are not queued behind large matrix products."""
+    """A side stream of high priority, so that its small kernels are not queued behind large matrix products.
+
+    The caller's stream is always that of this device, whatever device is current: callers are the user's thread and
+    autograd's, which runs a node on the stream of its forward.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.device = device
+        self.side = torch.cuda.Stream(device, priority=-1)
+        self._reached = CudaMarker(self.side)
 
     def ticket(self) -> CudaTicket:
-        return CudaTicket()
+        return CudaTicket(self.device)
 
     def issue(self, ticket: Ticket, start: Start, tail: Tail | None = None, after: Marker | None = None) -> None:
         assert isinstance(ticket, CudaTicket)
         self.follow(after)
-        with torch.cuda.stream(self.stream):
-            start(False)
+        with torch.cuda.stream(self.side):
+            # NCCL runs what is not asynchronous on the current stream and gives nothing to wait for, or something
+            # whose wait is an event. gloo has copied to the host and back on streams of its own: its wait blocks the
+            # caller until the exchange is over, and this stream until the copy back is.
+            for work in start(False):
+                if work is not None:
+                    work.wait()
             if tail is not None:
                 tail()
-            ticket.event.record(self.stream)
+            ticket.event.record(self.side)
         ticket.armed = True
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream())
-        return event
+    def mark(self, before: Marker | None = None) -> CudaMarker:
+        stream = torch.cuda.current_stream(self.device)
+        if before is None:
+            marker = CudaMarker(stream)
+        else:
+            assert isinstance(before, CudaMarker)
+            marker = before
+            if marker.stream != stream:
+                stream.wait_event(marker.event)
+                marker.stream = stream
+        marker.event.record(stream)
+        return marker
+
+    def reached(self) -> CudaMarker:
+        self._reached.event.record(torch.cuda.current_stream(self.device))
+        return self._reached
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
 
     def follow(self, marker: Marker | None) -> None:
         if marker is not None:
-            assert isinstance(marker, torch.cuda.Event)
-            self.stream.wait_event(marker)
+            assert isinstance(marker, CudaMarker)
+            self.side.wait_event(marker.event)
 
 
 def lane_for(device: torch.device) -> Lane:

@@ -53,6 +53,8 @@ class Passage:
         self._steps: list[tuple[Call, bool]] = []
         self._next = 0
         self._anchor: Tensor | None = None
+        self.stream = root.gather_lane.stream()
+        """Where the gates and the views of weights are made, and so where all of the engine's backward runs."""
         self.gated = False
         """Whether a backward may come."""
 
@@ -181,10 +183,11 @@ class Call:
     def before_backward(self, passage: Passage, _: Tensor | None = None) -> None:
         """A gradient has reached an output."""
         task = _graph_task()
+        unit, root = self.unit, self.unit.root
         if task == self._task:
+            self._join()
             return
         self._task = task
-        unit, root = self.unit, self.unit.root
         root.arrive(passage)
         root.end_calls(passage, self.last)
         if unit.stamp() != self._stamp:
@@ -194,9 +197,15 @@ class Call:
             )
         if self.expected and root.whole_backward():
             passage.advance(self, ends=False)
+            self._join()
         else:
             root.begin_call(self)
             self.begin()
+
+    def _join(self) -> None:
+        """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
+        if self._holds:
+            self.unit.root.wait(self.weights.slot.ready)
 
     def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """All of this call's gradients are written."""

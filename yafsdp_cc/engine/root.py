@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.lanes import lane_for
+from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.slots import Ring, Slot
@@ -98,6 +99,8 @@ class Root:
         # A leaf below the root gate: a backward reaches it if and only if it wants the parameters' gradients.
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._leaf_stream = self.gather_lane.stream()
+        """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
         self._task = -1
         """The backward under way, or -1; still set where an exception has ended it."""
         self.interrupted = False
@@ -105,13 +108,14 @@ class Root:
         self._backward_passage: Passage | None = None
         self._sent: list[tuple[Slot, Flat, list[bool]]] = []
         """Reduces issued in the backward under way."""
-        self._sums: Tensor | None = None
+        self._sums: Mailbox
         self._told = False
         self._key = f"yafsdp_cc/journal/{next(_ids)}"
 
     def adopt(self, units: Sequence[Unit], small: SmallGroup, slots: dict[Role, int], root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots: ``slots`` says how many of each role."""
         self.units, self.small, self.unit = tuple(units), small, root_unit
+        self._sums = Mailbox(Journal.width(), small.dtype, self.device)
         for role, count in slots.items():
             members = [unit for unit in units if unit.role == role]
             if not members:
@@ -157,7 +161,7 @@ class Root:
         if not torch.is_grad_enabled():
             self.small.trained()
             self.small.show()
-        self.gather_lane.follow(self.gather_lane.mark())
+        self.gather_lane.follow(self.gather_lane.reached())
         self.passage = passage = Passage(self)
         self.order.begin()
         return passage
@@ -297,7 +301,7 @@ class Root:
 
             if self.reduce.one_at_a_time:
                 self._land()
-            self.reduce_lane.issue(slot.ready, start, tail, after=self.reduce_lane.mark())
+            self.reduce_lane.issue(slot.ready, start, tail, after=self.reduce_lane.reached())
             self._sent.append((slot, flat, wrote))
             self.counters.reduced_bytes += self.reduce.sent_bytes(whole)
         slot.owner = None
@@ -328,6 +332,10 @@ class Root:
         else:
             for unit in self.units:
                 unit.rest()
+        stream = self.gather_lane.stream()
+        if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
+            # Only gradients that flow are joined with the stream around backward(); ours have stopped at the gates.
+            self._leaf_stream.wait_event(stream.record_event())
         self._end_backward()
 
     def _exchange_last(self) -> None:
@@ -349,10 +357,12 @@ class Root:
         self.counters.reduced_bytes += self.small.wire_bytes
         self.small.land(self.divisor, self.wrap_gradient)
         self._check(totals)
-        if unused:
+        # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
+        unused = [piece for piece in unused if piece.parameter.grad is None]
+        if unused and self.world > 1:  # on CUDA the host waits here for the whole backward
             counts = totals[: len(words)].tolist()
             for piece in unused:
-                if counts[piece.place] and piece.parameter.grad is None:
+                if counts[piece.place]:
                     piece.parameter.grad = piece.gradient
         for pieces, _ in sent:
             for piece in pieces:
@@ -363,13 +373,8 @@ class Root:
 
     def _check(self, totals: Tensor) -> None:
         """Raise where ranks have issued different collectives. On CUDA one backward late, so as not to wait for it."""
-        sums = totals[-self.journal.width() :]
-        if sums.device.type == "cuda":
-            before, self._sums = self._sums, sums.to("cpu", non_blocking=True)
-            if before is None:
-                return
-            sums = before
-        if not self.journal.agrees(sums.tolist()):
+        sums = self._sums.receive(totals[-self.journal.width() :])
+        if sums is not None and not self.journal.agrees(sums):
             raise RuntimeError(
                 "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
                 f"forward (parameters inside a unit may go unused)\n{self.journal.compare(self._key)}"
@@ -383,6 +388,7 @@ class Root:
         for ring in self.weight_rings.values():
             for slot in ring.slots:
                 slot.users = 0
+        self.gather_lane.follow(self.gather_lane.reached())  # users that left no mark
         gradient_slots = [slot for ring in self.gradient_rings.values() for slot in ring.slots]
         for slot in (*gradient_slots, *self._own_gradient_slots):
             slot.owner = None

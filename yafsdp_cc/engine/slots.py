@@ -42,11 +42,13 @@ class Slot:
         return self.buffer.narrow(0, start, numel * dtype.itemsize).view(dtype)
 
     def release(self, lane: Lane) -> None:
-        """One user is through; the last one leaves the mark that a refill waits for."""
-        self.users -= 1
-        if self.users <= 0:
-            self.users = 0
-            self.free = lane.mark()
+        """One user is through."""
+        self.users = max(self.users - 1, 0)
+        self.passed(lane)
+
+    def passed(self, lane: Lane) -> None:
+        """Leave the mark that a refill waits for: it comes after all uses so far, on whatever streams they were."""
+        self.free = lane.mark(self.free)
 
     def reset(self) -> None:
         """Forget owner and users, as after an interrupted pass; the content is lost."""

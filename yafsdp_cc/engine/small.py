@@ -15,6 +15,7 @@ import torch
 
 from yafsdp_cc.engine.flat import Divisor, Gradients, Piece
 from yafsdp_cc.engine.layout import ALIGNMENT, align
+from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class SmallGroup:
         size = align(self._elements + words, ALIGNMENT * gather.world)
         double = any(block.master.dtype == torch.float64 for block in blocks)
         self._wire = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
+        self._mail = Mailbox(words, self._wire.dtype, device)
         self._totals = torch.zeros_like(self._wire) if gather.world > 1 else self._wire
         reduce.reserve(size, self._wire.dtype)
         for block in blocks:
@@ -101,6 +103,11 @@ class SmallGroup:
                 start = block.start + piece.extent.offset
                 piece.target = self._wire.narrow(0, start, piece.extent.numel).view(piece.extent.shape)
         self.span = Span("small", "", self._wire.nbytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what crosses ranks."""
+        return self._wire.dtype
 
     @property
     def wire_bytes(self) -> int:
@@ -156,10 +163,10 @@ class SmallGroup:
                 assert piece.target is not None
                 piece.target.zero_()
         self._said[:] = array("d", words)
-        self._wire.narrow(0, self._elements, self._words).copy_(self._saying)
+        self._mail.send(self._saying, self._wire.narrow(0, self._elements, self._words))
         if self._gather.world > 1:
             with self.span:
-                lane.issue(self._ticket, self._exchange, after=lane.mark())
+                lane.issue(self._ticket, self._exchange, after=lane.reached())
                 self._ticket.wait()
         return self._totals.narrow(0, self._elements, self._words)
 

@@ -132,6 +132,15 @@ class Unit:
         return map_tensors(output, watch)
 
     def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
+        # A node's backward runs on the stream that it was made on. All of the engine's run on one, whatever streams
+        # the model uses, so that gradients are written one after the other and before they are sent.
+        home = call.passage.stream
+        if home is not None and home != self.root.gather_lane.stream():
+            with torch.cuda.stream(home):
+                return self._gate_here(call, args, kwargs)
+        return self._gate_here(call, args, kwargs)
+
+    def _gate_here(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         anchor = call.passage.anchor()
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
@@ -272,7 +281,7 @@ class Unit:
     def _spill(self) -> Weights:
         self.root.counters.spills += 1
         slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
-        slot.free = self.root.gather_lane.mark()
+        slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
         return Weights(slot, self.flats, spilled=True)
 
     # Gradients ---------------------------------------------------------------------------------------------------

@@ -19,15 +19,35 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-import nvtx
 import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step"]
 
+
+class _Deaf:
+    """In place of NVTX where it is not installed: no tool listens."""
+
+    def get_event_attributes(self, **_: object) -> None:
+        return None
+
+    def start_range(self, _: object) -> None:
+        return None
+
+    def end_range(self, _: object) -> None:
+        pass
+
+
+_domain: Any
+try:
+    import nvtx
+except ImportError:
+    _domain = _Deaf()
+else:
+    _domain = nvtx.get_domain("yafsdp_cc")
+
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
-_domain = nvtx.get_domain("yafsdp_cc")
 _nvtx_listens = _domain.get_event_attributes(message="probe") is not None
 
 _COLORS: dict[Kind, str] = {

@@ -1,9 +1,9 @@
 """How a unit's bytes cross ranks, exactly.
 
 Weights are gathered from every rank's shard. Gradients are summed by the owner of each chunk, in rank order and in
-fp32 (fp64 for fp64), and nobody divides on the way. On CPU the sum is an all-to-all of chunks followed by a local
-sum, because gloo's own reduce-scatter is a clone, an all-reduce and a copy; on CUDA it is NCCL's reduce-scatter, in
-place.
+fp32 (fp64 for fp64), and nobody divides on the way. The sum is an all-to-all of chunks followed by a local sum,
+because gloo's own reduce-scatter is a clone, an all-reduce and a copy; over NCCL it is NCCL's reduce-scatter, in place
+and in the dtype on the wire. gloo takes CUDA tensors too, by way of the host: slow, and for tests.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
@@ -18,6 +18,53 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Reduce
 
 _SUMMED = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what carries tensors of ``device`` in this group.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mesh is of {device.type} devices, but its process group has no backend for them: start it with "
+            f'init_process_group("cpu:gloo,cuda:nccl"), or shard before any mesh is made ({error})'
+        ) from error
+
+
+@torch.no_grad()
+def rehearse(gather: Gather, reduce: Reduce, device: torch.device) -> None:
+    """Send a few numbers the way that weights and gradients will go, where the backend is not sure to carry them.
+
+    It also makes NCCL's communicators, on every rank in the same order and while nothing else is under way.
+
+    Raises:
+        ValueError: it fails, or a wrong sum comes back.
+    """
+    if device.type != "cuda" or gather.world == 1:
+        return
+    world, n = gather.world, 32
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = torch.full((n,), float(gather.rank + 1), dtype=dtype, device=device)
+        whole = torch.zeros(world * n, dtype=dtype, device=device)
+        reduce.reserve(world * n, dtype)
+        try:
+            # As on a lane: issued for the current stream, and waited for where there is something to wait for.
+            for work in (gather.send(whole, mine, asynchronous=False), reduce.send(whole, asynchronous=False)):
+                if work is not None:
+                    work.wait()
+            found = reduce.total(whole).tolist()
+        except RuntimeError as error:
+            raise ValueError(
+                f"backend '{backend_of(gather.group, device)}' cannot carry {dtype} tensors of {device}: pass a mesh "
+                f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
+            ) from error
+        # Gathered: 1 … world, n of each; every rank sends the same, so a chunk's sum is world times its rank + 1.
+        if found != [float(world * (reduce.rank + 1))] * n:
+            raise ValueError(f"a trial exchange of {dtype} over {world} ranks gave {found[:4]}…: a broken backend?")
 
 
 class Gather:
@@ -60,7 +107,7 @@ class Reduce:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._streams = device.type == "cuda"
-        self._in_place = self._streams or self.world == 1
+        self._in_place = self.world == 1 or (self._streams and backend_of(group, device) == "nccl")
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._scatter = ReduceScatterOptions()

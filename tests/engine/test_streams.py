@@ -1,0 +1,123 @@
+"""The CUDA lane, whose streams and events are modelled on the CPU: whatever runs at once must not share bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import yafsdp_cc
+from tests.models import WIDTH, Mlp
+from tests.ranks import RankError, on_ranks
+from tests.streams import streams
+from yafsdp_cc.engine import lanes, slots
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+class Checkpointed(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        out: Tensor = self.leave(x)
+        return out
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(3):
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for synchronises in (True, False, False, True, True):
+        model.set_requires_gradient_sync(synchronises)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def evaluates(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        steps(model, optimizer, x)
+
+
+def two_passes(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(2):
+        (model(x).square().mean() + model(x + 1).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def to_the_input(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        torch.autograd.grad(model(x).square().mean(), x)
+    steps(model, optimizer, x.detach())
+
+
+def interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    def fail(_: Any) -> None:
+        raise KeyError
+
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        x.register_hook(fail)
+        loss, inner = model(x).square().mean(), model.blocks[1].register_full_backward_hook(lambda *_: fail(None))  # type: ignore[union-attr,index]
+        with pytest.raises(KeyError):
+            loss.backward()
+        inner.remove()
+        steps(model, optimizer, x.detach())
+
+
+PROGRAMS = [steps, accumulates, evaluates, two_passes, to_the_input, interrupted]
+
+
+def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecisionPolicy | None, apart: bool) -> int:
+    torch.manual_seed(0)
+    with streams() as watched:
+        model: Any = yafsdp_cc.shard(kind(6), mp_policy=policy, separate_reduce_group=apart)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        program(model, optimizer, torch.randn(4, WIDTH))
+    assert dist.is_initialized()
+    return watched.accesses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("kind", [Mlp, Checkpointed])
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+def test_nothing_races(world: int, program: Any, kind: type[nn.Module], policy: MixedPrecisionPolicy | None) -> None:
+    assert on_ranks(world, run, program, kind, policy, world == 2)[0] > 1000
+
+
+def without_marks() -> None:
+    slots.Slot.passed = lambda self, lane: None  # type: ignore[method-assign]
+    run(steps, Mlp, None, False)
+
+
+def without_waits() -> None:
+    lanes.CudaTicket.wait = lambda self: None  # type: ignore[method-assign]
+    run(steps, Mlp, None, False)
+
+
+def without_following() -> None:
+    lanes.CudaLane.follow = lambda self, marker: None  # type: ignore[method-assign]
+    run(steps, Mlp, None, False)
+
+
+@pytest.mark.parametrize("broken", [without_marks, without_waits, without_following])
+def test_the_model_of_streams_sees_races(broken: Callable[[], None]) -> None:
+    with pytest.raises(RankError, match="are not in order"):
+        on_ranks(1, broken)

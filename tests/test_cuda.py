@@ -1,0 +1,293 @@
+"""The engine on a GPU: one rank over NCCL, and two ranks of one GPU over gloo.
+
+Written where there was no GPU, and so far run on none: a test that fails here may itself be wrong. What streams and
+events put in order is checked without a GPU by ``tests/engine/test_streams.py``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.func import functional_call
+
+import yafsdp_cc
+from tests import reference
+from tests.models import VOCABULARY, Transformer
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.lanes import CudaLane
+from yafsdp_cc.engine.module import root_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+NCCL = "cpu:gloo,cuda:nccl"
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STEPS = 6
+NAP = 2_000_000
+"""Cycles: about a millisecond, longer than anything these models compute."""
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def twins(policy: MixedPrecisionPolicy | None = None, **options: Any) -> tuple[Any, nn.Module]:
+    """The same model sharded and plain, both on the GPU."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Transformer(blocks=5, width=64).cuda())
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    return yafsdp_cc.shard(models[0], mesh=mesh, mp_policy=policy, **options), models[1]
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(VOCABULARY, (4, 33), generator=generator).cuda()
+
+
+def loss_of(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def in_bf16(plain: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What ``BF16`` computes, with weights that stay fp32."""
+    return lambda x: functional_call(plain, {name: p.bfloat16() for name, p in plain.named_parameters()}, (x,))
+
+
+def same(model: nn.Module, plain: nn.Module, within: float) -> None:
+    for name, parameter in model.named_parameters():
+        off = reference.far_apart(parameter.full_tensor().detach(), plain.get_parameter(name).detach())  # type: ignore[operator]
+        assert off <= within, f"{name}: off by {off:.1e}"  # also fails for NaN
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(*models: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **options) for model in models]
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+def trains(policy: MixedPrecisionPolicy | None, options: dict[str, Any]) -> None:
+    model, plain = twins(policy)
+    ours, theirs = adamw(model, plain, **options)
+    forward = in_bf16(plain) if policy else plain
+    for at in range(STEPS):
+        step(model, ours, loss_of(model, batch(at)))
+        step(plain, theirs, loss_of(forward, batch(at)))
+        if at == 2:
+            with torch.no_grad():
+                torch.testing.assert_close(loss_of(model, batch(99)), loss_of(forward, batch(99)), rtol=1e-3, atol=0)
+    same(model, plain, 1e-2 if policy else 1e-4)
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_steps_are_those_of_the_plain_model(policy: MixedPrecisionPolicy | None, options: dict[str, Any]) -> None:
+    on_ranks(1, trains, policy, options, backend=NCCL)
+
+
+def accumulates(synchronises: bool) -> None:
+    model, plain = twins()
+    ours, theirs = adamw(model, plain)
+    for at in range(STEPS):
+        last = at % 3 == 2
+        model.set_requires_gradient_sync(synchronises or last)
+        for one in (model, plain):
+            loss_of(one, batch(at)).backward()
+        if last:
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    same(model, plain, 1e-4)
+
+
+@pytest.mark.parametrize("synchronises", [True, False])
+def test_gradients_accumulate(synchronises: bool) -> None:
+    on_ranks(1, accumulates, synchronises, backend=NCCL)
+
+
+def scales() -> None:
+    model, plain = twins()
+    optimizers, scalers = adamw(model, plain), [torch.amp.GradScaler("cuda", init_scale=2.0**8) for _ in range(2)]
+    for at in range(STEPS):
+        for one, optimizer, scaler in zip((model, plain), optimizers, scalers, strict=True):
+            loss = loss_of(one, batch(at))
+            scaler.scale(loss * float("inf") if at == 3 else loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**7
+    same(model, plain, 1e-4)
+
+
+def test_grad_scaler_skips_a_step() -> None:
+    on_ranks(1, scales, backend=NCCL)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def late(model: Any, where: str, seed: int) -> Iterator[None]:
+    """Naps on the compute stream and on the lanes, in places drawn at random. A weight slot is NaN from the start of
+    its gather until that has arrived, a gradient slot from the end of its reduce until it is written again."""
+    draw, root, issue = random.Random(seed), root_of(model), CudaLane.issue
+    weights = {id(slot.ready): slot for ring in root.weight_rings.values() for slot in ring.slots}
+    gradients = {id(slot.ready): slot for ring in root.gradient_rings.values() for slot in ring.slots}
+
+    def nap(stream: str) -> None:
+        if stream in where and draw.random() < 0.5:
+            torch.cuda._sleep(NAP)
+
+    def issue_late(self: CudaLane, ticket: Any, start: Any, tail: Any = None, after: Any = None) -> None:
+        def begin(asynchronous: bool) -> Any:
+            if id(ticket) in weights:
+                weights[id(ticket)].buffer.fill_(255)  # NaN in every dtype
+            nap("lane")
+            return start(asynchronous)
+
+        def end() -> None:
+            if tail is not None:
+                tail()
+            if id(ticket) in gradients and len(owners[id(ticket)].flats) == 1:
+                gradients[id(ticket)].buffer.fill_(255)
+            nap("lane")
+
+        issue(self, ticket, begin, end, after)
+
+    owners = {id(unit._gradient_home().slot.ready): unit for unit in root.units if _train(unit)}
+    hooks = [block.register_forward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
+    hooks += [block.register_full_backward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
+    CudaLane.issue = issue_late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaLane.issue = issue  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+
+
+def _train(unit: Any) -> bool:
+    unit.training = tuple(flat for flat in unit.flats if flat.trainable)
+    return bool(unit.training)
+
+
+def ordered(where: str, side: bool) -> None:
+    for seed in range(3):
+        _ordered(where, seed, side)
+
+
+def _ordered(where: str, seed: int, side: bool) -> None:
+    model, plain = twins()
+    ours, theirs = adamw(model, plain)
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with late(model, where, seed):
+        for at in range(STEPS):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = loss_of(model, batch(at))
+            torch.cuda.current_stream().wait_stream(stream)
+            step(model, ours, loss)
+            if at % 2:
+                with torch.no_grad():
+                    loss_of(model, batch(at))
+            step(plain, theirs, loss_of(plain, batch(at)))
+    same(model, plain, 1e-4)
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["one stream", "forward on a side stream"])
+@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+def test_late_streams_change_nothing(where: str, side: bool) -> None:
+    on_ranks(1, ordered, where, side, backend=NCCL)
+
+
+# -- what a step must not do ------------------------------------------------------------------------------------------
+
+
+def allocations(model: nn.Module) -> int:
+    """How many blocks a forward and a backward take from the allocator, after two steps."""
+    (optimizer,) = adamw(model)
+    for at in range(2):
+        step(model, optimizer, loss_of(model, batch(at)))
+    tokens = batch(2)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    loss_of(model, tokens).backward()
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+
+def allocates() -> None:
+    model, plain = twins()
+    assert allocations(model) <= allocations(plain)
+
+
+def test_the_engine_allocates_nothing() -> None:
+    on_ranks(1, allocates, backend=NCCL)
+
+
+def waits() -> None:
+    model, _ = twins(BF16)
+    (optimizer,) = adamw(model)
+    batches = [batch(at) for at in range(STEPS)]
+    for at, tokens in enumerate(batches):
+        if at == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        step(model, optimizer, loss_of(model, tokens))
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_never_waits_for_the_device() -> None:
+    on_ranks(1, waits, backend=NCCL)
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def two_ranks(apart: bool) -> None:
+    model, plain = twins(separate_reduce_group=apart)
+    ours, theirs = adamw(model, plain)
+    for at in range(STEPS):
+        loss_of(model, batch(at, dist.get_rank())).backward()
+        ours.step()
+        ours.zero_grad()
+        (sum(loss_of(plain, batch(at, rank)) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        theirs.step()
+        theirs.zero_grad()
+    same(model, plain, 1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_ranks_of_one_gpu_over_gloo(apart: bool) -> None:
+    on_ranks(2, two_ranks, apart, backend="gloo")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: two ranks cannot share it under NCCL")
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_ranks_over_nccl(apart: bool) -> None:
+    on_ranks(2, two_ranks, apart, backend=NCCL)
+
+
+def without_nccl() -> str:
+    with pytest.raises(ValueError, match="no backend for them") as error:
+        twins()
+    return str(error.value)
+
+
+def test_a_group_without_cuda_is_refused() -> None:
+    on_ranks(2, without_nccl, backend="cpu:gloo")
