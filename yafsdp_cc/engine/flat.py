@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from yafsdp_cc.engine.tensor import FlatDTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.tensor import Cut
@@ -102,33 +102,42 @@ class Gradients:
         self.buffer = buffer
         self.pieces = pieces
 
-    def land(self, total: Tensor, divisor: Divisor, used: Sequence[bool]) -> None:
-        """Add ``total / divisor`` to the gradients, or start them with it where ``.grad`` is None.
+    def land(self, totals: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
+        """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
 
         Of a parameter that is not ``used`` the gradient is kept aside: whether another rank used it is not known yet.
 
         Args:
-            total: sum over ranks, as many elements as the buffer; overwritten.
+            totals: the sum, in parts that together are as long as the buffer: where each begins, and it; overwritten.
             divisor: what turns the sum into the mean.
             used: for each piece, whether this rank wrote a gradient.
         """
         before = [piece.parameter.grad for piece in self.pieces]
-        if all(gradient is None for gradient in before):
-            self._start(self.buffer, total, divisor)
-        elif all(gradient is piece.gradient for gradient, piece in zip(before, self.pieces, strict=True)):
-            self._add(self.buffer, total, divisor)
-        else:
-            for gradient, piece in zip(before, self.pieces, strict=True):
-                start, end = piece.span
-                part = total.narrow(0, start, end - start).view(piece.local_gradient.shape)
-                if gradient is None:
-                    self._start(piece.local_gradient, part, divisor)
-                else:  # perhaps one that the user has put there
-                    assert isinstance(gradient, FlatDTensor)
-                    self._add(gradient.to_local(), part, divisor)
+        alike = all(gradient is None for gradient in before)
+        ours = not alike and all(g is piece.gradient for g, piece in zip(before, self.pieces, strict=True))
+        for start, total in totals:
+            if alike or ours:
+                part = self.buffer.narrow(0, start, total.numel())
+                (self._add if ours else self._start)(part, total, divisor)
+            else:
+                self._land_apart(start, total, divisor, before)
         for piece, use in zip(self.pieces, used, strict=True):
             if use and piece.parameter.grad is None:
                 piece.parameter.grad = piece.gradient
+
+    def _land_apart(self, start: int, total: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
+        for gradient, piece in zip(before, self.pieces, strict=True):
+            first, last = max(piece.span[0], start), min(piece.span[1], start + total.numel())
+            if first >= last:
+                continue
+            target = piece.local_gradient
+            if gradient is not None:  # perhaps one that the user has put there
+                assert isinstance(gradient, FlatDTensor)
+                target = gradient.to_local()
+            part = target.view(-1).narrow(0, first - piece.span[0], last - first)
+            (self._start if gradient is None else self._add)(
+                part, total.narrow(0, first - start, last - first), divisor
+            )
 
     @staticmethod
     def _start(gradient: Tensor, total: Tensor, divisor: Divisor) -> None:

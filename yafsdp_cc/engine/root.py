@@ -297,7 +297,7 @@ class Root:
 
             def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
                 assert flat.gradients is not None
-                flat.gradients.land(self.reduce.total(whole), self.divisor, wrote)
+                flat.gradients.land(self.reduce.totals(whole), self.divisor, wrote)
 
             if self.reduce.one_at_a_time:
                 self._land()

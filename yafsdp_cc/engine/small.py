@@ -183,7 +183,7 @@ class SmallGroup:
             last = first + len(block.pieces)
             if any(piece.parameter.requires_grad for piece in block.pieces):
                 total = self._totals.narrow(0, block.start, block.end - block.start)
-                block.train(wrap).land(total, divisor, written[first:last])
+                block.train(wrap).land([(0, total)], divisor, written[first:last])
             first = last
         for piece in self.pieces:
             piece.written = False

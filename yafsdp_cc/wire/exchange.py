@@ -11,6 +11,8 @@ and every buffer here is checked once, when it is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Reduce
 
 _SUMMED = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
+_PART = 1 << 16
+"""Elements summed at once on a CPU: 256 KiB of fp32."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -128,7 +132,7 @@ class Reduce:
         received = 0 if self._in_place else peers * chunk * dtype.itemsize
         if dtype in _SUMMED:
             return received, 0
-        return received, chunk if self._in_place else 2 * chunk
+        return received, chunk if self._in_place else 2 * min(chunk, _PART)
 
     @property
     def one_at_a_time(self) -> bool:
@@ -162,26 +166,41 @@ class Reduce:
         return self.group.alltoall_base(received, whole, [], [], self._exchange)
 
     def total(self, whole: Tensor) -> Tensor:
-        """The sum over ranks of this rank's chunk, fp32 or fp64 (n). Overwritten by the next ``send``."""
+        """The sum over ranks of this rank's chunk of fp32 or fp64 (n), in one piece."""
+        return self._sum(self._summands(whole))
+
+    def totals(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The sum over ranks of this rank's chunk, fp32 or fp64, in parts: where each begins, and the part.
+
+        A part is small enough to be still in the processor's cache for whatever is done to it next, and is overwritten
+        by the next one.
+        """
+        summands = self._summands(whole)
+        chunk = summands[0].numel()
+        step = chunk if self._in_place else _PART
+        for start in range(0, chunk, step):
+            part = min(step, chunk - start)
+            yield start, self._sum([summand.narrow(0, start, part) for summand in summands])
+
+    def _summands(self, whole: Tensor) -> Sequence[Tensor]:
         chunk = whole.numel() // self.world
         own = whole.narrow(0, self.rank * chunk, chunk)
         if self._in_place:
-            return own if own.dtype in _SUMMED else self._scratch.narrow(0, 0, chunk).copy_(own)
+            return (own,)
         received = self._chunks(whole)
-        chunks: tuple[Tensor, ...]
         if self.world == 2:
-            chunks = (received, own) if self.rank == 1 else (own, received)
-        else:
-            chunks = received.chunk(self.world)
-        if own.dtype in _SUMMED:
-            total = chunks[0]
-            for other in chunks[1:]:
+            return (received, own) if self.rank == 1 else (own, received)
+        return received.chunk(self.world)
+
+    def _sum(self, summands: Sequence[Tensor]) -> Tensor:
+        total, count = summands[0], summands[0].numel()
+        if total.dtype in _SUMMED:
+            for other in summands[1:]:
                 total.add_(other)
             return total
-        total = self._scratch.narrow(0, 0, chunk).copy_(chunks[0])
-        cast = self._scratch.narrow(0, chunk, chunk)
-        for other in chunks[1:]:  # cast by hand: a mixed add would allocate a whole chunk
-            total.add_(cast.copy_(other))
+        total = self._scratch.narrow(0, 0, count).copy_(total)
+        for other in summands[1:]:  # cast by hand: a mixed add would allocate
+            total.add_(self._scratch.narrow(0, count, count).copy_(other))
         return total
 
     def _chunks(self, whole: Tensor) -> Tensor:
