@@ -78,6 +78,29 @@ def _change(model: nn.Module, output: Tensor) -> Tensor:
     return output
 
 
+MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a dtype for a policy": ({"mp_policy": torch.bfloat16}, r"mp_policy takes MixedPrecisionPolicy\(param_dtype"),
+    "a size for a mesh": ({"mesh": 2}, "mesh takes a DeviceMesh.*got 2"),
+    "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
+    "a number for reshard_after_forward": ({"reshard_after_forward": 2}, "reshard_after_forward takes True.*got 2"),
+    "a name for a parameter": ({"ignored_params": ["0.0.weight"]}, r"ignored_params\[0\] takes parameters themselves"),
+    "a value for a function": ({"param_init_fn": 3}, "param_init_fn takes a function"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKEN)
+def test_mistaken_arguments(case: str) -> None:
+    on_ranks(1, _mistaken, case)
+
+
+def _mistaken(case: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    arguments, said = MISTAKEN[case]
+    with pytest.raises(TypeError, match=said):
+        yafsdp_cc.shard(model, **arguments)
+    assert not any(type(module).__name__.startswith("Sharded") for module in model.modules())
+
+
 def test_embeddings_that_renormalise_themselves() -> None:
     on_ranks(2, _max_norm)
 

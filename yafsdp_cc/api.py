@@ -70,7 +70,17 @@ def shard(
             seen and what to do.
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
-    _check_arguments(model, reshard_after_forward)
+    _check_model(model)
+    _check_types(
+        reshard_after_forward=(reshard_after_forward, (bool, type(None)), "True, False or None"),
+        mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
+        mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
+        **{
+            f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
+            for index, each in enumerate(ignored_params or ())
+        },
+    )
     check_no_optimizer(model, ignored_params or ())
     division = find_units(model, units, ignored_params or ())
     mesh = _check_mesh(mesh) if mesh is not None else _all_ranks()
@@ -111,11 +121,15 @@ def counters_of(model: nn.Module) -> Counters:
     return root.counters
 
 
-def _check_arguments(model: nn.Module, reshard_after_forward: object) -> None:
+def _check_types(**arguments: tuple[object, Any, str]) -> None:
+    for name, (value, kinds, wanted) in arguments.items():
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} takes {wanted}; got {value!r}")
+
+
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard() takes an nn.Module, got {type(model).__name__}")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"reshard_after_forward takes True, False or None, got {reshard_after_forward!r}")
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             where = f"its module '{name}'" if name else "it"

@@ -106,6 +106,8 @@ class _Choice:
             entries = [units]
         elif isinstance(units, Collection):
             entries = list(units)
+        elif not callable(units):
+            raise TypeError(f'units takes "auto", class names, classes, modules or a predicate; got {units!r}')
         else:
             entries = [module for module, name in self.names.items() if units(name, module)]
             if not entries:
