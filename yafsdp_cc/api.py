@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.exchange import rehearse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -68,6 +66,7 @@ def shard(
     Raises:
         ValueError: the model or an argument cannot work; the message names the parameter or module in full, what was
             seen and what to do.
+        TypeError: an argument is of the wrong type.
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
     _check_model(model)
@@ -88,7 +87,7 @@ def shard(
     device = _device(mesh)
     owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
     check_equal(owned, group, values=not sync_module_states)
-    reduce_group = dist.new_group(dist.get_process_group_ranks(group)) if separate_reduce_group else group
+    reduce_group = _another(group) if separate_reduce_group else group
     root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
     rehearse(root.gather, root.reduce, device)
     prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
@@ -178,6 +177,12 @@ def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")
     return mesh
+
+
+def _another(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks; ranks outside of it take no part in making it."""
+    members = dist.get_process_group_ranks(group)
+    return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
