@@ -182,7 +182,8 @@ def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _another(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group of the same ranks; ranks outside of it take no part in making it."""
     members = dist.get_process_group_ranks(group)
-    return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
+    another: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
+    return another
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
