@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.tensor import Cut
 
 
+_UNSHARED = 2
+"""References to a gradient that only its piece holds, as ``sys.getrefcount`` counts them."""
+
+
 class Piece:
     """One parameter inside a flat buffer.
 
     ``parameter`` is what the user sees: a tensor whose local part is this rank's range of the shard. ``gradient`` is
-    what its ``.grad`` becomes; made once, it is the same tensor in every step.
+    what its ``.grad`` becomes: the same tensor in every step, unless somebody keeps it.
     """
 
     def __init__(self, cut: Cut, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
@@ -50,6 +55,17 @@ class Piece:
         self.claim: Callable[[], None]
         """Assigns ``target``."""
 
+    def check(self) -> None:
+        """Raise if the owner modules no longer hold this parameter, or it no longer lies in the shard."""
+        parameter = self.parameter
+        held = all(module._parameters.get(attribute) is parameter for module, attribute in self.sites)
+        if not held or parameter._local_tensor is not self.local:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"'{self.cut.name}' was replaced or converted after shard(), so the engine would go on with its old "
+                "values: tie, convert and assign parameters before shard(), change their values in place afterwards "
+                "(torch.func.functional_call is not supported)"
+            )
+
     def deposit(self, gradient: Tensor) -> None:
         """Write one contribution: the first is copied, with the cast to the slot's dtype for free, others added."""
         target = self.target
@@ -57,6 +73,8 @@ class Piece:
             self.claim()
             if (target := self.target) is None:  # torch.autograd.grad passes here on its way to an input
                 return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         if self.written:
             target.add_(gradient)
         else:
@@ -98,9 +116,17 @@ class Divisor:
 class Gradients:
     """The flat buffer that the ``.grad`` of some parameters are views of."""
 
-    def __init__(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor, pieces: Sequence[Piece], wrap: Callable[[Tensor, Piece], FlatDTensor]) -> None:
         self.pieces = pieces
+        self._wrap = wrap
+        self._use(buffer)
+
+    def _use(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        for piece in self.pieces:
+            start, end = piece.span
+            piece.local_gradient = buffer.narrow(0, start, end - start).view(piece.local.shape)
+            piece.gradient = self._wrap(piece.local_gradient, piece)
 
     def land(self, totals: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
         """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
@@ -114,6 +140,8 @@ class Gradients:
         """
         before = [piece.parameter.grad for piece in self.pieces]
         alike = all(gradient is None for gradient in before)
+        if alike and any(sys.getrefcount(piece.gradient) > _UNSHARED for piece in self.pieces):
+            self._use(torch.zeros_like(self.buffer))  # somebody keeps the gradients of an earlier step
         ours = not alike and all(g is piece.gradient for g, piece in zip(before, self.pieces, strict=True))
         for start, total in totals:
             if alike or ours:
@@ -187,10 +215,5 @@ class Flat:
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""
         if self.gradients is None:
-            buffer = torch.zeros_like(self.master)
-            for piece in self.pieces:
-                start, end = piece.span
-                piece.local_gradient = buffer.narrow(0, start, end - start)
-                piece.gradient = wrap(piece.local_gradient, piece)
-            self.gradients = Gradients(buffer, self.pieces)
+            self.gradients = Gradients(torch.zeros_like(self.master), self.pieces, wrap)
         return self.gradients

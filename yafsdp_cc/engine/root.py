@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _ids = itertools.count()
+_CALL = torch.nn.Module._call_impl.__code__
 _SMALL = Note.of("reduce", "small group")
 _log = logging.getLogger("yafsdp_cc")
 
@@ -88,6 +90,7 @@ class Root:
         self.units: tuple[Unit, ...] = ()
         self.active: list[Call] = []
         """Calls that the backward has come to and not left, outermost first."""
+        self.model: torch.nn.Module
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
@@ -97,8 +100,9 @@ class Root:
         self.gradient_rings: dict[Role, Ring] = {}
         self._own_gradient_slots: list[Slot] = []
         # A leaf below the root gate: a backward reaches it if and only if it wants the parameters' gradients.
-        self.leaf = torch.empty(0, device=device, requires_grad=True)
-        self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with torch.enable_grad():
+            self.leaf = torch.empty(0, device=device, requires_grad=True)
+            self._leaf_node: Any = self.leaf.view_as(self.leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._leaf_stream = self.gather_lane.stream()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
         self._task = -1
@@ -157,6 +161,8 @@ class Root:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
         if self._task != -1 or self.interrupted:
             self._recover()
+        for piece in self._pieces:
+            piece.check()
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -176,6 +182,8 @@ class Root:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
+        if self.passage is not None and _graph_task() == -1 and not self._runs():
+            self._recover()  # an interrupt has ended that forward past all hooks
         if self.passage is not None:  # called from within its own forward
             return args, kwargs, RootEntry(None, None)
         passage = None
@@ -189,6 +197,14 @@ class Root:
         if self.unit is not None:
             args, kwargs, entry = self.unit.enter(args, kwargs)
         return args, kwargs, RootEntry(passage, entry)
+
+    def _runs(self) -> bool:
+        """Whether a forward that has opened a pass is still on the stack below the present call."""
+        frame, calls = sys._getframe(), 0
+        while frame is not None:
+            calls += frame.f_code is _CALL and frame.f_locals.get("self") is self.model
+            frame = frame.f_back  # type: ignore[assignment]
+        return calls > 1
 
     def leave(self, entry: RootEntry, output: Any) -> Any:
         """After a forward of the root module."""
@@ -238,6 +254,7 @@ class Root:
         for unit in self.units:
             unit.let_go()
         self._task = -1
+        self._backward_passage = None
         if self.passage is None:
             self.small.hide()
 

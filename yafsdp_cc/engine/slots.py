@@ -28,6 +28,7 @@ class Slot:
 
     def __init__(self, size: int, device: torch.device, lane: Lane) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.address = self.buffer.data_ptr()
         self.owner: object | None = None
         self.stamp: object = None
         """The version of what was filled in; a content with another stamp is stale."""

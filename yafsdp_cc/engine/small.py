@@ -55,12 +55,7 @@ class SmallBlock:
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this block, made when its first parameter is to be trained."""
         if self.gradients is None:
-            buffer = torch.zeros_like(self.master)
-            for piece in self.pieces:
-                view = buffer.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
-                piece.local_gradient = view
-                piece.gradient = wrap(view, piece)
-            self.gradients = Gradients(buffer, self.pieces)
+            self.gradients = Gradients(torch.zeros_like(self.master), self.pieces, wrap)
         return self.gradients
 
     @property

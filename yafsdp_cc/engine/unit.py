@@ -102,34 +102,46 @@ class Unit:
             passage.ungated.add(self)
         self.show(shown)
         opener = passage if opened else None
-        return args, kwargs, Entry(opener, weights.slot, call, self.forward_span.start(), borrowed=borrowed)
+        return args, kwargs, Entry(opener, weights, call, self.forward_span.start(), borrowed=borrowed)
 
     def leave(self, entry: Entry, output: Any) -> Any:
         """After a forward: the slot may be refilled, and the outputs say when the backward begins."""
         self.forward_span.end(entry.span)
         self.hide()
         if entry.again:
-            if entry.slot is self.home.slot:
+            if entry.weights is self.home:
                 self._kept += 1
-        else:
-            entry.slot.release(self.root.gather_lane)
+            return output
+        output = self._hand_out(entry, output)
+        entry.weights.slot.release(self.root.gather_lane)
         if entry.borrowed is not None:
             assert self.root.unit is not None
             self.root.unit.leave(entry.borrowed, None)
         if entry.opened is not None:
             self.root.close()
-        if (call := entry.call) is None:
-            return output
-        call.leave()
+        if entry.weights.edited():
+            raise RuntimeError(
+                f"a forward of unit '{self.name}' has written to a weight in place, which is lost with the gathered "
+                "copy: change weights outside of the forward, for example under yafsdp_cc.whole_parameters(model, "
+                "write=True)"
+            )
+        return output
 
-        hook = partial(call.before_backward, call.passage)
+    def _hand_out(self, entry: Entry, output: Any) -> Any:
+        call, address = entry.call, entry.weights.slot.address
+        hook = None
+        if call is not None:
+            call.leave()
+            hook = partial(call.before_backward, call.passage)
 
-        def watch(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
+        def hand_out(tensor: Tensor) -> Tensor:
+            if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
+                tensor = tensor.clone()  # a view of the weights, and their slot will be refilled
+            if hook is not None and tensor.requires_grad:
                 tensor.register_hook(hook)
             return tensor
 
-        return map_tensors(output, watch)
+        return map_tensors(output, hand_out)
 
     def _gate(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         # A node's backward runs on the stream that it was made on. All of the engine's run on one, whatever streams
@@ -171,7 +183,7 @@ class Unit:
         self.recomputed = _graph_task()
         weights = self.acquire()
         self.show(self.leaves(weights))
-        return Entry(None, weights.slot, None, self.forward_span.start(), again=True)
+        return Entry(None, weights, None, self.forward_span.start(), again=True)
 
     def trains(self) -> bool:
         """Whether one of the parameters that its modules use requires a gradient."""
@@ -373,10 +385,14 @@ class Entry(NamedTuple):
 
     opened: Passage | None
     """The pass that this forward is the whole of: no forward of the root module is around it."""
-    slot: Slot
+    weights: Weights
     call: Call | None
     span: Handle | None
     again: bool = False
     """Whether activation checkpointing runs it inside a backward."""
     borrowed: Entry | None = None
     """The root's unit, entered for a parameter tied to it."""
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -63,9 +63,16 @@ class Weights:
         self.slot = slot
         self.spilled = spilled
         self.wholes = _carve(slot, flats, [flat.compute for flat in flats])
-        self.views = _views(flats, [whole.data for whole in self.wholes])
+        self._aliases = [whole.data for whole in self.wholes]
+        self._versions = [alias._version for alias in self._aliases]
+        self.views = _views(flats, self._aliases)
         # For ops run again during the backward: leaves that want a gradient where the parameter did.
         self.leaves = [view.detach() for view in self.views]
+
+    def edited(self) -> bool:
+        """Whether something has been written through the views since the last time."""
+        before, self._versions = self._versions, [alias._version for alias in self._aliases]
+        return before != self._versions
 
 
 class GradientSpace:

@@ -20,8 +20,11 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Reduce
 
 _SUMMED = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
-_PART = 1 << 16
-"""Elements summed at once on a CPU: 256 KiB of fp32."""
+_CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes that every backend gathers."""
+
+_PART = 1 << 18
+"""Elements summed at once on a CPU: 1 MiB of fp32."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -92,6 +95,8 @@ class Gather:
         if self.world == 1:
             return None
         self._options.asyncOp = asynchronous
+        if whole.dtype not in _CARRIED:  # as bytes
+            whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
         return self.group._allgather_base(whole, shard, self._options)
 
     def sent_bytes(self, whole: Tensor) -> int:
