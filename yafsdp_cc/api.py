@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from yafsdp_cc.engine.agree import broadcast, check_equal
+from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.build import build
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, root_of
@@ -69,8 +69,8 @@ def shard(
         TypeError: an argument is of the wrong type.
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
-    _check_model(model)
     _check_types(
+        model=(model, nn.Module, "an nn.Module"),
         reshard_after_forward=(reshard_after_forward, (bool, type(None)), "True, False or None"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
@@ -80,13 +80,25 @@ def shard(
             for index, each in enumerate(ignored_params or ())
         },
     )
-    check_no_optimizer(model, ignored_params or ())
-    division = find_units(model, units, ignored_params or ())
     mesh = _check_mesh(mesh) if mesh is not None else _all_ranks()
     group = mesh.get_group()
     device = _device(mesh)
-    owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
+    with refused_together(group):
+        _check_model(model)
+        check_no_optimizer(model, ignored_params or ())
+        division = find_units(model, units, ignored_params or ())
+        owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
+        _check_hooks(owned)
+    settings = {
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward is not False,
+        "sync_module_states": sync_module_states,
+        "separate_reduce_group": separate_reduce_group,
+        "torch": torch.__version__,
+    }
+    check_settings(settings, group)
     check_equal(owned, group, values=not sync_module_states)
+    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, group)
     reduce_group = _another(group) if separate_reduce_group else group
     root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
     rehearse(root.gather, root.reduce, device)
@@ -126,9 +138,18 @@ def _check_types(**arguments: tuple[object, Any, str]) -> None:
             raise TypeError(f"{name} takes {wanted}; got {value!r}")
 
 
+def _check_hooks(owned: Sequence[OwnedParameter]) -> None:
+    for each in owned:
+        if each.parameter._backward_hooks or each.parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{each.name}' has hooks, which would be lost with the whole parameter: after shard(), call "
+                "register_post_accumulate_grad_hook on the sharded one"
+            )
+
+
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard() takes an nn.Module, got {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("shard() under torch.inference_mode() would make weights that cannot be trained")
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             where = f"its module '{name}'" if name else "it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from yafsdp_cc.plan import OwnedParameter
 
@@ -32,6 +33,40 @@ class _Line(NamedTuple):
     def __str__(self) -> str:
         kind = "trainable" if self.trainable else "frozen"
         return f"'{self.name}' {list(self.shape)} {self.dtype}, {kind}, checksum {self.checksum & 0xFFFFFFFF:08x}"
+
+
+@contextmanager
+def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """What one rank refuses within, every rank refuses, so that none waits for it in vain.
+
+    Raises:
+        ValueError: on the other ranks, with what that rank has said.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        refusal = error
+    said = _all_gather(None if refusal is None else str(refusal), group)
+    if refusal is not None:
+        raise refusal
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    """Compare arguments across ranks.
+
+    Raises:
+        ValueError: on every rank, naming the first that differs.
+    """
+    mine = {name: repr(value) for name, value in settings.items()}
+    everybody = _all_gather(mine, group)
+    for name in mine:
+        if len({theirs[name] for theirs in everybody}) > 1:
+            table = "\n".join(f"  rank {rank}: {theirs[name]}" for rank, theirs in enumerate(everybody))
+            raise ValueError(f"{name} differs between ranks; every rank must call shard() alike:\n{table}")
 
 
 @torch.no_grad()
@@ -72,7 +107,10 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank the elements of rank 0's tensors."""
     source = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        dist.broadcast(tensor, source, group=group)
+        whole = tensor.contiguous()
+        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)  # bytes: not every dtype is carried
+        if whole is not tensor:
+            tensor.copy_(whole)
 
 
 def _all_gather(item: T, group: dist.ProcessGroup) -> list[T]:
