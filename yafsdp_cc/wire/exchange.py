@@ -23,8 +23,8 @@ _SUMMED = (torch.float32, torch.float64)
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that every backend gathers."""
 
-_PART = 1 << 18
-"""Elements summed at once on a CPU: 1 MiB of fp32."""
+_PART = 1 << 19
+"""Elements summed at once on a CPU: 2 MiB of fp32."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
