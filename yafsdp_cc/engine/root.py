@@ -91,6 +91,8 @@ class Root:
         self.active: list[Call] = []
         """Calls that the backward has come to and not left, outermost first."""
         self.model: torch.nn.Module
+        self.methods = 0
+        """Registered methods under way."""
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
@@ -204,7 +206,7 @@ class Root:
         while frame is not None:
             calls += frame.f_code is _CALL and frame.f_locals.get("self") is self.model
             frame = frame.f_back  # type: ignore[assignment]
-        return calls > 1
+        return calls > 1 or self.methods > 0
 
     def leave(self, entry: RootEntry, output: Any) -> Any:
         """After a forward of the root module."""

@@ -292,9 +292,10 @@ class Unit:
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1
-        slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
-        slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
-        return Weights(slot, self.flats, spilled=True)
+        with torch.inference_mode(False):  # a later backward may read it
+            slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
+            slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
+            return Weights(slot, self.flats, spilled=True)
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
