@@ -932,32 +932,6 @@ class Interrupted(Block):
         return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_goes_on_after_an_interrupt(dtype: torch.dtype) -> None:
-    on_ranks(2, _interrupt, dtype)
-
-
-def _interrupt(dtype: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(4))), mp_policy=policy)
-    model[2].arrives = True
-    with pytest.raises(KeyboardInterrupt):
-        square(model, mine(inputs(step=9)))
-    model[2].arrives = False
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for step in range(3):
-        square(model, mine(inputs(step=step))).backward()
-        if dtype == torch.float32:
-            same_gradients(model, means(plain, square, inputs(step=step)), within=1e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
-            plain.get_parameter(name).data.copy_(whole(parameter.detach()))
-    with torch.no_grad():
-        found, truth = model(mine(inputs())), copy.deepcopy(plain).to(dtype)(mine(inputs()).to(dtype))
-    torch.testing.assert_close(found, truth.float(), rtol=2e-2, atol=2e-2)
-
-
 def test_an_exception_between_held_micro_batches_keeps_what_is_held() -> None:
     on_ranks(2, _held)
 

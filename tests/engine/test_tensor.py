@@ -511,7 +511,7 @@ def refusals():
         with pytest.raises(NotImplementedError) as caught:
             w @ torch.ones(4, 4)
         message = f"aten.mm on 'layers.0.w' (sharded [8, 4], this rank holds {here} of 32 elements): "
-        assert str(caught.value) == message + "call .full_tensor() for the whole tensor"
+        assert str(caught.value).startswith(message + "call .full_tensor() for the whole tensor")
         # fmt: off
         for refused in (
             lambda: w.sum(0), lambda: w.norm(dim=1), lambda: w.max(0), lambda: w.view(-1), lambda: w.t(), lambda: w[0],

@@ -55,7 +55,6 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
     )
     own = next((unit for unit in units if unit.role == "root"), None)
     slots: dict[Role, int] = {"block": len(units) if keep else 2, "edge": 1, "root": 1}
-    root.model = model
     root.adopt(units, small, slots, own)
     for unit in units:
         for module in unit.modules:

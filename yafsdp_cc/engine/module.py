@@ -161,14 +161,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def between(*args: Any, **kwargs: Any) -> Any:
-        root = root_of(module)
         args, kwargs, entry = engine.enter(args, kwargs)
         output = None
-        root.methods += 1
         try:
             output = method(*args, **kwargs)
         finally:
-            root.methods -= 1
             output = engine.leave(entry, output)
         return output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _ids = itertools.count()
-_CALL = torch.nn.Module._call_impl.__code__
 _SMALL = Note.of("reduce", "small group")
 _log = logging.getLogger("yafsdp_cc")
 
@@ -90,9 +88,6 @@ class Root:
         self.units: tuple[Unit, ...] = ()
         self.active: list[Call] = []
         """Calls that the backward has come to and not left, outermost first."""
-        self.model: torch.nn.Module
-        self.methods = 0
-        """Registered methods under way."""
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
@@ -184,8 +179,6 @@ class Root:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
-        if self.passage is not None and _graph_task() == -1 and not self._runs():
-            self._recover()  # an interrupt has ended that forward past all hooks
         if self.passage is not None:  # called from within its own forward
             return args, kwargs, RootEntry(None, None)
         passage = None
@@ -199,14 +192,6 @@ class Root:
         if self.unit is not None:
             args, kwargs, entry = self.unit.enter(args, kwargs)
         return args, kwargs, RootEntry(passage, entry)
-
-    def _runs(self) -> bool:
-        """Whether a forward that has opened a pass is still on the stack below the present call."""
-        frame, calls = sys._getframe(), 0
-        while frame is not None:
-            calls += frame.f_code is _CALL and frame.f_locals.get("self") is self.model
-            frame = frame.f_back  # type: ignore[assignment]
-        return calls > 1 or self.methods > 0
 
     def leave(self, entry: RootEntry, output: Any) -> Any:
         """After a forward of the root module."""
