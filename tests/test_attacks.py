@@ -427,7 +427,9 @@ def _lists() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+)
 def test_frozen_parameters_of_any_dtype(dtype: torch.dtype) -> None:
     on_ranks(2, _odd_dtype, dtype)
 
@@ -930,6 +932,26 @@ class Interrupted(Block):
         if self.arrives:
             raise KeyboardInterrupt
         return x
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_interrupt_in_a_forward_leaves_nothing_behind(grad: bool) -> None:
+    on_ranks(2, _interrupted, grad)
+
+
+def _interrupted(grad: bool) -> None:
+    model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(4))))
+    Interrupted.arrives = False
+    for step in range(3):
+        trains_on(model, plain, square, [inputs(step=step)], within=1e-6)
+        model[step].arrives = True
+        with torch.set_grad_enabled(grad), pytest.raises(KeyboardInterrupt):
+            model(mine(inputs(step=step)))
+        model[step].arrives = False
+    trains_on(model, plain, square, [inputs()], within=1e-6)
+    counted = yafsdp_cc.counters_of(model)
+    assert counted.spills == 0
+    assert counted.owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
 
 
 def test_an_exception_between_held_micro_batches_keeps_what_is_held() -> None:

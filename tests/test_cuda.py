@@ -150,7 +150,7 @@ def late(model: Any, where: str, seed: int) -> Iterator[None]:
     its gather until that has arrived, a gradient slot from the end of its reduce until it is written again."""
     draw, root, issue = random.Random(seed), root_of(model), CudaLane.issue
     weights = {id(slot.ready): slot for ring in root.weight_rings.values() for slot in ring.slots}
-    gradients = {id(slot.ready): slot for ring in root.gradient_rings.values() for slot in ring.slots}
+    gradients = {id(slot.ready): slot for ring in root.reductions.rings.values() for slot in ring.slots}
 
     def nap(stream: str) -> None:
         if stream in where and draw.random() < 0.5:

@@ -37,6 +37,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         NotImplementedError,
         r"units=\[\.\.\., model\]",
     ),
+    "a plain gradient": (
+        lambda m: (setattr(m[0][0].weight, "grad", torch.zeros(32, 32)), _output(m).sum().backward()),
+        TypeError,
+        "'0.0.weight'.*is a Tensor.*set it to None",
+    ),
     "a second derivative": (
         lambda m: torch.autograd.grad(_output(m).sum(), m.inputs, create_graph=True),
         RuntimeError,

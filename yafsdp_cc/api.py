@@ -15,9 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.build import build
+from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.root import Counters, Root
+from yafsdp_cc.engine.root import Root
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
@@ -101,7 +102,7 @@ def shard(
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, group)
     reduce_group = _another(group) if separate_reduce_group else group
     root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
-    rehearse(root.gather, root.reduce, device)
+    rehearse(root.gather, root.reductions.exchange, device)
     prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
     build(model, division, mesh, root, prepare, keep=reshard_after_forward is False)
     buffers = place_buffers(model, device, param_init_fn)

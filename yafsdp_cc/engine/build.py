@@ -44,14 +44,15 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
     builder = _Builder(mesh, root, prepare)
     units = [Unit(root, spec.name, spec.role, spec.modules, builder.flats(spec.parameters)) for spec in division.units]
     words = sum(len(unit.pieces) for unit in units) + len(division.small) + Journal.width()
+    reduce = root.reductions.exchange
     small = SmallGroup(
         builder.small_blocks(division.small),
         words,
         # Its exchange is on the lane of the gradients, and so in their communicator throughout.
-        root.gather if root.reduce.group is root.gather.group else Gather(root.reduce.group),
-        root.reduce,
+        root.gather if reduce.group is root.gather.group else Gather(reduce.group),
+        reduce,
         root.device,
-        root.reduce_lane.ticket(),
+        root.reductions.lane.ticket(),
     )
     own = next((unit for unit in units if unit.role == "root"), None)
     slots: dict[Role, int] = {"block": len(units) if keep else 2, "edge": 1, "root": 1}

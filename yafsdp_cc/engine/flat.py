@@ -160,7 +160,11 @@ class Gradients:
                 continue
             target = piece.local_gradient
             if gradient is not None:  # perhaps one that the user has put there
-                assert isinstance(gradient, FlatDTensor)
+                if not isinstance(gradient, FlatDTensor):
+                    raise TypeError(
+                        f"{piece.cut} has a .grad that is a {type(gradient).__name__} of shape {list(gradient.shape)}: "
+                        "change the gradient that it has in place, or set it to None"
+                    )
                 target = gradient.to_local()
             part = target.view(-1).narrow(0, first - piece.span[0], last - first)
             (self._start if gradient is None else self._add)(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import deque
 from datetime import timedelta
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from yafsdp_cc.engine.lanes import Ticket
+
 _FACTOR, _MASK = 1_000_003, (1 << 61) - 1
 _DIGITS = 5
 _BASE = 64
 _PATIENCE = timedelta(seconds=5)
+_ids = itertools.count()
 
 
 class Note(NamedTuple):
@@ -39,6 +43,7 @@ class Journal:
         self._rank = rank
         self._world = world
         self._store = store
+        self._key = f"yafsdp_cc/journal/{next(_ids)}"
         self._count = 0
         self._hash = 0
         self._last: deque[str] = deque(maxlen=64)
@@ -59,21 +64,35 @@ class Journal:
         digits = [float((self._hash >> 31) // _BASE**place % _BASE) for place in range(_DIGITS)]
         return digits + [digit * digit for digit in digits]
 
-    def agrees(self, totals: list[float]) -> bool:
-        """Whether every rank summed the same fingerprint."""
+    def check(self, totals: list[float]) -> None:
+        """Raise where ``sums``, summed over ranks, tell that ranks have issued different collectives."""
         pairs = zip(totals[:_DIGITS], totals[_DIGITS:], strict=True)
-        return all(self._world * squares == total * total for total, squares in pairs)
+        if any(self._world * squares != total * total for total, squares in pairs):
+            raise RuntimeError(
+                "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
+                f"forward (parameters inside a unit may go unused)\n{self._compare()}"
+            )
 
-    def compare(self, key: str) -> str:
-        """What the ranks did last, side by side, as far as they answer; for an error message."""
+    def wait(self, ticket: Ticket) -> None:
+        """Wait, and where that fails say what the other ranks were doing."""
+        try:
+            ticket.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}\nEvery rank must issue the same operations in the same order; what they did last:\n"
+                f"{self._compare()}"
+            ) from error
+
+    def _compare(self) -> str:
+        """What the ranks did last, side by side, as far as they answer."""
         self._store.set(
-            f"{key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}"
+            f"{self._key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}"
         )
         lines = []
         for rank in range(self._world):
             try:
-                self._store.wait([f"{key}/{rank}"], _PATIENCE)
-                said = self._store.get(f"{key}/{rank}").decode()
+                self._store.wait([f"{self._key}/{rank}"], _PATIENCE)
+                said = self._store.get(f"{self._key}/{rank}").decode()
             except (RuntimeError, ValueError):
                 said = "no answer"
             lines.append(f"  rank {rank}: {said}")

@@ -58,7 +58,7 @@ class ShardedModule(FSDPModule):
                 "set_requires_gradient_sync is for the whole sharded model: call it on the module that was given to "
                 "shard(), without recurse=False"
             )
-        root.synchronises = requires_gradient_sync
+        root.reductions.synchronises = requires_gradient_sync
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(

@@ -205,7 +205,7 @@ class Call:
     def _join(self) -> None:
         """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
         if self._holds:
-            self.unit.root.wait(self.weights.slot.ready)
+            self.unit.root.journal.wait(self.weights.slot.ready)
 
     def after_backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """All of this call's gradients are written."""
@@ -257,7 +257,7 @@ class Call:
             unit.let_go()
         for upcoming in passage.upcoming():
             upcoming.prefetch()
-        if last and root.synchronises:
+        if last and root.reductions.synchronises:
             unit.reduce()
 
     def _check_untouched(self) -> None:

@@ -36,7 +36,7 @@ def plan_for(root: Root) -> Plan:
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
-        receive_bytes=root.reduce.owned_bytes,
+        receive_bytes=root.reductions.exchange.owned_bytes,
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
 
@@ -66,7 +66,7 @@ def _unit(root: Root, unit: Unit) -> PlannedUnit:
 
 
 def _ring(root: Root, role: Role) -> PlannedRing:
-    weights, gradients = root.weight_rings[role], root.gradient_rings.get(role)
+    weights, gradients = root.weight_rings[role], root.reductions.rings.get(role)
     return PlannedRing(
         role=weights.role,
         weight_slots=len(weights.slots),

@@ -245,7 +245,7 @@ class Unit:
                 slot = weights.slot
             self._gather(weights)
         slot.users += 1
-        self.root.wait(slot.ready)
+        self.root.journal.wait(slot.ready)
         return weights
 
     def regain(self, weights: Weights, *, needed: bool) -> bool:
@@ -264,7 +264,7 @@ class Unit:
                 )
             self._gather(weights)
         slot.users += 1
-        self.root.wait(slot.ready)
+        self.root.journal.wait(slot.ready)
         return True
 
     def let_go(self) -> None:
@@ -310,10 +310,10 @@ class Unit:
             if not self.training:
                 return
             for flat in self.training:
-                root.train(flat)
+                root.reductions.train(flat)
             space = self.gradient_space = self._room()
             space.slot.owner = self
-            root.wait(space.slot.ready)  # the reduce that reads the slot has left it
+            root.journal.wait(space.slot.ready)  # the reduce that reads the slot has left it
             for piece in self.pieces:
                 piece.written = False
         for piece, target in zip((p for flat in space.flats for p in flat.pieces), space.targets, strict=True):
@@ -328,10 +328,10 @@ class Unit:
 
     def _room(self) -> GradientSpace:
         root = self.root
-        if not root.synchronises:
+        if not root.reductions.synchronises:
             if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
-                root.tell_carried()
+                root.reductions.tell_carried(root.units)
             return self.carried
         home = self._gradient_home()
         if home.slot.owner is None:
@@ -341,13 +341,13 @@ class Unit:
 
     def _gradient_home(self) -> GradientSpace:
         if self.gradient_home is None or self.gradient_home.flats != self.training:
-            slot = self.root.gradient_slot(self)
+            slot = self.root.reductions.home(self)
             self.gradient_home = GradientSpace(slot, self.training)
         return self.gradient_home
 
     def _gradient_spill(self) -> GradientSpace:
         root = self.root
-        slot = Slot(gradient_bytes(self.training), root.device, root.reduce_lane)
+        slot = Slot(gradient_bytes(self.training), root.device, root.reductions.lane)
         return GradientSpace(slot, self.training)
 
     def reduce(self) -> None:
@@ -367,7 +367,7 @@ class Unit:
             used = [[piece.written for piece in flat.pieces] for flat in flats]
             self.rest()
             self.gradient_space = None
-            root.send(self, space, used)
+            root.reductions.send(self.reduce_note, space, used)
 
     def forget(self) -> None:
         """Drop what an interrupted forward or backward left behind."""

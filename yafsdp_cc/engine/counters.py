@@ -1,0 +1,20 @@
+"""What an engine counts about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """What the engine has done since ``shard``, on this rank.
+
+    ``gathered_bytes`` and ``reduced_bytes`` are what this rank sent for weights and for gradients (the small group
+    counts with the latter); ``spills`` how often a unit needed a buffer of its own because its slot was in use.
+    """
+
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    spills: int = 0
+    owned_bytes: int = 0
+    """Bytes of all buffers that the engine owned when ``counters_of`` was last called."""

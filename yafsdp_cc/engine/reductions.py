@@ -1,0 +1,182 @@
+"""Gradients on their way: from the slots that a backward writes, over the ranks, into the shards and ``.grad``."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from yafsdp_cc.engine.flat import Divisor
+from yafsdp_cc.engine.journal import Journal, Note
+from yafsdp_cc.engine.mailbox import Mailbox
+from yafsdp_cc.engine.slots import Ring, Slot
+from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
+from yafsdp_cc.wire.exchange import Reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from yafsdp_cc.engine.counters import Counters
+    from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.lanes import Lane
+    from yafsdp_cc.engine.small import SmallGroup
+    from yafsdp_cc.engine.tensor import FlatDTensor
+    from yafsdp_cc.engine.unit import Unit
+    from yafsdp_cc.plan import Role
+
+_SMALL = Note.of("reduce", "small group")
+_log = logging.getLogger("yafsdp_cc")
+
+
+class Reductions:
+    """Gradient slots, the exchange that empties them, and what of the backward under way has been sent."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, lane: Lane, journal: Journal, counters: Counters
+    ) -> None:
+        self.device = device
+        self.lane = lane
+        self.journal = journal
+        self.counters = counters
+        self.exchange = Reduce(group, device)
+        self.rings: dict[Role, Ring] = {}
+        self.synchronises = True
+        """Whether a backward reduces its gradients, or keeps them whole for a later one."""
+        self._divisor = Divisor(group.size(), device)
+        self._own_slots: list[Slot] = []
+        self._sent: list[tuple[Slot, Flat, list[bool]]] = []
+        """Reduces issued in the backward under way."""
+        self._sums: Mailbox
+        self._told = False
+
+    def adopt(self, units: Sequence[Unit], small: SmallGroup) -> None:
+        """Make the slots of ``units``, in module order, and the gradients of all that is trained."""
+        self._sums = Mailbox(Journal.width(), small.dtype, self.device)
+        for role in dict.fromkeys(unit.role for unit in units):
+            members = [unit for unit in units if unit.role == role]
+            size = max(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in members)
+            if size:
+                count = min(2 if role == "block" else 1, len(members))
+                self.rings[role] = Ring(role, count, size, self.device, self.lane)
+        for unit in units:
+            for flat in unit.flats:
+                if flat.trainable:
+                    self.train(flat)
+        for block in small.blocks:
+            if any(piece.parameter.requires_grad for piece in block.pieces):
+                block.train(self.wrap)
+
+    def train(self, flat: Flat) -> None:
+        """Make what the gradients of ``flat`` need, if it was frozen until now."""
+        if flat.gradients is None:
+            self._land()  # the receive buffer may have to grow
+            self.exchange.reserve(flat.layout.numel, flat.wire)
+            flat.train(self.wrap)
+
+    @staticmethod
+    def wrap(local: Tensor, piece: Piece) -> FlatDTensor:
+        """The ``.grad`` of a parameter whose range of the gradient shard is ``local``."""
+        return flat_dtensor(local, piece.cut)
+
+    def home(self, unit: Unit) -> Slot:
+        """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
+        size = gradient_bytes(unit.training)
+        ring = self.rings.get(unit.role)
+        if ring is not None and size <= ring.slots[0].buffer.numel():
+            return ring.home(unit.index)
+        slot = Slot(size, self.device, self.lane)
+        self._own_slots.append(slot)
+        return slot
+
+    def send(self, note: Note, space: GradientSpace, used: list[list[bool]]) -> None:
+        """Reduce the gradients in ``space``: summed at their owners, divided there, added to ``.grad``.
+
+        ``used`` says of each flat's pieces whether this rank wrote them.
+        """
+        self.journal.write(note)
+        slot, exchange = space.slot, self.exchange
+        for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
+
+            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work | None]:
+                return [exchange.send(whole, asynchronous)]
+
+            def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
+                assert flat.gradients is not None
+                flat.gradients.land(exchange.totals(whole), self._divisor, wrote)
+
+            if exchange.one_at_a_time:
+                self._land()
+            self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
+            self._sent.append((slot, flat, wrote))
+            self.counters.reduced_bytes += exchange.sent_bytes(whole)
+        slot.owner = None
+
+    def _land(self) -> None:
+        """See the latest reduce through; the lane has done those before it."""
+        if self._sent:
+            self.journal.wait(self._sent[-1][0].ready)
+
+    def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
+        """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
+        words = [0.0] * len(pieces)
+        unused: list[Piece] = []
+        sent = [(flat.pieces, wrote) for _, flat, wrote in self._sent]
+        sent.append((small.pieces, [piece.written for piece in small.pieces]))
+        for members, wrote in sent:
+            for piece, written in zip(members, wrote, strict=True):
+                if written:
+                    words[piece.place] = 1.0
+                elif piece.parameter.requires_grad:
+                    unused.append(piece)
+        self._land()
+        self._sent.clear()
+        self.journal.write(_SMALL)
+        totals = small.send(words + self.journal.sums(), self.lane)
+        self.counters.reduced_bytes += small.wire_bytes
+        small.land(self._divisor, self.wrap)
+        # On CUDA these are the numbers of the backward before, so as not to wait for this one.
+        sums = self._sums.receive(totals[-self.journal.width() :])
+        if sums is not None:
+            self.journal.check(sums)
+        # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
+        unused = [piece for piece in unused if piece.parameter.grad is None]
+        if unused and self.exchange.world > 1:  # on CUDA the host waits here for the whole backward
+            counts = totals[: len(words)].tolist()
+            for piece in unused:
+                if counts[piece.place]:
+                    piece.parameter.grad = piece.gradient
+        for members, _ in sent:
+            for piece in members:
+                hooks = piece.parameter._post_accumulate_grad_hooks
+                if hooks and piece.parameter.grad is not None:
+                    for hook in hooks.values():
+                        hook(piece.parameter)
+
+    def recover(self) -> None:
+        """Drop what an interrupted backward has sent or was about to send."""
+        for slot, _, _ in self._sent:
+            slot.ready.abandon()
+        self._sent.clear()
+        for slot in (*(slot for ring in self.rings.values() for slot in ring.slots), *self._own_slots):
+            slot.owner = None
+
+    def tell_carried(self, units: Sequence[Unit]) -> None:
+        """Say once what it costs to keep whole gradients across micro-batches."""
+        if not self._told and self.exchange.rank == 0:
+            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units)
+            _log.warning(
+                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
+                "Left on, each micro-batch is reduced into the shard and costs none",
+                size,
+            )
+        self._told = True
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of the slots and of the exchange's own buffers."""
+        slots = sum(slot.buffer.nbytes for slot in self._own_slots)
+        return slots + sum(ring.owned_bytes for ring in self.rings.values()) + self.exchange.owned_bytes
