@@ -355,15 +355,7 @@ def _kind(gradient: Tensor | None) -> str:
     return "no gradient" if gradient is None else f"a gradient of norm {gradient.norm():.1e}"
 
 
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_to_all_single",
-    "all_reduce",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
+ON_THE_WIRE = ("send", "recv", "_allgather_base", "alltoall_base", "_reduce_scatter_base")
 
 
 class Naps:
@@ -384,9 +376,8 @@ class Naps:
 
     def on_the_wire(self) -> None:
         """Patch this process: it is a forked rank and ends with the test."""
-        for name in COLLECTIVES:
-            if hasattr(dist, name):
-                setattr(dist, name, self._around(getattr(dist, name)))
+        for name in ON_THE_WIRE:
+            setattr(dist.ProcessGroup, name, self._around(getattr(dist.ProcessGroup, name)))
         dist.Work.wait = self._around(dist.Work.wait)  # type: ignore[method-assign]
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:

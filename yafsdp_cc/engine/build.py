@@ -49,7 +49,7 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
         builder.small_blocks(division.small),
         words,
         # Its exchange is on the lane of the gradients, and so in their communicator throughout.
-        root.gather if reduce.group is root.gather.group else Gather(reduce.group),
+        root.gather if reduce.group is root.gather.group else Gather(reduce.group, root.device),
         reduce,
         root.device,
         root.reductions.lane.ticket(),

@@ -51,7 +51,7 @@ class Root:
         self.device = device
         self.policy = policy
         self.world: int = gather_group.size()
-        self.gather = Gather(gather_group)
+        self.gather = Gather(gather_group, device)
         self.gather_lane = lane_for(device)
         self.counters = Counters()
         self.journal = Journal(gather_group.rank(), self.world, _get_default_store())

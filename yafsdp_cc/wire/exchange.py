@@ -5,6 +5,9 @@ fp32 (fp64 for fp64), and nobody divides on the way. The sum is an all-to-all of
 because gloo's own reduce-scatter is a clone, an all-reduce and a copy; over NCCL it is NCCL's reduce-scatter, in place
 and in the dtype on the wire. gloo takes CUDA tensors too, by way of the host: slow, and for tests.
 
+Two ranks without NCCL swap what the other one lacks, from buffer to buffer, in both directions: gloo's all-gather
+receives into a buffer made for the occasion and copies, at twice the processor time.
+
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
 """
@@ -74,13 +77,34 @@ def rehearse(gather: Gather, reduce: Reduce, device: torch.device) -> None:
             raise ValueError(f"a trial exchange of {dtype} over {world} ranks gave {found[:4]}…: a broken backend?")
 
 
+class _Swap:
+    """What two ranks have to tell each other: an all-to-all in which nobody sends anything to itself."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.peer = 1 - group.rank()
+        self._options = AllToAllOptions()
+
+    def send(self, received: Tensor, sent: Tensor, asynchronous: bool) -> dist.Work | None:
+        """Send ``sent`` (n) and receive ``received`` (n)."""
+        n = sent.numel()
+        parts = [n, 0] if self.peer == 0 else [0, n]
+        self._options.asyncOp = asynchronous
+        return self._group.alltoall_base(received, sent, parts, parts, self._options)
+
+
+def _swap(group: dist.ProcessGroup, device: torch.device) -> _Swap | None:
+    return _Swap(group) if group.size() == 2 and backend_of(group, device) != "nccl" else None
+
+
 class Gather:
     """Every rank's shard into one buffer."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.world: int = group.size()
         self.rank: int = group.rank()
+        self._swap = _swap(group, device)
         self._options = AllgatherOptions()
 
     def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> dist.Work | None:
@@ -88,15 +112,18 @@ class Gather:
 
         A cast goes through this rank's own range of ``whole``, so that it needs no buffer of its own.
         """
-        if shard.dtype != whole.dtype or self.world == 1:
+        if shard.dtype != whole.dtype or self.world == 1 or self._swap is not None:
             own = whole.narrow(0, self.rank * shard.numel(), shard.numel())
             own.copy_(shard)
             shard = own
         if self.world == 1:
             return None
-        self._options.asyncOp = asynchronous
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
+        if self._swap is not None:
+            n = shard.numel()
+            return self._swap.send(whole.narrow(0, self._swap.peer * n, n), shard, asynchronous)
+        self._options.asyncOp = asynchronous
         return self.group._allgather_base(whole, shard, self._options)
 
     def sent_bytes(self, whole: Tensor) -> int:
@@ -116,6 +143,7 @@ class Reduce:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._streams = device.type == "cuda"
+        self._swap = _swap(group, device)
         self._in_place = self.world == 1 or (self._streams and backend_of(group, device) == "nccl")
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
@@ -133,8 +161,8 @@ class Reduce:
     def needs(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of receive buffer and fp32 elements of scratch that a buffer of ``numel`` elements takes."""
         chunk = numel // self.world
-        peers = 1 if self.world == 2 else self.world
-        received = 0 if self._in_place else peers * chunk * dtype.itemsize
+        chunks = self.world if self._swap is None else 1
+        received = 0 if self._in_place else chunks * chunk * dtype.itemsize
         if dtype in _SUMMED:
             return received, 0
         return received, chunk if self._in_place else 2 * min(chunk, _PART)
@@ -160,14 +188,10 @@ class Reduce:
         if self._in_place:
             self._scatter.asyncOp = asynchronous
             return self.group._reduce_scatter_base(whole.narrow(0, self.rank * chunk, chunk), whole, self._scatter)
-        self._exchange.asyncOp = asynchronous
         received = self._chunks(whole)
-        if self.world == 2:  # nothing is sent to oneself
-            peer = 1 - self.rank
-            parts = [chunk, 0] if peer == 0 else [0, chunk]
-            return self.group.alltoall_base(
-                received, whole.narrow(0, peer * chunk, chunk), parts, parts, self._exchange
-            )
+        if self._swap is not None:
+            return self._swap.send(received, whole.narrow(0, self._swap.peer * chunk, chunk), asynchronous)
+        self._exchange.asyncOp = asynchronous
         return self.group.alltoall_base(received, whole, [], [], self._exchange)
 
     def total(self, whole: Tensor) -> Tensor:
@@ -193,7 +217,7 @@ class Reduce:
         if self._in_place:
             return (own,)
         received = self._chunks(whole)
-        if self.world == 2:
+        if self._swap is not None:
             return (received, own) if self.rank == 1 else (own, received)
         return received.chunk(self.world)
 
