@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
-from yafsdp_cc.engine.build import build
+from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.counters import Counters
+from yafsdp_cc.engine.cutter import Cutter
+from yafsdp_cc.engine.draft import Draft, Ranks
 from yafsdp_cc.engine.materialize import materialize, place_buffers
-from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.root import Root
-from yafsdp_cc.engine.survey import plan_for
+from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
-from yafsdp_cc.wire.exchange import rehearse
+from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -81,9 +82,9 @@ def shard(
             for index, each in enumerate(ignored_params or ())
         },
     )
-    mesh = _check_mesh(mesh) if mesh is not None else _all_ranks()
-    group = mesh.get_group()
-    device = _device(mesh)
+    mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
+    ranks = ranks_of(mesh)
+    group = ranks.group
     with refused_together(group):
         _check_model(model)
         check_no_optimizer(model, ignored_params or ())
@@ -100,15 +101,30 @@ def shard(
     check_settings(settings, group)
     check_equal(owned, group, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, group)
-    reduce_group = _another(group) if separate_reduce_group else group
-    root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
-    rehearse(root.gather, root.reductions.exchange, device)
-    prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
-    build(model, division, mesh, root, prepare, keep=reshard_after_forward is False)
-    buffers = place_buffers(model, device, param_init_fn)
+    reduce_group = second_group(ranks) if separate_reduce_group else group
+    rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
+    policy = mp_policy or MixedPrecisionPolicy()
+    cutter = Cutter(ranks, policy, _preparation(model, group, ranks.device, sync_module_states, param_init_fn))
+    inner = replace(policy, output_dtype=None)  # the model's output is meant
+    keeps = reshard_after_forward is False
+    drafts = [
+        Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role)
+        for spec in division.units
+    ]
+    own = drafts.pop() if drafts and drafts[-1].modules == (model,) else None
+    drafts.append(
+        Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
+    )
+    for draft in drafts:
+        draft.settings.keeps_after_forward = keeps and draft.role == "block"
+        draft.settings.separate_reduce_group = separate_reduce_group
+        draft.attach()
+        for module in draft.modules:
+            adopt(module)
+    buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
         broadcast(buffers, group)
-    root.plan = plan_for(root)
+    assemble(model)
     mark_optimizer_steps()
     return model
 
@@ -162,7 +178,7 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _all_ranks() -> DeviceMesh:
+def all_ranks() -> DeviceMesh:
     """A mesh of every rank; starts the process group from the launcher's environment."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -201,17 +217,10 @@ def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _another(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks; ranks outside of it take no part in making it."""
-    members = dist.get_process_group_ranks(group)
-    another: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
-    return another
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The ranks of a mesh, on this rank's device."""
+    kind = mesh.device_type
+    return Ranks(mesh, torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
 
 
 def _preparation(

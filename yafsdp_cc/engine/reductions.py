@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.slots import Ring, Slot
@@ -44,10 +43,10 @@ class Reductions:
         self.counters = counters
         self.exchange = Reduce(group, device)
         self.rings: dict[Role, Ring] = {}
-        self.synchronises = True
-        """Whether a backward reduces its gradients, or keeps them whole for a later one."""
-        self._divisor = Divisor(group.size(), device)
+        self.concludes = True
+        """Whether a backward waits for what it has sent, and reduces the small group."""
         self._own_slots: list[Slot] = []
+        self._trained: set[Flat] = set()
         self._sent: list[tuple[Slot, Flat, list[bool]]] = []
         """Reduces issued in the backward under way."""
         self._sums: Mailbox
@@ -60,8 +59,9 @@ class Reductions:
             members = [unit for unit in units if unit.role == role]
             size = max(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in members)
             if size:
-                count = min(2 if role == "block" else 1, len(members))
-                self.rings[role] = Ring(role, count, size, self.device, self.lane)
+                most = max(unit.draft.settings.gradient_slots for unit in members)
+                count = min(most if role == "block" else 1, len(members))
+                self.rings[role] = Ring(role, count, 0, size, self.device, self.lane)
         for unit in units:
             for flat in unit.flats:
                 if flat.trainable:
@@ -72,7 +72,8 @@ class Reductions:
 
     def train(self, flat: Flat) -> None:
         """Make what the gradients of ``flat`` need, if it was frozen until now."""
-        if flat.gradients is None:
+        if flat not in self._trained:
+            self._trained.add(flat)
             self._land()  # the receive buffer may have to grow
             self.exchange.reserve(flat.layout.numel, flat.wire)
             flat.train(self.wrap)
@@ -101,12 +102,12 @@ class Reductions:
         slot, exchange = space.slot, self.exchange
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
 
-            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work | None]:
-                return [exchange.send(whole, asynchronous)]
+            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work]:
+                return exchange.send(whole, asynchronous)
 
             def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
                 assert flat.gradients is not None
-                flat.gradients.land(exchange.totals(whole), self._divisor, wrote)
+                flat.gradients.land(exchange.totals(whole), flat.divisor, wrote)
 
             if exchange.one_at_a_time:
                 self._land()
@@ -137,7 +138,7 @@ class Reductions:
         self.journal.write(_SMALL)
         totals = small.send(words + self.journal.sums(), self.lane)
         self.counters.reduced_bytes += small.wire_bytes
-        small.land(self._divisor, self.wrap)
+        small.land(self.wrap)
         # On CUDA these are the numbers of the backward before, so as not to wait for this one.
         sums = self._sums.receive(totals[-self.journal.width() :])
         if sums is not None:
@@ -155,6 +156,11 @@ class Reductions:
                 if hooks and piece.parameter.grad is not None:
                     for hook in hooks.values():
                         hook(piece.parameter)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was sent has still to land."""
+        return not self._sent
 
     def recover(self) -> None:
         """Drop what an interrupted backward has sent or was about to send."""

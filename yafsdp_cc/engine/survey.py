@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
-    units = root.units
+    units = [unit for unit in root.units if unit.flats]
     forward = sum(_gathered(root, unit) for unit in units)
     trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
     pieces = [piece for unit in units for piece in unit.pieces]
@@ -48,11 +48,14 @@ def _gathered(root: Root, unit: Unit) -> int:
 def _regathered(root: Root) -> list[Unit]:
     """Units whose slot holds another one when the backward comes to them, if the forward ran them in module order."""
     last = {id(unit.home.slot): unit for unit in root.units}
-    return [unit for unit in root.units if unit.read_in_backward and last[id(unit.home.slot)] is not unit]
+    return [
+        unit for unit in root.units if unit.flats and unit.read_in_backward and last[id(unit.home.slot)] is not unit
+    ]
 
 
 def _unit(root: Root, unit: Unit) -> PlannedUnit:
     trainable = [piece for piece in unit.pieces if piece.parameter.requires_grad]
+    ring = root.weight_rings[unit.role]
     return PlannedUnit(
         name=unit.name,
         role=unit.role,
@@ -61,7 +64,7 @@ def _unit(root: Root, unit: Unit) -> PlannedUnit:
         elements=sum(piece.extent.numel for piece in unit.pieces),
         padded=sum(flat.layout.numel for flat in unit.flats),
         dtypes=tuple(dict.fromkeys(str(flat.compute).removeprefix("torch.") for flat in unit.flats)),
-        slot=root.weight_rings[unit.role].slots.index(unit.home.slot),
+        slot=[*ring.slots, *ring.kept].index(unit.home.slot),
     )
 
 
@@ -69,8 +72,8 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     weights, gradients = root.weight_rings[role], root.reductions.rings.get(role)
     return PlannedRing(
         role=weights.role,
-        weight_slots=len(weights.slots),
-        weight_slot_bytes=weights.slots[0].buffer.nbytes,
+        weight_slots=len(weights.slots) + len(weights.kept),
+        weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,
     )

@@ -112,6 +112,10 @@ class Cut:
             return True
         return self.shape == other.shape and self.bounds == other.bounds and self.mesh == other.mesh
 
+    def rename(self, name: str) -> None:
+        """Call the parameter ``name`` from now on: what shards a part of a model does not know its full name."""
+        object.__setattr__(self, "name", name)
+
     def __str__(self) -> str:
         if self.bounds is None:
             return f"'{self.name}' (replicated {list(self.shape)})"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.plan import Role
@@ -37,16 +38,23 @@ class Unit:
     latter and sent by ``reduce`` when the last gate of the unit has run.
     """
 
-    def __init__(self, root: Root, name: str, role: Role, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
+    def __init__(self, root: Root, draft: Draft, role: Role) -> None:
         self.root = root
-        self.name = name
+        self.draft = draft
+        self.name = name = draft.name
         self.role = role
-        self.modules = tuple(modules)
-        self.flats = tuple(flats)
+        self.modules = draft.modules
+        self.flats = flats = draft.flats
         self.pieces: tuple[Piece, ...] = tuple(piece for flat in flats for piece in flat.pieces)
         self.index = -1
+        policy = draft.policy
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype
         # An embedding's backward needs its indices alone.
-        self.read_in_backward = not all(type(module) is nn.Embedding for module in modules)
+        needless = all(type(module) is nn.Embedding for module in draft.modules)
+        self.read_in_backward = draft.settings.read_in_backward and not needless
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
         self.home: Weights
         self.recomputed = -1
         """The last backward that has run this unit again."""
@@ -69,6 +77,9 @@ class Unit:
         for piece in self.pieces:
             piece.claim = self.claim
         size = sum(flat.layout.numel * flat.compute.itemsize for flat in flats)
+        self.held: Weights | None = None
+        """Weights that ``unshard`` has asked for outside of a forward."""
+        self._shows_held = False
         self.gather_note, self.reduce_note = Note.of("gather", name), Note.of("reduce", name)
         self.gather_span = Span("gather", name, size)
         self.forward_span = Span("forward", name)
@@ -91,7 +102,7 @@ class Unit:
             _, _, borrowed = root.unit.enter((), {})
         weights = self.acquire()
         root.order.passed(self)
-        if (dtype := root.input_dtype) is not None:
+        if (dtype := self.input_dtype) is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, dtype))
         call: Call | None = None
         shown: Sequence[Tensor] = weights.views
@@ -114,6 +125,8 @@ class Unit:
             return output
         output = self._hand_out(entry, output)
         entry.weights.slot.release(self.root.gather_lane)
+        if not self.draft.settings.keeps_after_forward:
+            self.let_hold_go()
         if entry.borrowed is not None:
             assert self.root.unit is not None
             self.root.unit.leave(entry.borrowed, None)
@@ -128,7 +141,7 @@ class Unit:
         return output
 
     def _hand_out(self, entry: Entry, output: Any) -> Any:
-        call, address = entry.call, entry.weights.slot.address
+        call, address, dtype = entry.call, entry.weights.slot.address, self.output_dtype
         hook = None
         if call is not None:
             call.leave()
@@ -137,6 +150,8 @@ class Unit:
         def hand_out(tensor: Tensor) -> Tensor:
             if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
                 tensor = tensor.clone()  # a view of the weights, and their slot will be refilled
+            if dtype is not None:
+                tensor = cast(tensor, dtype)
             if hook is not None and tensor.requires_grad:
                 tensor.register_hook(hook)
             return tensor
@@ -233,12 +248,15 @@ class Unit:
     def prefetch(self) -> None:
         """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
         slot = self.home.slot
-        if slot.users == 0 and not self.holds(slot):
+        if self.flats and slot.users == 0 and not self.holds(slot):
             self._gather(self.home)
 
     def acquire(self) -> Weights:
         """The weights, whole and ready, in a slot that stays as it is until ``release``."""
-        weights, slot = self.home, self.home.slot
+        if self.held is not None and not self.holds(self.held.slot):
+            self.let_hold_go()  # the weights have changed since
+        weights = self.held or self.home
+        slot = weights.slot
         if not self.holds(slot):
             if slot.users:
                 weights = self._spill()
@@ -247,6 +265,40 @@ class Unit:
         slot.users += 1
         self.root.journal.wait(slot.ready)
         return weights
+
+    def hold(self) -> None:
+        """Gather the weights, and keep them whole until ``let_hold_go``."""
+        if self.held is not None and self.holds(self.held.slot):
+            return
+        self.let_hold_go()
+        self.held, slot = self.home, self.home.slot
+        if not self.holds(slot):
+            if slot.users:
+                self.held = self._spill()
+            self._gather(self.held)
+        self.held.slot.users += 1
+
+    def show_held(self) -> None:
+        """Let the owner modules see the weights that are held."""
+        if self.held is not None and not self._shows_held:
+            self._shows_held = True
+            self.root.journal.wait(self.held.slot.ready)
+            self.show(self.leaves(self.held))
+            self.root.small.refresh()
+            for piece in self.small:
+                piece.show_copy()
+
+    def let_hold_go(self) -> None:
+        """Release what ``hold`` has taken."""
+        held, self.held = self.held, None
+        if held is None:
+            return
+        held.slot.release(self.root.gather_lane)
+        if self._shows_held:
+            self._shows_held = False
+            self.hide()
+            for piece in self.small:
+                piece.hide()
 
     def regain(self, weights: Weights, *, needed: bool) -> bool:
         """Put this unit's weights back where a forward has read them, and hold the slot; whether it could.
@@ -279,11 +331,11 @@ class Unit:
         slot.owner, slot.stamp = self, self.stamp()
         slot.fills += 1
 
-        def start(asynchronous: bool) -> list[dist.Work | None]:
-            return [
-                root.gather.send(whole, flat.master, asynchronous)
-                for whole, flat in zip(weights.wholes, self.flats, strict=True)
-            ]
+        def start(asynchronous: bool) -> list[dist.Work]:
+            works = []
+            for whole, flat in zip(weights.wholes, self.flats, strict=True):
+                works += root.gather.send(whole, flat.master, asynchronous)
+            return works
 
         with self.gather_span:
             root.gather_lane.issue(slot.ready, start, after=slot.free)
@@ -328,7 +380,7 @@ class Unit:
 
     def _room(self) -> GradientSpace:
         root = self.root
-        if not root.reductions.synchronises:
+        if not self.draft.settings.synchronises:
             if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
                 root.reductions.tell_carried(root.units)
@@ -375,6 +427,7 @@ class Unit:
         if self.shown:
             del self.shown[1:]
             self.hide()
+        self.held, self._shows_held = None, False
         if self.gradient_space is not None:
             self.gradient_space.slot.owner = None
             self.gradient_space = None
