@@ -59,7 +59,7 @@ class Run:
         """Take down the gradients."""
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                self.figures[f"{self.count} gradient of {name}"] = whole(parameter.grad)
+                self.figures[f"{self.count} gradient of {name}"] = whole(parameter.grad).clone()
 
     def step(self) -> None:
         self.look()
@@ -75,7 +75,7 @@ class Run:
 
     def done(self) -> Figures:
         for name, value in self.model.state_dict().items():
-            self.figures[f"weight {name}"] = whole(value)
+            self.figures[f"weight {name}"] = whole(value).clone()
         return self.figures
 
 
@@ -361,6 +361,63 @@ def on_an_explicit_mesh(api: Api) -> Run:
     return run
 
 
+def _replicated(api: Api, **options: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return Run(api, mesh=mesh, **options)
+
+
+def with_replicas(api: Api) -> Run:
+    run = _replicated(api)
+    run.steps()
+    return run
+
+
+def with_replicas_in_bf16(api: Api) -> Run:
+    run = _replicated(api, mp_policy=BF16)
+    run.steps()
+    return run
+
+
+def with_replicas_summed_at_the_end(api: Api) -> Run:
+    run = _replicated(api)
+    for _ in range(2):
+        for part in range(3):
+            run.model.set_requires_all_reduce(part == 2)
+            run.backward()
+        run.step()
+    return run
+
+
+def with_replicas_synchronised_at_the_end(api: Api) -> Run:
+    run = _replicated(api)
+    for _ in range(2):
+        for part in range(3):
+            run.model.set_requires_gradient_sync(part == 2)
+            run.backward()
+        run.step()
+    return run
+
+
+def gathers_from_a_second_shard(api: Api) -> Run:
+    run = Run(api, reshard_after_forward=2)
+    for _ in range(2):
+        run.backward()
+        run.backward()
+        run.step()
+    return run
+
+
+def initialises_sharded_parameters(api: Api) -> Run:
+    with torch.device("meta"):
+        model = Transformer()
+    run = Run(api, model)
+    run.model.to_empty(device="cpu")
+    for name, parameter in run.model.named_parameters():
+        nn.init.constant_(parameter, 1.0 if "norm" in name else 0.02)
+    run.steps(1)
+    return run
+
+
 PROGRAMS: list[Callable[[Api], Run]] = [
     trains,
     in_five_units,
@@ -389,7 +446,16 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     scales,
     shares_lanes,
     on_an_explicit_mesh,
+    with_replicas,
+    with_replicas_in_bf16,
+    with_replicas_summed_at_the_end,
+    with_replicas_synchronised_at_the_end,
+    gathers_from_a_second_shard,
+    initialises_sharded_parameters,
 ]
+
+
+IN_BF16 = (in_bf16, in_mixed_policies, with_replicas_in_bf16)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -403,5 +469,5 @@ def side_by_side(program: Callable[[Api], Run]) -> None:
     assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
     for name, value in truth.items():
         distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
-        within = 2e-2 if program in (in_bf16, in_mixed_policies) else 1e-5 if "weight" in name else 1e-6
+        within = 2e-2 if program in IN_BF16 else 1e-5 if "weight" in name else 1e-6
         assert distance <= within, f"{name} is off by {distance:.1e}"

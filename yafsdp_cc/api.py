@@ -18,9 +18,10 @@ from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refus
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import Cutter
-from yafsdp_cc.engine.draft import Draft, Ranks
+from yafsdp_cc.engine.draft import Draft
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
+from yafsdp_cc.engine.ranks import Ranks
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
@@ -47,8 +48,9 @@ def shard(
 
     Args:
         model: any module; on the meta device it is materialised unit by unit.
-        mesh: a 1-D mesh of the ranks to cut across. None: all ranks; a process group is started from the launcher's
-            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+        mesh: the ranks to cut across, or (replicate, shard): cut across the second dimension, the same along the
+            first, gradients summed over both. None: cut across all ranks; a process group is started from the
+            launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
@@ -83,9 +85,9 @@ def shard(
         },
     )
     mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
-    ranks = ranks_of(mesh)
+    ranks = Ranks.of(mesh)
     group = ranks.group
-    with refused_together(group):
+    with refused_together(mesh):
         _check_model(model)
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
@@ -98,13 +100,13 @@ def shard(
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
     }
-    check_settings(settings, group)
-    check_equal(owned, group, values=not sync_module_states)
-    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, group)
+    check_settings(settings, mesh)
+    check_equal(owned, mesh, values=not sync_module_states)
+    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, mesh)
     reduce_group = second_group(ranks) if separate_reduce_group else group
     rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
     policy = mp_policy or MixedPrecisionPolicy()
-    cutter = Cutter(ranks, policy, _preparation(model, group, ranks.device, sync_module_states, param_init_fn))
+    cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn))
     inner = replace(policy, output_dtype=None)  # the model's output is meant
     keeps = reshard_after_forward is False
     drafts = [
@@ -123,7 +125,7 @@ def shard(
             adopt(module)
     buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
-        broadcast(buffers, group)
+        broadcast(buffers, mesh)
     assemble(model)
     mark_optimizer_steps()
     return model
@@ -207,38 +209,31 @@ def _end_process_group() -> None:
 
 
 def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}, shard() cuts across one: pass a 1-D mesh, "
-            'for example init_device_mesh("cpu", (world_size,))'
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: pass (shard) or (replicate, shard), for "
+            'example init_device_mesh("cpu", (world_size,)), or two dimensions of yours by name, mesh["dp", "fsdp"]'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")
     return mesh
 
 
-def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The ranks of a mesh, on this rank's device."""
-    kind = mesh.device_type
-    return Ranks(mesh, torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
-
-
 def _preparation(
     model: nn.Module,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    ranks: Ranks,
     sync: bool,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> Callable[[Sequence[OwnedParameter]], None]:
     """What gives the parameters of one unit their values, the same on every rank."""
 
     def prepare(owned: Sequence[OwnedParameter]) -> None:
-        fresh = materialize(owned, model, device, initialize)
+        fresh = materialize(owned, model, ranks.device, initialize)
         if sync:
             for each in owned:
-                each.parameter.data = each.parameter.data.to(device)
-            broadcast([each.parameter.data for each in owned], group)
+                each.parameter.data = each.parameter.data.to(ranks.device)
+            broadcast([each.parameter.data for each in owned], ranks.mesh)
         elif fresh:
-            check_equal(owned, group, values=True)
+            check_equal(owned, ranks.mesh, values=True)
 
     return prepare

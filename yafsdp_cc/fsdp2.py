@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from yafsdp_cc.api import all_ranks, ranks_of
+from yafsdp_cc.api import all_ranks
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
 from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
+from yafsdp_cc.engine.ranks import Ranks
 from yafsdp_cc.engine.tensor import FlatDTensor
 from yafsdp_cc.plan import check_no_optimizer
 from yafsdp_cc.plan.parameters import OwnedParameter, check_shardable, survey
@@ -74,7 +75,7 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
-        mesh: the 1-D mesh to cut across; None: all ranks.
+        mesh: the ranks to cut across, or (replicate, shard); None: cut across all ranks.
         reshard_after_forward: whether weights are dropped after forward and gathered again in backward. None: for all
             but the root.
         shard_placement_fn: may return None or ``Shard(0)``. Parameters are cut into flat ranges, so that no dimension
@@ -108,7 +109,7 @@ def fully_shard(
             _check_placement(one, shard_placement_fn(one.parameter))
     for each in modules:
         check_no_optimizer(each, ignored)
-    ranks = ranks_of(mesh)
+    ranks = Ranks.of(mesh)
 
     def prepare(members: Any) -> None:
         for one in members:
@@ -157,8 +158,8 @@ def _check_module(module: Any) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard expects a 1D DeviceMesh but got {mesh}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on the ranks of the mesh")
 
@@ -170,7 +171,7 @@ def _keeps_after_forward(reshard: Any, mesh: DeviceMesh) -> bool:
         raise ValueError(
             f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
         )
-    size = mesh.size()
+    size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
     if reshard not in (1, size):

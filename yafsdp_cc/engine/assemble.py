@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yafsdp_cc.engine.draft import Draft, Ranks
+    from yafsdp_cc.engine.draft import Draft
+    from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.plan import Role
 
 _ROOT = "_yafsdp_cc_root"
@@ -42,7 +43,8 @@ def assemble(model: nn.Module) -> Root:
     _check(drafts)
     _name(model, drafts)
     ranks = drafts[-1].ranks
-    for old in {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values():
+    before = {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values()
+    for old in before:
         old.retire()
     settings = drafts[-1].settings
     apart = settings.separate_reduce_group
@@ -52,6 +54,7 @@ def assemble(model: nn.Module) -> Root:
         drafts,
         ranks.group,
         second_group(ranks) if apart else ranks.group,
+        ranks.replicas,
         ranks.device,
         gather_lane,
         settings.lanes.reduces(ranks.device) if apart else gather_lane,
@@ -80,6 +83,8 @@ def assemble(model: nn.Module) -> Root:
         root.reductions.lane.ticket(),
     )
     root.adopt(units, small, units.get(own) if own is not None else None)
+    for old in before:
+        root.reductions.take_over(old.reductions)
     root.plan = plan_for(root)
     for draft in drafts:
         for module in draft.modules:

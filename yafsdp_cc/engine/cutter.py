@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from yafsdp_cc.engine.draft import Ranks
+    from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.plan import OwnedParameter
 
     Prepare: TypeAlias = Callable[[Sequence[OwnedParameter]], None]
@@ -42,7 +42,7 @@ class Cutter:
         self._prepare = prepare
         self._world: int = ranks.group.size()
         self._rank: int = ranks.group.rank()
-        self._divisor = Divisor(self._world, ranks.device)
+        self._divisor = Divisor(ranks.mesh.size(), ranks.device)
 
     def flats(self, owned: Sequence[OwnedParameter]) -> tuple[Flat, ...]:
         """The flats of one unit."""

@@ -15,28 +15,14 @@ from yafsdp_cc.engine.tensor import flat_dtensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.small import SmallBlock
     from yafsdp_cc.plan import Role
 
 _DRAFT = "_yafsdp_cc_draft"
-
-
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """Who shares the parameters, and on what device."""
-
-    mesh: DeviceMesh
-    device: torch.device
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self.mesh.get_group()
-        return group
 
 
 @dataclass

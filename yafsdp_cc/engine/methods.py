@@ -117,8 +117,21 @@ class Methods(FSDPModule):
             draft.settings.synchronises = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether a backward sums over replicas. Without replicas there is nothing to sum."""
+        """Whether a backward sums over the replicas of a 2-D mesh, or leaves that to a later one.
+
+        It is for all that one forward runs. Gradients are final, and in ``.grad``, after a backward that does.
+
+        Raises:
+            ValueError: this is not the root, or ``recurse`` is False.
+        """
         _check_bool("requires_all_reduce", requires_all_reduce)
+        module = _module(self)
+        root = current(module)
+        if root.reductions.replicas is None:
+            return
+        if root.model is not module or not recurse:
+            raise ValueError("set_requires_all_reduce is for the whole model: call it on the root, with recurse=True")
+        root.reductions.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for all reductions. Before one that does, gradients are not final."""

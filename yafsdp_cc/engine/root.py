@@ -47,6 +47,7 @@ class Root:
         drafts: Sequence[Draft],
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
         device: torch.device,
         gather_lane: Lane,
         reduce_lane: Lane,
@@ -58,8 +59,10 @@ class Root:
         self.gather = Gather(gather_group, device)
         self.gather_lane = gather_lane
         self.counters = Counters()
-        self.journal = Journal(gather_group.rank(), self.world, _get_default_store())
-        self.reductions = Reductions(reduce_group, device, reduce_lane, self.journal, self.counters)
+        replicated = 1 if replicas is None else replicas.size()
+        rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
+        self.journal = Journal(rank, self.world * replicated, _get_default_store())
+        self.reductions = Reductions(reduce_group, replicas, device, reduce_lane, self.journal, self.counters)
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
         self.post_optim_event: torch.Event | None = None
@@ -282,7 +285,7 @@ class Root:
             for unit in self.units:
                 if unit.draft.settings.synchronises and unit.gradient_space is not None:
                     unit.reduce()  # kept from backwards that did not synchronise
-            if self.reductions.concludes and any(draft.settings.synchronises for draft in self.drafts):
+            if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)
         for unit in self.units:
             unit.rest()

@@ -9,6 +9,7 @@ Cutting them would save nothing and cost a collective each. Their gradients cros
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.engine.replicas import Replicas
     from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
@@ -115,10 +117,10 @@ class SmallGroup:
         """Of what crosses ranks."""
         return self._wire.dtype
 
-    @property
-    def wire_bytes(self) -> int:
+    def wire_bytes(self, replicas: Replicas | None) -> int:
         """Bytes that this rank sends in one reduction."""
-        return self._reduce.sent_bytes(self._wire) + self._gather.sent_bytes(self._wire)
+        across = 0 if replicas is None else replicas.sent_bytes(self._wire[: self._wire.numel() // self._reduce.world])
+        return self._reduce.sent_bytes(self._wire) + self._gather.sent_bytes(self._wire) + across
 
     @property
     def owned_bytes(self) -> int:
@@ -162,24 +164,28 @@ class SmallGroup:
                 piece.deposit(leaf.grad)
                 leaf.grad = None
 
-    def send(self, words: Sequence[float], lane: Lane) -> Tensor:
-        """Sum the gradients and ``words`` over ranks; the summed words, on the group's device."""
+    def send(self, words: Sequence[float], lane: Lane, replicas: Replicas | None) -> Tensor:
+        """Sum the gradients and ``words`` over ranks and replicas; the summed words, on the group's device."""
         for piece in self.pieces:
             if not piece.written:
                 assert piece.target is not None
                 piece.target.zero_()
         self._said[:] = array("d", words)
         self._mail.send(self._saying, self._wire.narrow(0, self._elements, self._words))
-        if self._gather.world > 1:
+        if self._gather.world > 1 or replicas is not None:
             with self.span:
-                lane.issue(self._ticket, self._exchange, after=lane.reached())
+                lane.issue(self._ticket, partial(self._exchange, replicas), after=lane.reached())
                 self._ticket.wait()
         return self._totals.narrow(0, self._elements, self._words)
 
-    def _exchange(self, asynchronous: bool) -> Sequence[dist.Work]:
+    def _exchange(self, replicas: Replicas | None, asynchronous: bool) -> Sequence[dist.Work]:
         for work in self._reduce.send(self._wire, asynchronous):
             work.wait()
-        return self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)
+        total = self._reduce.total(self._wire)
+        if replicas is not None:
+            for work in replicas.send(total, asynchronous):
+                work.wait()
+        return self._gather.send(self._totals, total, asynchronous)
 
     def land(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
         """Add the summed gradients, divided, to ``.grad``; for each piece, whether this rank had written it."""

@@ -18,9 +18,10 @@ def plan_for(root: Root) -> Plan:
     forward = sum(_gathered(root, unit) for unit in units)
     trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
     pieces = [piece for unit in units for piece in unit.pieces]
-    small = root.small
+    small, replicas = root.small, root.reductions.replicas
     return Plan(
         world=root.world,
+        replicas=1 if replicas is None else replicas.world,
         units=tuple(_unit(root, unit) for unit in units),
         rings=tuple(_ring(root, role) for role in root.weight_rings),
         small=PlannedSmall(
@@ -32,13 +33,21 @@ def plan_for(root: Root) -> Plan:
             gather_forward=forward,
             gather_backward=sum(_gathered(root, unit) for unit in _regathered(root)),
             reduce=sum(flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1) for flat in trainable),
-            small=small.wire_bytes,
+            small=small.wire_bytes(replicas),
+            replicas=_shared(root),
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
+        replica_bytes=0 if replicas is None else replicas.owned_bytes,
         receive_bytes=root.reductions.exchange.owned_bytes,
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
+
+
+def _shared(root: Root) -> int:
+    """Bytes to sum over replicas what the shard's ranks have summed."""
+    replicas = root.reductions.replicas
+    return 0 if replicas is None else 2 * replicas.owned_bytes // replicas.world * (replicas.world - 1)
 
 
 def _gathered(root: Root, unit: Unit) -> int:
