@@ -407,17 +407,6 @@ def gathers_from_a_second_shard(api: Api) -> Run:
     return run
 
 
-def initialises_sharded_parameters(api: Api) -> Run:
-    with torch.device("meta"):
-        model = Transformer()
-    run = Run(api, model)
-    run.model.to_empty(device="cpu")
-    for name, parameter in run.model.named_parameters():
-        nn.init.constant_(parameter, 1.0 if "norm" in name else 0.02)
-    run.steps(1)
-    return run
-
-
 PROGRAMS: list[Callable[[Api], Run]] = [
     trains,
     in_five_units,
@@ -451,7 +440,6 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     with_replicas_summed_at_the_end,
     with_replicas_synchronised_at_the_end,
     gathers_from_a_second_shard,
-    initialises_sharded_parameters,
 ]
 
 
@@ -471,3 +459,103 @@ def side_by_side(program: Callable[[Api], Run]) -> None:
         distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
         within = 2e-2 if program in IN_BF16 else 1e-5 if "weight" in name else 1e-6
         assert distance <= within, f"{name} is off by {distance:.1e}"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sharded_parameters_are_initialised_as_plain_ones(replicas: int) -> None:
+    on_ranks(4, _initialised, replicas)
+
+
+def _initialised(replicas: int) -> None:
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model: Any = Transformer()
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block, mesh=mesh)
+    yafsdp_cc.fully_shard(model, mesh=mesh)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match=r"'.*weight' of '.*' is still on the meta device: call model.to_empty"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = Transformer()
+    model.to_empty(device="cpu")
+    for one in (model, plain):
+        torch.manual_seed(3)
+        for module in one.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter.detach()), plain.get_parameter(name)), name
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
+    model(tokens).square().mean().backward()
+    optimizer.step()
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+    "a list of modules without a forward": (
+        lambda m: yafsdp_cc.fully_shard(m.blocks),
+        ValueError,
+        "does not support containers",
+    ),
+    "what is no module": (lambda m: yafsdp_cc.fully_shard([m.blocks[0], 3]), ValueError, "got 3"),
+    "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], ValueError, "already been applied"),
+    "a tied parameter apart": (
+        lambda m: [setattr(m.head, "weight", m.embed.weight), *map(yafsdp_cc.fully_shard, (m.embed, m.head))],
+        ValueError,
+        "fully_shard\\(\\[one, other\\]\\)",
+    ),
+    "another dimension": (
+        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Shard(1)),
+        NotImplementedError,
+        "flat ranges",
+    ),
+    "a number of ranks": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3), ValueError, "a factor of 2"),
+    "a word": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward="yes"), ValueError, "a bool or an int"),
+    "another mesh inside": (
+        lambda m: [
+            yafsdp_cc.fully_shard(m.blocks[0]),
+            yafsdp_cc.fully_shard(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))),
+            m(torch.zeros(1, 2, dtype=torch.long)),
+        ],
+        ValueError,
+        "takes one mesh",
+    ),
+    "an optimizer before": (
+        lambda m: (torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m)),
+        ValueError,
+        "make it after",
+    ),
+    "a custom reduce-scatter": (
+        lambda m: yafsdp_cc.fully_shard(m).set_custom_reduce_scatter(None),
+        NotImplementedError,
+        "no meaning here",
+    ),
+    "no bool": (lambda m: yafsdp_cc.fully_shard(m).set_reshard_after_forward(1), ValueError, "should be a bool"),
+    "a divisor of nothing": (
+        lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor(0),
+        ValueError,
+        "other than 0",
+    ),
+    "a plain module to prefetch": (
+        lambda m: yafsdp_cc.fully_shard(m).set_modules_to_forward_prefetch([m.head]),
+        ValueError,
+        "Expects FSDPModule",
+    ),
+    "a reset inside": (
+        lambda m: [yafsdp_cc.fully_shard(m.blocks[0]), yafsdp_cc.fully_shard(m), m.blocks[0].reset_iter_state()],
+        RuntimeError,
+        "for the root module",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    on_ranks(2, _refused, case)
+
+
+def _refused(case: str) -> None:
+    attempt, error, said = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){said}"):
+        attempt(seeded(Transformer))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from yafsdp_cc.api import all_ranks
 from yafsdp_cc.engine.assemble import assembled
-from yafsdp_cc.engine.cutter import Cutter
+from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
 from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
@@ -202,7 +202,7 @@ def _owned(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[O
         for owned, paths in survey(module, ignored).items():
             if all(any(draft_of(each) is not None for each in path) for path in paths):
                 continue
-            if isinstance(owned.parameter, FlatDTensor):
+            if isinstance(owned.parameter, FlatDTensor) or cut_of(owned.parameter) is not None:
                 raise ValueError(
                     f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
                     "fully_shard([one, other])"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.root import Root
@@ -40,7 +41,7 @@ def assemble(model: nn.Module) -> Root:
         RuntimeError: parameters are still on the meta device, or gradients of micro-batches are held back.
     """
     drafts = drafts_below(model)
-    _check(drafts)
+    _check(model, drafts)
     _name(model, drafts)
     ranks = drafts[-1].ranks
     before = {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values()
@@ -118,7 +119,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
-def _check(drafts: Sequence[Draft]) -> None:
+def _check(model: nn.Module, drafts: Sequence[Draft]) -> None:
+    for name, parameter in model.named_parameters():
+        if (cut := cut_of(parameter)) is not None:
+            raise ValueError(
+                f"'{name}' was tied to '{cut.name}', which was sharded without it: gather both together, "
+                "fully_shard([one, other])"
+            )
     first = drafts[0]
     for draft in drafts:
         if draft.ranks.mesh != first.ranks.mesh:

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     Prepare: TypeAlias = Callable[[Sequence[OwnedParameter]], None]
 
 
+_GONE = "_yafsdp_cc_cut"
+
+
+def cut_of(parameter: nn.Parameter) -> Cut | None:
+    """Of a parameter that was whole once, what it was cut as; it has no elements any more."""
+    cut: Cut | None = parameter.__dict__.get(_GONE)
+    return cut
+
+
 class _Kind(NamedTuple):
     """Parameters that can share a flat buffer."""
 
@@ -102,3 +111,4 @@ class Cutter:
         piece.parameter, piece.local = parameter, local
         piece.install(parameter)
         whole.data = whole.new_empty(0)
+        whole.__dict__[_GONE] = piece.cut

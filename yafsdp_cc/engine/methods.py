@@ -181,9 +181,7 @@ class Methods(FSDPModule):
         module = _module(self)
         root = current(module)
         if root.model is not module:
-            raise RuntimeError(
-                "reset_iter_state should be called on the root module: what fully_shard was applied to last"
-            )
+            raise RuntimeError("reset_iter_state is for the root module, the outermost that is sharded")
         root.recover()
 
     # What is not there -------------------------------------------------------------------------------------------
