@@ -70,7 +70,7 @@ class ShardedModule(FSDPModule):
         """Let ``.to()`` and its like move buffers; parameters stay where and what they are."""
         assert isinstance(self, nn.Module)
         for name, parameter in self.named_parameters(recurse=recurse):
-            if isinstance(parameter, FlatDTensor) and fn(parameter.to_local()) is not parameter.to_local():
+            if isinstance(parameter, FlatDTensor) and not _is_unchanged(parameter.to_local(), fn):
                 raise RuntimeError(
                     f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
                     "do that before shard(), or choose the dtype of the forward with mp_policy"
@@ -92,6 +92,14 @@ class ShardedModule(FSDPModule):
             f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
             "model.state_dict() with torch.distributed.checkpoint"
         )
+
+
+def _is_unchanged(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    after = fn(tensor)
+    if after is tensor:
+        return True
+    # Frameworks say "cpu:0", which copies what lies on "cpu".
+    return after.dtype == tensor.dtype and after.device == tensor.device and torch.equal(after, tensor)
 
 
 def root_of(module: nn.Module) -> Root:
