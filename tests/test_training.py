@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -269,7 +269,9 @@ def _no_sync() -> None:
             model.set_requires_gradient_sync(False)
             square(model, mine(micro)).backward()
         assert yafsdp_cc.counters_of(model).reduced_bytes == before
-        model.set_requires_gradient_sync(True)
+        for module in model.modules():  # as frameworks do
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(True, recurse=False)
         square(model, mine(batches[-1])).backward()
         truth = added(*(means(plain, square, micro) for micro in batches))
         same_gradients(model, truth, within=1e-6)

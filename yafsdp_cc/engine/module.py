@@ -47,18 +47,21 @@ class ShardedModule(FSDPModule):
         after True, which reduces what has come together. All ranks must say the same. Left alone, every micro-batch
         is reduced into the sharded gradients and nothing whole is kept.
 
+        It is for the whole sharded model, with or without ``recurse``. A module inside may only be told the same as the
+        whole: frameworks go through all modules, the outermost first.
+
         Raises:
-            ValueError: called on a module inside the sharded model, or with ``recurse=False``: the engine
-                synchronises all units together.
+            ValueError: a module inside the sharded model is told something else.
         """
         assert isinstance(self, nn.Module)
         root = root_of(self)
-        if not recurse or getattr(self, _ENGINE, None) is not root:
+        if getattr(self, _ENGINE, None) is root:
+            root.reductions.synchronises = requires_gradient_sync
+        elif root.reductions.synchronises is not requires_gradient_sync:
             raise ValueError(
                 "set_requires_gradient_sync is for the whole sharded model: call it on the module that was given to "
-                "shard(), without recurse=False"
+                "shard()"
             )
-        root.reductions.synchronises = requires_gradient_sync
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
