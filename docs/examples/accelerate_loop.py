@@ -24,7 +24,7 @@ def make_model():
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = yafsdp_cc.shard(make_model())
-data = TensorDataset(torch.randn(64, 32), torch.randint(5, (64,)))
+data = TensorDataset(torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 5)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after shard, as ever
 accept_sharded(accelerator, model)
 model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8))
