@@ -360,6 +360,33 @@ def _reduced_bytes(model: nn.Module) -> int:
     return found
 
 
+@pytest.mark.parametrize("reshard", [None, False])
+def test_frozen_weights_in_slots_of_their_own_are_gathered_once(reshard: bool | None) -> None:
+    on_ranks(2, _gathered_once, reshard)
+
+
+def _gathered_once(reshard: bool | None) -> None:
+    def build() -> nn.Module:
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+        for block in blocks:
+            block[0].requires_grad_(False)  # type: ignore[index]
+        return blocks
+
+    model, plain = twins(build, units=["*"], reshard_after_forward=reshard)
+    one = WIDTH * WIDTH * 4 // 2  # what a rank sends for one matrix
+    counters = yafsdp_cc.counters_of(model)
+    sent = []
+    for step in range(3):
+        before = counters.gathered_bytes
+        trains_on(model, plain, square, [inputs(step=step)])
+        sent.append(counters.gathered_bytes - before)
+    if reshard is False:
+        assert sent == [8 * one, 4 * one, 4 * one]
+        assert yafsdp_cc.plan_of(model).wire.gather_forward == 4 * one
+    else:  # four blocks, and two of them again; the frozen halves of those two are still there in the next step
+        assert sent == [12 * one, 10 * one, 10 * one]
+
+
 def test_a_frozen_model_passes_gradients_to_its_input() -> None:
     on_ranks(2, _all_frozen)
 
