@@ -1360,8 +1360,10 @@ def test_a_compiled_forward_has_no_graph_break(backend: str, when: str) -> None:
 
 def _compiled(backend: str, when: str) -> None:
     def compiled(model: Any) -> nn.Module:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        first, *others = model.blocks
+        first.forward = torch.compile(first.forward, backend=backend, fullgraph=True)
+        for block in others:
+            block.compile(backend=backend, fullgraph=True)  # with its hooks
         return model  # type: ignore[no-any-return]
 
     model, plain = seeded(Transformer), seeded(Transformer)

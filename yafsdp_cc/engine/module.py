@@ -150,7 +150,8 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hidden(*args)
         return hook(*args)
 
-    return call
+    # module.compile() has hooks compiled by themselves: not this one, only what it may call.
+    return torch._dynamo.decorators.skip(call)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
