@@ -126,6 +126,7 @@ def _moved() -> None:
     yafsdp_cc.shard(model)
     before = list(model.parameters())
     assert model.to("cpu") is model
+    assert model.to("cpu:0") is model
     assert model.float() is model
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 

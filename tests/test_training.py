@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -269,7 +269,9 @@ def _no_sync() -> None:
             model.set_requires_gradient_sync(False)
             square(model, mine(micro)).backward()
         assert yafsdp_cc.counters_of(model).reduced_bytes == before
-        model.set_requires_gradient_sync(True)
+        for module in model.modules():  # as frameworks do
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(True, recurse=False)
         square(model, mine(batches[-1])).backward()
         truth = added(*(means(plain, square, micro) for micro in batches))
         same_gradients(model, truth, within=1e-6)
@@ -356,6 +358,33 @@ def _reduced_bytes(model: nn.Module) -> int:
     model.zero_grad()
     found: int = yafsdp_cc.counters_of(model).reduced_bytes - before
     return found
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_frozen_weights_in_slots_of_their_own_are_gathered_once(reshard: bool | None) -> None:
+    on_ranks(2, _gathered_once, reshard)
+
+
+def _gathered_once(reshard: bool | None) -> None:
+    def build() -> nn.Module:
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+        for block in blocks:
+            block[0].requires_grad_(False)  # type: ignore[index]
+        return blocks
+
+    model, plain = twins(build, units=["*"], reshard_after_forward=reshard)
+    one = WIDTH * WIDTH * 4 // 2  # what a rank sends for one matrix
+    counters = yafsdp_cc.counters_of(model)
+    sent = []
+    for step in range(3):
+        before = counters.gathered_bytes
+        trains_on(model, plain, square, [inputs(step=step)])
+        sent.append(counters.gathered_bytes - before)
+    if reshard is False:
+        assert sent == [8 * one, 4 * one, 4 * one]
+        assert yafsdp_cc.plan_of(model).wire.gather_forward == 4 * one
+    else:  # four blocks, and two of them again; the frozen halves of those two are still there in the next step
+        assert sent == [12 * one, 10 * one, 10 * one]
 
 
 def test_a_frozen_model_passes_gradients_to_its_input() -> None:
@@ -1331,8 +1360,10 @@ def test_a_compiled_forward_has_no_graph_break(backend: str, when: str) -> None:
 
 def _compiled(backend: str, when: str) -> None:
     def compiled(model: Any) -> nn.Module:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        first, *others = model.blocks
+        first.forward = torch.compile(first.forward, backend=backend, fullgraph=True)
+        for block in others:
+            block.compile(backend=backend, fullgraph=True)  # with its hooks
         return model  # type: ignore[no-any-return]
 
     model, plain = seeded(Transformer), seeded(Transformer)

@@ -47,7 +47,7 @@ class ShardedModule(Methods):
         for name, parameter in self.named_parameters(recurse=recurse):
             if not isinstance(parameter, FlatDTensor) or parameter.to_local().is_meta:
                 continue
-            if fn(parameter.to_local()) is not parameter.to_local():
+            if not _is_unchanged(parameter.to_local(), fn):
                 raise RuntimeError(
                     f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
                     "do that before shard(), or choose the dtype of the forward with mp_policy"
@@ -75,6 +75,14 @@ class ShardedModule(Methods):
             f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
             "model.state_dict() with torch.distributed.checkpoint"
         )
+
+
+def _is_unchanged(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    after = fn(tensor)
+    if after is tensor:
+        return True
+    # Frameworks say "cpu:0", which copies what lies on "cpu".
+    return after.dtype == tensor.dtype and after.device == tensor.device and torch.equal(after, tensor)
 
 
 def root_of(module: nn.Module) -> Root:
@@ -139,7 +147,8 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hidden(*args)
         return hook(*args)
 
-    return call
+    # module.compile() has hooks compiled by themselves: not this one, only what it may call.
+    return torch._dynamo.decorators.skip(call)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -30,8 +30,8 @@ class Slot:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.address = self.buffer.data_ptr()
         self.owner: object | None = None
-        self.stamp: object = None
-        """The version of what was filled in; a content with another stamp is stale."""
+        self.stamp: tuple[int, ...] = ()
+        """The versions of what was filled in; where another is wanted, the content is stale."""
         self.fills = 0
         self.users = 0
         """Computations under way that read or write the content."""

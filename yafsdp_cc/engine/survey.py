@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
     units = [unit for unit in root.units if unit.flats]
-    forward = sum(_gathered(root, unit) for unit in units)
+    forward = sum(_gathered(root, unit) - _kept(root, unit) for unit in units)
     trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
     pieces = [piece for unit in units for piece in unit.pieces]
     small, replicas = root.small, root.reductions.replicas
@@ -52,6 +52,14 @@ def _shared(root: Root) -> int:
 
 def _gathered(root: Root, unit: Unit) -> int:
     return sum(root.gather.sent_bytes(whole) for whole in unit.home.wholes)
+
+
+def _kept(root: Root, unit: Unit) -> int:
+    """Bytes for frozen weights that stay where the first step has gathered them: nobody else uses the slot."""
+    if any(other.home.slot is unit.home.slot for other in root.units if other is not unit):
+        return 0
+    wholes = zip(unit.home.wholes, unit.flats, strict=True)
+    return sum(root.gather.sent_bytes(whole) for whole, flat in wholes if not flat.trainable)
 
 
 def _regathered(root: Root) -> list[Unit]:

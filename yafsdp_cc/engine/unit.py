@@ -236,10 +236,9 @@ class Unit:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def stamp(self) -> object:
-        """Changes whenever the shard does."""
-        flats = self.flats
-        return flats[0].master._version if len(flats) == 1 else tuple(flat.master._version for flat in flats)
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever the shard does, flat by flat."""
+        return tuple([flat.master._version for flat in self.flats])
 
     def holds(self, slot: Slot) -> bool:
         """Whether the slot has, or is being filled with, this unit's present weights."""
@@ -328,19 +327,26 @@ class Unit:
     def _gather(self, weights: Weights) -> None:
         root, slot = self.root, weights.slot
         slot.ready.settle()
-        slot.owner, slot.stamp = self, self.stamp()
+        stamp = self.stamp()
+        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
+        stale = [
+            (whole, flat.master)
+            for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
+            if slot.owner is not self or slot.stamp[place] != stamp[place]
+        ]
+        slot.owner, slot.stamp = self, stamp
         slot.fills += 1
 
         def start(asynchronous: bool) -> list[dist.Work]:
             works = []
-            for whole, flat in zip(weights.wholes, self.flats, strict=True):
-                works += root.gather.send(whole, flat.master, asynchronous)
+            for whole, master in stale:
+                works += root.gather.send(whole, master, asynchronous)
             return works
 
         with self.gather_span:
             root.gather_lane.issue(slot.ready, start, after=slot.free)
         root.journal.write(self.gather_note)
-        root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole in weights.wholes)
+        root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole, _ in stale)
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1

@@ -61,7 +61,7 @@ class PlannedSmall:
 
 @dataclass(frozen=True)
 class PlannedWire:
-    """Bytes one rank sends in one step (as many arrive)."""
+    """Bytes one rank sends in one step (as many arrive); the first also gathers frozen weights that then stay."""
 
     gather_forward: int
     gather_backward: int

@@ -1,0 +1,51 @@
+"""A model sharded by yafsdp_cc in a training loop of Accelerate.
+
+yafsdp-cc launch --standalone --nproc-per-node=2 docs/examples/accelerate_loop.py
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import yafsdp_cc
+from yafsdp_cc.integrations.accelerate import accept_sharded
+
+
+def make_model():
+    torch.manual_seed(0)  # the same on every rank
+    blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+    return nn.Sequential(nn.Linear(32, 32), *blocks, nn.Linear(32, 5))
+
+
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
+model = yafsdp_cc.shard(make_model())
+data = TensorDataset(torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after shard, as ever
+accept_sharded(accelerator, model)
+model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8))
+
+losses = []
+for inputs, targets in batches:
+    loss = F.cross_entropy(model(inputs), targets)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+accelerator.print("losses", " ".join(f"{loss:.4f}" for loss in losses))
+
+folder = [tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)
+accelerator.save_state(folder[0])  # parts, by torch.distributed.checkpoint
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.zero_()
+accelerator.load_state(folder[0])
+whole = accelerator.get_state_dict(model)  # on rank 0; the others take part and get nothing
+if accelerator.is_main_process:
+    accelerator.print("whole", {name: tuple(tensor.shape) for name, tensor in whole.items()})

@@ -1,0 +1,103 @@
+"""Lightning's Fabric and Trainer train, save and load a model that their own hooks shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+import yafsdp_cc
+from tests import reference
+from tests.integrations.examples import as_launched, on_example, same, whole
+from tests.ranks import on_ranks
+
+pytest.importorskip("lightning", reason="lightning is not installed (extra 'frameworks')")
+
+
+def _loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets)
+
+
+def _truth(ran: dict[str, Any], shuffled: bool) -> tuple[nn.Module, list[float]]:
+    """Lightning deals samples out by torch's sampler; its Trainer has shuffled them before."""
+    plain = ran["make_model"]()
+
+    def dealt(rank: int) -> list[tuple[torch.Tensor, ...]]:
+        order = list(DistributedSampler(ran["data"], num_replicas=2, rank=rank, shuffle=shuffled))
+        return list(zip(*(tensor[order].split(8) for tensor in ran["data"].tensors), strict=True))
+
+    batches = list(zip(dealt(0), dealt(1), strict=True))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+
+    def gradients(step: int) -> tuple[float, reference.Gradients]:
+        return reference.mean_gradients(plain, _loss, batches[step])
+
+    return plain, reference.train(plain, optimizer, gradients, len(batches), clip=0.5)
+
+
+def test_the_example_of_fabric_equals_one_process() -> None:
+    on_example("lightning_fabric", _check_fabric)
+
+
+def _check_fabric(ran: dict[str, Any]) -> None:
+    plain, losses = _truth(ran, shuffled=False)
+    assert ran["losses"] == pytest.approx(losses, rel=1e-5)
+    same(whole(ran["model"].module), plain)  # after it was zeroed and loaded
+
+
+def test_the_example_of_the_trainer_equals_one_process() -> None:
+    on_example("lightning_trainer", _check_trainer)
+
+
+def _check_trainer(ran: dict[str, Any]) -> None:
+    plain, losses = _truth(ran, shuffled=True)
+    assert ran["model"].losses == pytest.approx(losses, rel=1e-5)
+    same(whole(ran["model"].net), plain)
+    saved = ran["trainer"].checkpoint_callback.best_model_path
+    with torch.no_grad():
+        for parameter in ran["model"].parameters():
+            parameter.zero_()
+    ran["trainer"].strategy.load_checkpoint(saved)
+    same(whole(ran["model"].net), plain)
+
+
+def test_accumulation_with_fabric() -> None:
+    on_ranks(2, _accumulate)
+
+
+def _accumulate() -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    as_launched()
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        return yafsdp_cc.shard(model, units=[nn.Linear], mesh=mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 5))
+    torch.manual_seed(0)
+    model = fabric.setup_module(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 5)))
+    inputs, targets = torch.randn(3, 2, 8, 32), torch.randint(5, (3, 2, 8))
+    counters = yafsdp_cc.counters_of(model.module)
+    reduced = []
+    for micro in range(3):
+        with fabric.no_backward_sync(model, enabled=micro < 2):
+            fabric.backward(_loss(model, (inputs[micro, fabric.global_rank], targets[micro, fabric.global_rank])))
+        reduced.append(counters.reduced_bytes)
+    assert reduced[:2] == [0, 0]
+    assert reduced[2] > 0
+    parts = [
+        reference.mean_gradients(plain, _loss, list(zip(inputs[micro], targets[micro], strict=True)))[1]
+        for micro in range(3)
+    ]
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.module.named_parameters()}
+    same(found, {name: sum(part[name] for part in parts) for name in found})  # type: ignore[misc]

@@ -1,0 +1,60 @@
+"""LoRA adapters train on a sharded frozen model, whose weights are gathered once where there is room to keep them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import yafsdp_cc
+from tests import reference
+from tests.integrations.examples import on_example, same, whole
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+peft = pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def test_the_example_equals_one_process() -> None:
+    on_example("peft_lora", _check)
+
+
+def _check(ran: dict[str, Any]) -> None:
+    plain, model, tokens = ran["make_model"](), ran["model"], ran["tokens"]
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3)
+
+    def gradients(step: int) -> tuple[float, reference.Gradients]:
+        return reference.mean_gradients(plain, _loss, [tokens[2 * step], tokens[2 * step + 1]])
+
+    losses = torch.tensor(reference.train(plain, optimizer, gradients, steps=4, clip=0.5))
+    mine = torch.tensor(ran["losses"])
+    dist.all_reduce(mine)
+    torch.testing.assert_close(mine / 2, losses)
+    same(whole(model), plain)
+    _check_bytes(model, ran["gathered"])
+    if dist.get_rank() == 0:
+        _check_saved(plain, ran)
+
+
+def _check_bytes(model: nn.Module, gathered: list[int]) -> None:
+    """A rank sends the half of each matrix that it owns: all in the first step, those of the adapters afterwards."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    first, *rest = (now - before for before, now in pairwise(gathered))
+    assert first == sum(p.numel() for p in matrices) * 4 // 2
+    assert rest == [sum(p.numel() for p in matrices if p.requires_grad) * 4 // 2] * 3
+    assert yafsdp_cc.plan_of(model).wire.gather_forward == rest[0]
+    assert yafsdp_cc.counters_of(model).spills == 0
+
+
+def _check_saved(plain: nn.Module, ran: dict[str, Any]) -> None:
+    base = ran["make_model"]().unload()
+    loaded = peft.PeftModel.from_pretrained(base, ran["folder"], is_trainable=True)
+    same(dict(loaded.named_parameters()), plain)

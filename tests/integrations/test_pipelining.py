@@ -1,0 +1,68 @@
+"""Sharded stages of a pipeline: the numbers of one process, and one reduce in a step of several micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
+
+import yafsdp_cc
+from tests import reference
+from tests.integrations.examples import on_example, same, whole
+from tests.ranks import on_ranks
+from yafsdp_cc.integrations.pipelining import ShardedStage
+
+
+def _loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(inputs), inputs.flip(-1))
+
+
+def test_the_example_equals_one_process() -> None:
+    on_example("pipeline", _check, world=4)
+
+
+def _check(ran: dict[str, Any]) -> None:
+    plain, inputs, module = nn.Sequential(*ran["make_stages"]()), ran["inputs"], ran["module"]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    losses = reference.train(
+        plain, optimizer, lambda step: reference.mean_gradients(plain, _loss, list(inputs[step])), 3, clip=float("inf")
+    )
+    same(whole(module), plain[ran["place"]])
+    found = torch.tensor(ran["losses"] or [0.0] * 3)
+    torch.distributed.all_reduce(found)
+    torch.testing.assert_close(found / 2, torch.tensor(losses))
+    planned = yafsdp_cc.plan_of(module).wire
+    assert ran["reduced"] == [step * (planned.reduce + planned.small) for step in (1, 2, 3)]
+    assert ran["gathered"] == [step * planned.gather_forward for step in (1, 2, 3)]
+    assert yafsdp_cc.counters_of(module).spills == 0
+    with pytest.raises(NotImplementedError, match=r"in two parts.*Schedule1F1B"):
+        ran["stage"].backward_maybe_with_nosync("input", {})
+
+
+def test_gradients_of_a_schedule_that_keeps_all_micro_batches() -> None:
+    on_ranks(4, _gpipe)
+
+
+def _gpipe() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))) for _ in range(2)))
+    torch.manual_seed(0)
+    halves = nn.Sequential(*(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))) for _ in range(2)))
+    module = yafsdp_cc.shard(halves[place], units=[nn.Linear], mesh=mesh["data"])
+    stage = ShardedStage(module, place, 2, torch.device("cpu"), group=mesh["pipeline"].get_group())
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.mse_loss)
+    inputs = torch.randn(2, 8, 32)
+    if place == 0:
+        schedule.step(inputs[rank])
+    else:
+        schedule.step(target=inputs[rank].flip(-1))
+    truth = reference.mean_gradients(plain, _loss, list(inputs))[1]
+    found = {f"{place}.{name}": parameter.grad.full_tensor() for name, parameter in module.named_parameters()}
+    same(found, {name: gradient for name, gradient in truth.items() if name in found})  # type: ignore[misc]

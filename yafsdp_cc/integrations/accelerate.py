@@ -1,0 +1,59 @@
+"""Accelerate leaves a model that is sharded already as it is, and saves its parts.
+
+Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, told of FSDP2, it finds
+the optimizer's new parameters by their addresses, and all parameters that a rank owns nothing of have the same one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from yafsdp_cc.engine.module import root_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
+    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has cut, as one of FSDP2; returns the same object.
+
+    ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
+    ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
+    with stays; of its settings only those of saving matter.
+
+    Raises:
+        ValueError: ``model`` is not sharded, or the plugin is for the first FSDP.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    root_of(model)
+    state: Any = accelerator.state
+    if getattr(state, "fsdp_plugin", None) is None:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="no_wrap",
+            cpu_ram_efficient_loading=False,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+    if state.fsdp_plugin.fsdp_version != 2:
+        raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
+    # Every new AcceleratorState, a data loader makes one, copies what PartialState says.
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+    def prepare(*objects: Any) -> tuple[Any, ...]:
+        prepared = [_prepare(accelerator, each) for each in objects]
+        # Schedulers come last: they look for their optimizer among what is prepared.
+        return tuple(each if isinstance(each, nn.Module) else accelerator._prepare_one(each) for each in prepared)
+
+    accelerator._prepare_fsdp2 = prepare
+    return accelerator
+
+
+def _prepare(accelerator: Accelerator, each: Any) -> Any:
+    if not isinstance(each, nn.Module):
+        return accelerator._prepare_one(each, first_pass=True)
+    root_of(each)  # or Accelerate would shard it, or wrap it, and nobody notice
+    return accelerator.prepare_model(each, evaluation_mode=True)

@@ -1,0 +1,72 @@
+"""What a torchtitan ``ModelSpec`` takes as ``parallelize_fn`` to have its model sharded by ``yafsdp_cc``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from yafsdp_cc.api import shard
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> nn.Module:
+    """Apply torchtitan's activation checkpointing and compilation to a decoder, and shard it over ``dp_shard``.
+
+    The arguments are those that torchtitan calls a ``parallelize_fn`` with. A model on the meta device is given its
+    values here, unit by unit, and not by the Trainer's ``init_weights`` afterwards: that would see parts of parameters.
+
+    Raises:
+        NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, for
+            offloading, or for activations that are DTensors.
+    """
+    for name in ("dp_replicate", "tp", "cp", "pp", "ep"):
+        if getattr(parallel_dims, name) > 1:
+            raise NotImplementedError(
+                f"yafsdp_cc shards over dp_shard alone, and {name}={getattr(parallel_dims, name)}"
+            )
+    if training.enable_cpu_offload:
+        raise NotImplementedError("yafsdp_cc does not offload parameters: set training.enable_cpu_offload to False")
+    if parallelism.spmd_backend == "full_dtensor":
+        raise NotImplementedError(
+            'yafsdp_cc shows models plain tensors: spmd_backend "spmd_types" or "partial_dtensor"'
+        )
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        from torchtitan.distributed.compile import apply_compile
+
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    # The head, too: the Trainer calls it by itself where it computes the loss in chunks.
+    ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
+    shard(
+        model,
+        mesh=parallel_dims.get_mesh("batch"),
+        units=["layers.*", *sorted(ends)],
+        reshard_after_forward=False if parallelism.fsdp_reshard_after_forward == "never" else None,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        ),
+        param_init_fn=_initialize,
+    )
+    # What the Trainer calls next, for models that are on the meta device still.
+    model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
+    return model
+
+
+def _initialize(module: Any) -> None:
+    if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        module._init_self_parameters()
+    module._init_self_buffers()

@@ -1,0 +1,35 @@
+"""The Trainer of Hugging Face Transformers trains a model that is sharded already, and saves its parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from yafsdp_cc.integrations.accelerate import accept_sharded
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
+
+
+def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
+    """Let ``trainer``, made with a model that ``yafsdp_cc.shard`` has cut, train it as it would train FSDP2's.
+
+    It then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
+    ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes whole weights for
+    ``from_pretrained``. Call it before ``trainer.train()``; returns the same object.
+
+    Raises:
+        ValueError: the trainer's model is not sharded.
+    """
+    accept_sharded(trainer.accelerator, trainer.model)
+    trainer.is_fsdp_enabled = True
+    save = trainer.save_model
+
+    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call:  # by the user: the Trainer itself would write nothing, and not say so
+            trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
+        save(output_dir, _internal_call)
+
+    trainer.save_model = save_model
+    return trainer
