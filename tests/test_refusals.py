@@ -88,7 +88,7 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype for a policy": ({"mp_policy": torch.bfloat16}, r"mp_policy takes MixedPrecisionPolicy\(param_dtype"),
     "a size for a mesh": ({"mesh": 2}, "mesh takes a DeviceMesh.*got 2"),
     "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
-    "a number for reshard_after_forward": ({"reshard_after_forward": 2}, "reshard_after_forward takes True.*got 2"),
+    "a word for reshard_after_forward": ({"reshard_after_forward": "no"}, "reshard_after_forward takes True.*got 'no'"),
     "a name for a parameter": ({"ignored_params": ["0.0.weight"]}, r"ignored_params\[0\] takes parameters themselves"),
     "a value for a function": ({"param_init_fn": 3}, "param_init_fn takes a function"),
 }

@@ -34,7 +34,7 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     units: Units = "auto",
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     sync_module_states: bool = False,
@@ -54,7 +54,8 @@ def shard(
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
-            and half of the gathers. None or True drops them.
+            and half of the gathers. None or True drops them. A number cuts them again across so many neighbouring
+            ranks (of one machine, say), and gathers them again from there until they change.
         mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
             parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
             CPU).
@@ -75,7 +76,7 @@ def shard(
     """
     _check_types(
         model=(model, nn.Module, "an nn.Module"),
-        reshard_after_forward=(reshard_after_forward, (bool, type(None)), "True, False or None"),
+        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
@@ -95,7 +96,7 @@ def shard(
         _check_hooks(owned)
     settings = {
         "mp_policy": mp_policy,
-        "reshard_after_forward": reshard_after_forward is not False,
+        "reshard_after_forward": after_forward(reshard_after_forward, mesh),
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
@@ -108,7 +109,7 @@ def shard(
     policy = mp_policy or MixedPrecisionPolicy()
     cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn))
     inner = replace(policy, output_dtype=None)  # the model's output is meant
-    keeps = reshard_after_forward is False
+    keeps, near = after_forward(reshard_after_forward, mesh)
     drafts = [
         Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role)
         for spec in division.units
@@ -119,6 +120,7 @@ def shard(
     )
     for draft in drafts:
         draft.settings.keeps_after_forward = keeps and draft.role == "block"
+        draft.settings.near = near if draft.role != "root" else 0
         draft.settings.separate_reduce_group = separate_reduce_group
         draft.attach()
         for module in draft.modules:
@@ -201,6 +203,24 @@ def all_ranks() -> DeviceMesh:
         atexit.register(_end_process_group)  # gloo's threads abort an interpreter that ends under them
     uses_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
+
+
+def after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
+    """What ``reshard_after_forward`` says: whether weights are kept, and how many near ranks keep a second shard.
+
+    Raises:
+        ValueError: it is neither None, a bool, nor a divisor of the number of ranks.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard is False, 0
+    if not isinstance(reshard, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
+        )
+    size = mesh.size(mesh.ndim - 1)
+    if reshard < 1 or reshard > size or size % reshard:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
+    return reshard == 1, 0 if reshard in (1, size) else reshard
 
 
 def _end_process_group() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from yafsdp_cc.api import all_ranks
+from yafsdp_cc.api import after_forward, all_ranks
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
@@ -77,7 +77,8 @@ def fully_shard(
         module: a module, or a list of modules whose parameters are gathered together.
         mesh: the ranks to cut across, or (replicate, shard); None: cut across all ranks.
         reshard_after_forward: whether weights are dropped after forward and gathered again in backward. None: for all
-            but the root.
+            but the root. A number: they are cut again across so many neighbouring ranks, and gathered again from there
+            until they change.
         shard_placement_fn: may return None or ``Shard(0)``. Parameters are cut into flat ranges, so that no dimension
             has to be divisible; other placements are refused.
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the wire, and of this module's output.
@@ -99,7 +100,7 @@ def fully_shard(
         raise NotImplementedError("dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp']")
     mesh = all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
-    keeps = _keeps_after_forward(reshard_after_forward, mesh)
+    keeps, near = after_forward(reshard_after_forward, mesh)
     _check_offload(offload_policy, mesh)
     ignored = ignored_params or set()
     owned = _owned(modules, ignored)
@@ -120,7 +121,7 @@ def fully_shard(
     small = [one for one in owned if is_small(one.parameter)]
     large = [one for one in owned if one not in small]
     draft = Draft("", modules, ranks, mp_policy, cutter.flats(large), cutter.small_blocks(small))
-    draft.settings.keeps_after_forward = keeps
+    draft.settings.keeps_after_forward, draft.settings.near = keeps, near
     draft.attach()
     for inner in drafts_below(modules[0]):
         if (root := assembled(inner.modules[0])) is not None:
@@ -162,24 +163,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on the ranks of the mesh")
-
-
-def _keeps_after_forward(reshard: Any, mesh: DeviceMesh) -> bool:
-    if reshard is None or isinstance(reshard, bool):
-        return reshard is False
-    if not isinstance(reshard, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
-        )
-    size = mesh.size(mesh.ndim - 1)
-    if reshard < 1 or reshard > size or size % reshard:
-        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
-    if reshard not in (1, size):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard}: a second shard within {reshard} ranks is not there yet; pass True or "
-            "False"
-        )
-    return reshard == 1
 
 
 def _check_offload(policy: OffloadPolicy, mesh: DeviceMesh) -> None:

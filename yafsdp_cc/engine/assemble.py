@@ -14,6 +14,7 @@ from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.root import Root
+from yafsdp_cc.engine.second import SecondShard
 from yafsdp_cc.engine.small import SmallGroup
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.unit import Unit
@@ -71,6 +72,9 @@ def assemble(model: nn.Module) -> Root:
         for draft in drafts
         if draft.flats or (draft is not own and draft.blocks)
     }
+    for draft, unit in units.items():
+        if draft.settings.near and unit.flats:
+            unit.second = SecondShard(_near_group(ranks, draft.settings.near), ranks.device, unit.flats)
     blocks = [block for draft in drafts for block in draft.blocks]
     words = sum(len(unit.pieces) for unit in units.values()) + sum(len(block.pieces) for block in blocks)
     reduce = root.reductions.exchange
@@ -164,6 +168,21 @@ def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
 
 _second: dict[str, dist.ProcessGroup] = {}
 """The second communicator of a group, by the group's name: made once."""
+
+
+_near: dict[tuple[str, int], dist.ProcessGroup] = {}
+"""Ranks near this one, by the group they are of and how many: made once."""
+
+
+def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
+    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
+    group = ranks.group
+    key = group.group_name, count
+    if key not in _near:
+        first = group.rank() // count * count
+        members = dist.get_process_group_ranks(group)[first : first + count]
+        _near[key] = dist.new_group(members, use_local_synchronization=True)
+    return _near[key]
 
 
 def second_group(ranks: Ranks) -> dist.ProcessGroup:

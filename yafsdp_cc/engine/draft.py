@@ -31,6 +31,8 @@ class Settings:
 
     keeps_after_forward: bool = False
     keeps_after_backward: bool = False
+    near: int = 0
+    """How many ranks near each other keep a second shard of the weights; 0 for none."""
     read_in_backward: bool = True
     """Whether the backward needs the weights."""
     forward_prefetch: Sequence[Draft] = ()

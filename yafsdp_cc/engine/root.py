@@ -320,7 +320,8 @@ class Root:
         weights = sum(ring.owned_bytes for ring in self.weight_rings.values())
         carried = sum(unit.carried.slot.buffer.nbytes for unit in self.units if unit.carried is not None)
         shards = sum(flat.owned_bytes for unit in self.units for flat in unit.flats)
-        return shards + weights + carried + self.reductions.owned_bytes + self.small.owned_bytes
+        second = sum(unit.second.owned_bytes for unit in self.units if unit.second is not None)
+        return shards + weights + second + carried + self.reductions.owned_bytes + self.small.owned_bytes
 
 
 class RootEntry(NamedTuple):

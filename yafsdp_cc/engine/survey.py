@@ -31,7 +31,7 @@ def plan_for(root: Root) -> Plan:
         ),
         wire=PlannedWire(
             gather_forward=forward,
-            gather_backward=sum(_gathered(root, unit) for unit in _regathered(root)),
+            gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
             reduce=sum(flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
@@ -39,6 +39,7 @@ def plan_for(root: Root) -> Plan:
         parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
         replica_bytes=0 if replicas is None else replicas.owned_bytes,
+        second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.exchange.owned_bytes,
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
@@ -52,6 +53,11 @@ def _shared(root: Root) -> int:
 
 def _gathered(root: Root, unit: Unit) -> int:
     return sum(root.gather.sent_bytes(whole) for whole in unit.home.wholes)
+
+
+def _gathered_again(root: Root, unit: Unit) -> int:
+    gather = root.gather if unit.second is None else unit.second.gather
+    return sum(gather.sent_bytes(whole) for whole in unit.home.wholes)
 
 
 def _kept(root: Root, unit: Unit) -> int:

@@ -12,14 +12,13 @@ from yafsdp_cc.engine.graph import gate, narrow
 from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.passage import Call, Passage
 from yafsdp_cc.engine.slots import Slot
+from yafsdp_cc.engine.supply import Supply
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
-from yafsdp_cc.engine.windows import GradientSpace, Weights, gradient_bytes, weight_bytes
+from yafsdp_cc.engine.windows import GradientSpace, Weights, gradient_bytes
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch.distributed as dist
 
     from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Flat, Piece
@@ -31,7 +30,7 @@ _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
 
 
-class Unit:
+class Unit(Supply):
     """The life of one unit, in three parts: its forward calls, its weights, its gradients.
 
     Weights are wanted by ``enter`` (before a forward) and ``Call.before_backward``; gradients are claimed by the
@@ -39,12 +38,11 @@ class Unit:
     """
 
     def __init__(self, root: Root, draft: Draft, role: Role) -> None:
-        self.root = root
+        name, flats = draft.name, draft.flats
+        super().__init__(root, name, flats)
         self.draft = draft
-        self.name = name = draft.name
         self.role = role
         self.modules = draft.modules
-        self.flats = flats = draft.flats
         self.pieces: tuple[Piece, ...] = tuple(piece for flat in flats for piece in flat.pieces)
         self.index = -1
         policy = draft.policy
@@ -55,15 +53,12 @@ class Unit:
         self.read_in_backward = draft.settings.read_in_backward and not needless
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
-        self.home: Weights
         self.recomputed = -1
         """The last backward that has run this unit again."""
         self.small: tuple[Piece, ...] = ()
         """Parameters of the small group that its modules use."""
         self.borrows = False
         """Whether a module of this unit uses a parameter of the root's unit, tied to one elsewhere."""
-        self._kept = 0
-        """How often the home slot is kept for what a recomputation has saved."""
         self.shown: list[Sequence[Tensor]] = []
         """What the owner modules see as their parameters, innermost call last."""
         self.gradient_home: GradientSpace | None = None
@@ -76,12 +71,8 @@ class Unit:
         """The flats that take part in the reduce."""
         for piece in self.pieces:
             piece.claim = self.claim
-        size = sum(flat.layout.numel * flat.compute.itemsize for flat in flats)
-        self.held: Weights | None = None
-        """Weights that ``unshard`` has asked for outside of a forward."""
         self._shows_held = False
-        self.gather_note, self.reduce_note = Note.of("gather", name), Note.of("reduce", name)
-        self.gather_span = Span("gather", name, size)
+        self.reduce_note = Note.of("reduce", name)
         self.forward_span = Span("forward", name)
         self.backward_span = Span("backward", name)
         self.reduce_span = Span("reduce", name, sum(flat.layout.numel * flat.wire.itemsize for flat in flats))
@@ -234,49 +225,6 @@ class Unit:
             for piece in self.pieces:
                 piece.hide()
 
-    # Weights -----------------------------------------------------------------------------------------------------
-
-    def stamp(self) -> tuple[int, ...]:
-        """Changes whenever the shard does, flat by flat."""
-        return tuple([flat.master._version for flat in self.flats])
-
-    def holds(self, slot: Slot) -> bool:
-        """Whether the slot has, or is being filled with, this unit's present weights."""
-        return slot.owner is self and slot.stamp == self.stamp()
-
-    def prefetch(self) -> None:
-        """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
-        slot = self.home.slot
-        if self.flats and slot.users == 0 and not self.holds(slot):
-            self._gather(self.home)
-
-    def acquire(self) -> Weights:
-        """The weights, whole and ready, in a slot that stays as it is until ``release``."""
-        if self.held is not None and not self.holds(self.held.slot):
-            self.let_hold_go()  # the weights have changed since
-        weights = self.held or self.home
-        slot = weights.slot
-        if not self.holds(slot):
-            if slot.users:
-                weights = self._spill()
-                slot = weights.slot
-            self._gather(weights)
-        slot.users += 1
-        self.root.journal.wait(slot.ready)
-        return weights
-
-    def hold(self) -> None:
-        """Gather the weights, and keep them whole until ``let_hold_go``."""
-        if self.held is not None and self.holds(self.held.slot):
-            return
-        self.let_hold_go()
-        self.held, slot = self.home, self.home.slot
-        if not self.holds(slot):
-            if slot.users:
-                self.held = self._spill()
-            self._gather(self.held)
-        self.held.slot.users += 1
-
     def show_held(self) -> None:
         """Let the owner modules see the weights that are held."""
         if self.held is not None and not self._shows_held:
@@ -289,71 +237,12 @@ class Unit:
 
     def let_hold_go(self) -> None:
         """Release what ``hold`` has taken."""
-        held, self.held = self.held, None
-        if held is None:
-            return
-        held.slot.release(self.root.gather_lane)
+        super().let_hold_go()
         if self._shows_held:
             self._shows_held = False
             self.hide()
             for piece in self.small:
                 piece.hide()
-
-    def regain(self, weights: Weights, *, needed: bool) -> bool:
-        """Put this unit's weights back where a forward has read them, and hold the slot; whether it could.
-
-        Where they are not ``needed`` for sure, another unit that uses the slot is left alone.
-        """
-        slot = weights.slot
-        if not weights.spilled and not self.holds(slot):
-            if slot.users:
-                if not needed:
-                    return False
-                raise RuntimeError(
-                    f"the weights of unit '{self.name}' are needed where those of '{getattr(slot.owner, 'name', '?')}' "
-                    "still lie: an earlier backward was interrupted. Run the forward again before the next backward"
-                )
-            self._gather(weights)
-        slot.users += 1
-        self.root.journal.wait(slot.ready)
-        return True
-
-    def let_go(self) -> None:
-        """Nothing that a recomputation has saved will be read any more."""
-        while self._kept:
-            self._kept -= 1
-            self.home.slot.release(self.root.gather_lane)
-
-    def _gather(self, weights: Weights) -> None:
-        root, slot = self.root, weights.slot
-        slot.ready.settle()
-        stamp = self.stamp()
-        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
-        stale = [
-            (whole, flat.master)
-            for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
-            if slot.owner is not self or slot.stamp[place] != stamp[place]
-        ]
-        slot.owner, slot.stamp = self, stamp
-        slot.fills += 1
-
-        def start(asynchronous: bool) -> list[dist.Work]:
-            works = []
-            for whole, master in stale:
-                works += root.gather.send(whole, master, asynchronous)
-            return works
-
-        with self.gather_span:
-            root.gather_lane.issue(slot.ready, start, after=slot.free)
-        root.journal.write(self.gather_note)
-        root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole, _ in stale)
-
-    def _spill(self) -> Weights:
-        self.root.counters.spills += 1
-        with torch.inference_mode(False):  # a later backward may read it
-            slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
-            slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
-            return Weights(slot, self.flats, spilled=True)
 
     # Gradients ---------------------------------------------------------------------------------------------------
 

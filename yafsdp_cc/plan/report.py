@@ -91,6 +91,7 @@ class Plan:
     replicas: int = 1
     """How often the ``world`` ranks of one shard are there."""
     replica_bytes: int = 0
+    second_shard_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -111,6 +112,7 @@ class Plan:
             "weight slots": sum(ring.weight_bytes for ring in self.rings),
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
             "receive buffer": self.receive_bytes,
+            **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
             **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
             "small group": self.small.bytes,
         }
