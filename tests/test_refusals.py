@@ -25,12 +25,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "a copy": (copy.deepcopy, RuntimeError, "copy the model before shard"),
     "a pickle": (pickle.dumps, TypeError, r"state_dict\(\) with torch.distributed.checkpoint"),
     "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
-    "an FSDP2 method": (lambda m: m.set_unshard_in_backward(False), NotImplementedError, "no counterpart"),
-    "half a model without synchronisation": (
-        lambda m: m[0][0].set_requires_gradient_sync(False),
-        ValueError,
-        "call it on the module that was given to",
-    ),
+    "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
     "a weight read elsewhere": (
         lambda m: m[0][0].weight @ torch.ones(32),

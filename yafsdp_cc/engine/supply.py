@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.second import SecondShard
 
 
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
 class Supply:
     """What owns slots of weights, and gathers into them. ``acquire`` and ``regain`` give weights, whole and ready."""
 
@@ -113,6 +116,11 @@ class Supply:
             self.home.slot.release(self.root.gather_lane)
 
     def _gather(self, weights: Weights) -> None:
+        if _transforms() is not None:
+            raise NotImplementedError(
+                f"a transform of torch.func around unit '{self.name}' of a sharded model: collectives do not go "
+                "through those. Use torch.autograd, or an unsharded model"
+            )
         root, slot = self.root, weights.slot
         slot.ready.settle()
         stamp = self.stamp()
