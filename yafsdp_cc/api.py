@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     units: Units = "auto",
     reshard_after_forward: bool | int | None = None,
+    zero_stage: Literal[1, 2, 3] = 3,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     sync_module_states: bool = False,
@@ -56,6 +57,10 @@ def shard(
         reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
             and half of the gathers. None or True drops them. A number cuts them again across so many neighbouring
             ranks (of one machine, say), and gathers them again from there until they change.
+        zero_stage: what is cut (Rajbhandari et al., "ZeRO", 2020, section 5): 1, optimizer state; 2, gradients too; 3,
+            parameters too. Below 3 every unit keeps its weights whole, gathered once after each optimizer step; at 1
+            every unit has room for its whole gradients as well, so that ``set_requires_gradient_sync(False)``, said for
+            all micro-batches but the last, costs no more.
         mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
             parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
             CPU).
@@ -85,6 +90,13 @@ def shard(
             for index, each in enumerate(ignored_params or ())
         },
     )
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
+    if zero_stage < 3 and reshard_after_forward not in (None, False):
+        raise ValueError(
+            f"zero_stage={zero_stage} keeps weights whole, reshard_after_forward={reshard_after_forward} does not: "
+            "leave one of them out"
+        )
     mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
     ranks = Ranks.of(mesh)
     group = ranks.group
@@ -97,6 +109,7 @@ def shard(
     settings = {
         "mp_policy": mp_policy,
         "reshard_after_forward": after_forward(reshard_after_forward, mesh),
+        "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
@@ -110,6 +123,7 @@ def shard(
     cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn))
     inner = replace(policy, output_dtype=None)  # the model's output is meant
     keeps, near = after_forward(reshard_after_forward, mesh)
+    blocks = sum(spec.role == "block" for spec in division.units)
     drafts = [
         Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role)
         for spec in division.units
@@ -119,7 +133,9 @@ def shard(
         Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
     )
     for draft in drafts:
-        draft.settings.keeps_after_forward = keeps and draft.role == "block"
+        draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role == "block"
+        if zero_stage == 1:
+            draft.settings.gradient_slots = blocks
         draft.settings.near = near if draft.role != "root" else 0
         draft.settings.separate_reduce_group = separate_reduce_group
         draft.attach()

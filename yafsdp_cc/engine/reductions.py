@@ -70,6 +70,8 @@ class Reductions:
                 most = max(unit.draft.settings.gradient_slots for unit in members)
                 count = min(most if role == "block" else 1, len(members))
                 self.rings[role] = Ring(role, count, 0, size, self.device, self.lane)
+                for unit in members:
+                    unit.alone = count == len(members)
         for unit in units:
             for flat in unit.flats:
                 if flat.trainable:
@@ -211,7 +213,9 @@ class Reductions:
     def tell_carried(self, units: Sequence[Unit]) -> None:
         """Say once what it costs to keep whole gradients across micro-batches."""
         if not self._told and self.exchange.rank == 0:
-            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units)
+            size = sum(
+                gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units if not unit.alone
+            )
             _log.warning(
                 "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
                 "Left on, each micro-batch is reduced into the shard and costs none",

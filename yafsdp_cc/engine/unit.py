@@ -65,6 +65,8 @@ class Unit(Supply):
         self.gradient_space: GradientSpace | None = None
         """Where gradients are written; set from the first claim to the reduce."""
         self._claimed = False
+        self.alone = False
+        """Whether no other unit's gradients are written where this one's are."""
         self.carried: GradientSpace | None = None
         """Whole gradients kept across micro-batches while synchronisation is off."""
         self.training: tuple[Flat, ...] = ()
@@ -275,7 +277,7 @@ class Unit(Supply):
 
     def _room(self) -> GradientSpace:
         root = self.root
-        if not self.draft.settings.synchronises:
+        if not self.draft.settings.synchronises and not self.alone:
             if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
                 root.reductions.tell_carried(root.units)
