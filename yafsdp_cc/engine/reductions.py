@@ -213,9 +213,8 @@ class Reductions:
     def tell_carried(self, units: Sequence[Unit]) -> None:
         """Say once what it costs to keep whole gradients across micro-batches."""
         if not self._told and self.exchange.rank == 0:
-            size = sum(
-                gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units if not unit.alone
-            )
+            sharing = [unit for unit in units if not unit.alone]
+            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in sharing)
             _log.warning(
                 "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
                 "Left on, each micro-batch is reduced into the shard and costs none",
