@@ -158,7 +158,7 @@ def late(model: Any, where: str, seed: int) -> Iterator[None]:
 
     def issue_late(self: CudaLane, ticket: Any, start: Any, tail: Any = None, after: Any = None) -> None:
         def begin(asynchronous: bool) -> Any:
-            if id(ticket) in weights:
+            if id(ticket) in weights and all(flat.trainable for flat in weights[id(ticket)].owner.flats):
                 weights[id(ticket)].buffer.fill_(255)  # NaN in every dtype
             nap("lane")
             return start(asynchronous)

@@ -6,10 +6,12 @@ root. What is said about a unit later takes effect when the engine is put togeth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
+from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
@@ -60,6 +62,7 @@ def assemble(model: nn.Module) -> Root:
         ranks.device,
         gather_lane,
         settings.lanes.reduces(ranks.device) if apart else gather_lane,
+        next((old.counters for old in before if old.model is model), Counters()),
     )
     rehearse(root.gather, root.reductions.exchange, ranks.device)
     own = drafts[-1] if drafts[-1].modules == (model,) else None
@@ -166,31 +169,27 @@ def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
     return "edge" if any(nested) and not any(module._modules for module in draft.modules) else "block"
 
 
-_second: dict[str, dist.ProcessGroup] = {}
-"""The second communicator of a group, by the group's name: made once."""
-
-
-_near: dict[tuple[str, int], dist.ProcessGroup] = {}
-"""Ranks near this one, by the group they are of and how many: made once."""
-
-
-def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
-    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
-    group = ranks.group
-    key = group.group_name, count
-    if key not in _near:
-        first = group.rank() // count * count
-        members = dist.get_process_group_ranks(group)[first : first + count]
-        _near[key] = dist.new_group(members, use_local_synchronization=True)
-    return _near[key]
+_Groups: TypeAlias = "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]"
+_second: _Groups = weakref.WeakKeyDictionary()
+_near: _Groups = weakref.WeakKeyDictionary()
+"""What was made of a group, once: a second communicator, and those of so many ranks near each other."""
 
 
 def second_group(ranks: Ranks) -> dist.ProcessGroup:
     """A second communicator of the same ranks; others take no part in making it."""
-    group = ranks.group
-    members = dist.get_process_group_ranks(group)
-    known = _second.get(group.group_name)
-    if known is None:
+    known = _second.setdefault(ranks.group, {})
+    if not known:
+        members = dist.get_process_group_ranks(ranks.group)
         partly = len(members) < dist.get_world_size()
-        known = _second[group.group_name] = dist.new_group(members, use_local_synchronization=partly)
-    return known
+        known[0] = dist.new_group(members, use_local_synchronization=partly)
+    return known[0]
+
+
+def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
+    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
+    known = _near.setdefault(ranks.group, {})
+    if count not in known:
+        first = ranks.group.rank() // count * count
+        members = dist.get_process_group_ranks(ranks.group)[first : first + count]
+        known[count] = dist.new_group(members, use_local_synchronization=True)
+    return known[count]

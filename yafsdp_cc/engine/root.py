@@ -51,6 +51,7 @@ class Root:
         device: torch.device,
         gather_lane: Lane,
         reduce_lane: Lane,
+        counters: Counters,
     ) -> None:
         self.model = model
         self.drafts = tuple(drafts)
@@ -58,7 +59,7 @@ class Root:
         self.world: int = gather_group.size()
         self.gather = Gather(gather_group, device)
         self.gather_lane = gather_lane
-        self.counters = Counters()
+        self.counters = counters
         replicated = 1 if replicas is None else replicas.size()
         rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
         self.journal = Journal(rank, self.world * replicated, _get_default_store())
