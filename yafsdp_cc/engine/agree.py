@@ -45,7 +45,7 @@ def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
     refusal: Exception | None = None
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         refusal = error
     said = _all_gather(None if refusal is None else str(refusal), group)
     if refusal is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from yafsdp_cc.engine.flat import Flat, Piece
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.engine.module import adopt
+from yafsdp_cc.engine.module import adopt, undo_later
 from yafsdp_cc.engine.small import SmallBlock, SmallGroup
 from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 from yafsdp_cc.engine.unit import Unit
@@ -62,7 +62,7 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
             if unit is not own:
                 adopt(module, root, unit)
     adopt(model, root, root)
-    model.register_load_state_dict_pre_hook(_refuse_assignment)
+    undo_later(model, model.register_load_state_dict_pre_hook(_refuse_assignment).remove)
 
 
 def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ROOT = "_yafsdp_cc_root"
 _ENGINE = "_yafsdp_cc_engine"
+_UNDO = "_yafsdp_cc_undo"
 
 
 class Engine(Protocol):
@@ -106,6 +107,11 @@ def root_of(module: nn.Module) -> Root:
     return root
 
 
+def is_root(module: nn.Module) -> bool:
+    """Whether the engine of a whole sharded model stands around ``module``, not only a unit of it."""
+    return module.__dict__.get(_ENGINE) is root_of(module)
+
+
 def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
     """Turn ``module`` into a sharded one whose forward runs between ``engine.enter`` and ``engine.leave``."""
     module.__class__ = _sharded_class(type(module))
@@ -126,8 +132,23 @@ def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
         return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
-    module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
-    module.register_forward_hook(_not_compiled(leave), always_call=True)
+    before = module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(_not_compiled(leave), always_call=True)
+    undo_later(module, before.remove)
+    undo_later(module, after.remove)
+
+
+def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
+    """What ``disown`` shall call."""
+    module.__dict__.setdefault(_UNDO, []).append(undo)
+
+
+def disown(module: nn.Module) -> None:
+    """Take back what sharding and ``register_forward_method`` have done to ``module``."""
+    for undo in module.__dict__.pop(_UNDO):
+        undo()
+    del module.__dict__[_ROOT], module.__dict__[_ENGINE]
+    module.__class__ = type(module).__mro__[ShardedModule._orig_cls_mro_index]
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,6 +191,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return output
 
     module.__dict__[name] = between
+    undo_later(module, functools.partial(module.__dict__.pop, name, None))
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}

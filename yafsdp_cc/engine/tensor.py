@@ -27,6 +27,7 @@ from torch.optim.optimizer import _foreach_supported_types as _for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 
 from yafsdp_cc.engine.boxes import Box, boxes
+from yafsdp_cc.engine.scatter import teach_state_dicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -317,3 +318,5 @@ def flat_dtensor(local: torch.Tensor, cut: Cut, requires_grad: bool = False) -> 
 for _listed in (_for_optimizers, _for_clipping):
     if FlatDTensor not in _listed:
         _listed.append(FlatDTensor)
+
+teach_state_dicts(FlatDTensor)
