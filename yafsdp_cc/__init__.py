@@ -6,17 +6,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yafsdp_cc import profiling
     from yafsdp_cc.api import counters_of, plan_of, shard
+    from yafsdp_cc.checkpoint.full import full_state_dict
+    from yafsdp_cc.checkpoint.load import load
+    from yafsdp_cc.checkpoint.safetensors import load_safetensors, save_safetensors
+    from yafsdp_cc.checkpoint.save import save
     from yafsdp_cc.engine.module import register_forward_method
+    from yafsdp_cc.engine.unshard import unshard_model
     from yafsdp_cc.engine.whole import whole_parameters
 
-__all__ = ["counters_of", "plan_of", "profiling", "register_forward_method", "shard", "whole_parameters"]
+__all__ = [
+    "counters_of",
+    "full_state_dict",
+    "load",
+    "load_safetensors",
+    "plan_of",
+    "profiling",
+    "register_forward_method",
+    "save",
+    "save_safetensors",
+    "shard",
+    "unshard_model",
+    "whole_parameters",
+]
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _HOME = {
     "counters_of": "yafsdp_cc.api",
+    "full_state_dict": "yafsdp_cc.checkpoint.full",
+    "load": "yafsdp_cc.checkpoint.load",
+    "load_safetensors": "yafsdp_cc.checkpoint.safetensors",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
+    "save": "yafsdp_cc.checkpoint.save",
+    "save_safetensors": "yafsdp_cc.checkpoint.safetensors",
     "shard": "yafsdp_cc.api",
+    "unshard_model": "yafsdp_cc.engine.unshard",
     "whole_parameters": "yafsdp_cc.engine.whole",
 }
 

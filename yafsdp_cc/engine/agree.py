@@ -55,8 +55,8 @@ def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
             raise ValueError(f"rank {rank}: {text}")
 
 
-def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Compare arguments across ranks.
+def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup, call: str = "shard()") -> None:
+    """Compare the arguments of a ``call`` across ranks.
 
     Raises:
         ValueError: on every rank, naming the first that differs.
@@ -66,7 +66,7 @@ def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> 
     for name in mine:
         if len({theirs[name] for theirs in everybody}) > 1:
             table = "\n".join(f"  rank {rank}: {theirs[name]}" for rank, theirs in enumerate(everybody))
-            raise ValueError(f"{name} differs between ranks; every rank must call shard() alike:\n{table}")
+            raise ValueError(f"{name} differs between ranks; every rank must call {call} alike:\n{table}")
 
 
 @torch.no_grad()

@@ -1,0 +1,65 @@
+"""The ranks that save and load together, and how they agree.
+
+They talk over gloo, in a group of their own: a save in the background must not mix with the training's collectives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from yafsdp_cc.engine.agree import refused_together
+from yafsdp_cc.engine.module import ShardedModule, root_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""For global ranks: the world that they were ranks of, and their group."""
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks of a sharded model, all ranks for any other, None without a process group. Collective at first."""
+    if not dist.is_initialized():
+        return None
+    members = range(dist.get_world_size())
+    if isinstance(model, ShardedModule):
+        members = dist.get_process_group_ranks(root_of(model).gather.group)
+    world: dist.ProcessGroup = dist.group.WORLD
+    known = _groups.get(tuple(members))
+    if known is None or known[0] is not world:
+        partial = len(members) < dist.get_world_size()
+        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=partial)
+        known = _groups[tuple(members)] = world, group
+    return known[1]
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number, and how many there are."""
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def together(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    """``refused_together``, also for a single process."""
+    return nullcontext() if group is None else refused_together(group)
+
+
+@contextmanager
+def by_torch(doing: str) -> Iterator[None]:
+    """Around calls into torch's checkpoints: a rank's failure raised as itself, without every rank's traceback.
+
+    Raises:
+        RuntimeError: on all ranks, what went wrong on one.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause
