@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
+import yafsdp_cc.api
+import yafsdp_cc.checkpoint.load  # here, once, and not in every rank
 from tests.models import VOCABULARY, Transformer
 
 FORMS = ("ours", "fsdp2", "plain")

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+
+CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
+"""The files of a checkpoint."""
 
 
 def unfinished(path: Path) -> Path:
@@ -29,11 +34,24 @@ def complete(path: Path) -> Path:
     return previous(path) if not path.exists() and previous(path).exists() else path
 
 
-def begin(path: Path) -> Path:
-    """An empty folder to write the checkpoint for ``path`` into. For one rank to call."""
+def begin(path: Path, replaceable: Sequence[str] = ()) -> Path:
+    """An empty folder to write what shall be at ``path`` into. For one rank to call.
+
+    Args:
+        path: the folder that shall be.
+        replaceable: patterns of the files that may be at ``path`` already, and go when the new folder takes its place.
+
+    Raises:
+        ValueError: there is something else at ``path``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if (kept := complete(path)) != path:
         os.rename(kept, path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: choose another path")
+    for name in sorted(os.listdir(path)) if path.exists() else ():
+        if not any(fnmatch(name, pattern) for pattern in replaceable):
+            raise ValueError(f"{path} holds '{name}', which would be lost: choose another path, or move that away")
     folder = unfinished(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from yafsdp_cc.checkpoint import extra as extras
@@ -71,4 +71,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
 
 def _read(state: dict[str, Any], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
     with by_torch(f"loading {reader.path}"):
-        dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group, no_dist=group is None)
+        state_dict_loader.load(
+            state, storage_reader=reader, planner=SafePlanner(), process_group=group, no_dist=group is None
+        )

@@ -20,20 +20,31 @@ _SHOWN = 8
 """Differences that a message lists."""
 
 
+def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
+    """What is stored of a model's state, by name.
+
+    Raises:
+        ValueError: the checkpoint has no part for a model.
+    """
+    paths = _paths(contents)
+    saved = {path[1]: contents.state_dict_metadata[key] for key, path in paths.items() if path[0] == MODEL}
+    if not saved:
+        tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
+        raise ValueError(
+            f"{folder} is a checkpoint of another form: it holds {_listed(map(repr, tops), ', ')}, and no 'model'. "
+            "yafsdp_cc.load reads what yafsdp_cc.save wrote, or torch.distributed.checkpoint.save of "
+            "{'model': ..., 'optimizer': ...} as get_state_dict returns them"
+        )
+    return saved
+
+
 def check_model(contents: Metadata, state: Mapping[str, Any], folder: Path) -> None:
     """Compare names and shapes with a model's ``state``.
 
     Raises:
         ValueError: they differ, or the checkpoint has no part for a model.
     """
-    saved = {path[1]: contents.state_dict_metadata[key] for key, path in _paths(contents).items() if path[0] == MODEL}
-    if not saved:
-        tops = sorted({str(path[0]) for path in _paths(contents).values()} or contents.state_dict_metadata)
-        raise ValueError(
-            f"{folder} is a checkpoint of another form: it holds {_listed(map(repr, tops), ', ')}, and no 'model'. "
-            "yafsdp_cc.load reads what yafsdp_cc.save wrote, or torch.distributed.checkpoint.save of "
-            "{'model': ..., 'optimizer': ...} as get_state_dict returns them"
-        )
+    saved = model_part(contents, folder)
     check_shapes(
         {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved.items()},
         state,
@@ -109,11 +120,11 @@ def check_groups(saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer
             "Give the optimizer the groups of parameters that it had"
         )
     old, new = (set(group) - {"params"} for group in (saved[0], optimizer.param_groups[0]))
-    if old - new and new - old:  # versions of torch add some, so one may have more than the other
+    gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
+    if gone and fresh:  # versions of torch add some, so one may have more than the other
         raise ValueError(
-            f"{folder} holds the state of another optimizer than {type(optimizer).__name__}: it has "
-            f"{_listed(sorted(old - new), ', ')}, and lacks {_listed(sorted(new - old), ', ')}. Make the optimizer that "
-            "was saved, or load(path, model) without one"
+            f"{folder} holds the state of another optimizer than {type(optimizer).__name__}: it has {gone}, and lacks "
+            f"{fresh}. Make the optimizer that was saved, or load(path, model) without one"
         )
 
 

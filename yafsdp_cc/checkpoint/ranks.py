@@ -27,14 +27,15 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks of a sharded model, all ranks for any other, None without a process group. Collective at first."""
     if not dist.is_initialized():
         return None
-    members = range(dist.get_world_size())
+    members = list(range(dist.get_world_size()))
     if isinstance(model, ShardedModule):
         members = dist.get_process_group_ranks(root_of(model).gather.group)
-    world: dist.ProcessGroup = dist.group.WORLD
+    world = dist.group.WORLD
+    assert world is not None
     known = _groups.get(tuple(members))
     if known is None or known[0] is not world:
         partial = len(members) < dist.get_world_size()
-        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=partial)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=partial)
         known = _groups[tuple(members)] = world, group
     return known[1]
 

@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, metadata
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import extra as extras
@@ -57,7 +58,8 @@ def save(
 
     Raises:
         TypeError: something cannot be loaded again without running code from the file; the message names it.
-        ValueError: ranks were given different paths, or the optimizer is of another model.
+        ValueError: ranks were given different paths, there is something else than a checkpoint at ``path``, or the
+            optimizer is of another model.
         RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
     """
     group = group_of(model)
@@ -89,14 +91,15 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: dist.Proces
     folder = folders.unfinished(path)
     with together(group):
         if rank == 0:
-            folders.begin(path)
+            folders.begin(path, folders.CHECKPOINT)
     try:
         with together(group):
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
             extras.write(folder, rank, world, content)
         with by_torch(f"saving {path}"):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=group is None)
+            writer = FileSystemWriter(folder)
+            state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     except Exception:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -11,8 +11,11 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed._state_dict_utils as _utils
-import torch.distributed.checkpoint.state_dict as _state_dict
+import torch.distributed._state_dict_utils
+import torch.distributed.checkpoint.state_dict
+
+_utils: Any = torch.distributed._state_dict_utils
+_state_dict: Any = torch.distributed.checkpoint.state_dict
 
 
 def teach_state_dicts(kind: type[torch.Tensor]) -> None:
