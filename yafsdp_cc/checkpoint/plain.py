@@ -32,7 +32,7 @@ def check_plain(
                 raise TypeError(f"{name} has a key {key!r}, a {_full_name(type(key))}; a checkpoint keeps {wanted}")
             check_plain(inner, f"{name}[{key!r}]", keys, tensors)
     elif kind in (list, tuple):
-        for index, inner in enumerate(value):  # type: ignore[arg-type,var-annotated]
+        for index, inner in enumerate(value):  # type: ignore[arg-type]
             check_plain(inner, f"{name}[{index}]", keys, tensors)
     else:
         raise TypeError(
