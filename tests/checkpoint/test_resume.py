@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import yafsdp_cc
-import yafsdp_cc.checkpoint.load  # here, once, and not in every process
+from tests.checkpoint.jobs import in_a_process
 from tests.cli.command import ROOT
 from tests.ranks import RankError, on_ranks
 
@@ -85,19 +85,6 @@ def net(value):
     return model
 
 
-def in_a_process(body, *args):
-    """The exit status of ``body(*args)`` in a process of its own: a signal's number if one has ended it."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            status = body(*args) or 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
 def killed_at(event, path):
     """A save that ends at its ``event``-th touch of the file system, if it has so many."""
     yafsdp_cc.save(path, net(1.0), step=1)
@@ -122,6 +109,13 @@ def found(path):
     return 100 + step
 
 
+def refused(path):
+    """A folder that is half written, given to ``load`` by name."""
+    with pytest.raises(ValueError, match=r"checkpoint\.saving is a save that never finished .* load an earlier"):
+        yafsdp_cc.load(path.with_name("checkpoint.saving"), net(0.0))
+    return 42
+
+
 def saved_again(path):
     yafsdp_cc.save(path, net(3.0), step=3)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -129,14 +123,18 @@ def saved_again(path):
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(tmp_path):
-    steps = []
+    steps, half_written = [], 0
     for event in range(1, 100):
         path = tmp_path / str(event) / "checkpoint"
         if (status := in_a_process(killed_at, event, path)) == 0:
             break  # it has fewer
         assert status == -signal.SIGKILL
         steps.append(in_a_process(found, path) - 100)
+        unfinished = path.with_name("checkpoint.saving")
+        if list(unfinished.glob("*.distcp")) and not (unfinished / ".metadata").exists():
+            half_written += in_a_process(refused, path) == 42
         assert in_a_process(saved_again, path) == 103
+    assert half_written
     assert len(steps) > 8
     assert steps == sorted(steps)
     assert set(steps) == {1, 2}
@@ -154,14 +152,11 @@ def killed_between_writing_and_commit(path):
     yafsdp_cc.save(path, net(2.0), step=2)
 
 
-def refused(path):
-    with pytest.raises(ValueError, match=r"step\.saving is a save that never finished .* load an earlier checkpoint"):
-        yafsdp_cc.load(path.with_name("step.saving"), net(0.0))
+def found_1(path):
     assert found(path) == 101
 
 
 def test_another_rank_killed_while_it_writes(tmp_path):
     with pytest.raises(RankError):
         on_ranks(2, killed_between_writing_and_commit, tmp_path / "step")
-    (tmp_path / "step.saving" / "__0_0.distcp").touch()  # which rank 0 may or may not have come to
-    on_ranks(2, refused, tmp_path / "step")
+    on_ranks(2, found_1, tmp_path / "step")

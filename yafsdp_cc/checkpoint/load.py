@@ -42,7 +42,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
         ValueError: it is no checkpoint, an unfinished or damaged one, or does not fit, by full names.
-        pickle.UnpicklingError: the folder's table of contents wants code to be run.
+        pickle.UnpicklingError: a file wants code to be run.
         RuntimeError: a rank could not read its part.
     """
     wait_for_saves()

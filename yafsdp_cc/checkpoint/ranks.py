@@ -5,6 +5,7 @@ They talk over gloo, in a group of their own: a save in the background must not 
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -55,7 +56,8 @@ def by_torch(doing: str) -> Iterator[None]:
     """Around calls into torch's checkpoints: a rank's failure raised as itself, without every rank's traceback.
 
     Raises:
-        RuntimeError: on all ranks, what went wrong on one.
+        pickle.UnpicklingError: on all ranks: a file that one read wants code to be run.
+        RuntimeError: on all ranks: what else went wrong on one.
     """
     try:
         with warnings.catch_warnings():
@@ -63,4 +65,5 @@ def by_torch(doing: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+        kind = pickle.UnpicklingError if isinstance(cause, pickle.UnpicklingError) else RuntimeError
+        raise kind(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause

@@ -64,7 +64,7 @@ class CheckpointReader(FileSystemReader):
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError: it holds no checkpoint, one whose save never finished, or files shorter than they should be.
-        pickle.UnpicklingError: its table of contents names something that no checkpoint needs; nothing of it was run.
+        UntrustedError: its table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,6 +92,10 @@ class SafePlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
 
 
+class UntrustedError(pickle.UnpicklingError):
+    """A file wants code to be run."""
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
@@ -103,7 +107,7 @@ class _Unpickler(pickle.Unpickler):
             found = getattr(torch, name, None)
             found = found if isinstance(found, torch.dtype) else None
         if found is None:
-            raise pickle.UnpicklingError(
+            raise UntrustedError(
                 f"{self._path} names {module}.{name}, which no checkpoint needs: it was not loaded, and nothing of it "
                 "was run. Ask where this checkpoint comes from"
             )
@@ -116,7 +120,7 @@ def _unpickle(file: IO[bytes], path: Path) -> Any:
     before = {kind: dict(vars(kind)) for kind in kinds}
     try:
         return _Unpickler(file, path).load()
-    except pickle.UnpicklingError:
+    except UntrustedError:
         raise
     except Exception as error:  # whatever the opcodes of a damaged file come upon
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint") from error
@@ -134,7 +138,7 @@ def _restore(kind: type, attributes: dict[str, Any], path: Path) -> None:
         else:
             delattr(kind, name)
     if changed:
-        raise pickle.UnpicklingError(f"{path} changes the class {kind.__qualname__}, which no checkpoint does")
+        raise UntrustedError(f"{path} changes the class {kind.__qualname__}, which no checkpoint does")
 
 
 def _check_files(folder: Path, contents: Metadata) -> None:

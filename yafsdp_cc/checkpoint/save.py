@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.optim import Optimizer
 
-_background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
+_background: ThreadPoolExecutor
 """One thread: saves follow one another in the order in which they were asked for, which is the same on all ranks."""
+
+
+def _start_anew() -> None:
+    global _background
+    _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
+
+
+_start_anew()
+os.register_at_fork(after_in_child=_start_anew)  # threads do not survive a fork
 
 _logger = logging.getLogger("yafsdp_cc")
 
