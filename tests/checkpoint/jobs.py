@@ -71,7 +71,8 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     for parameter, state in optimizer.state.items():
         found |= {f"{names[parameter]}/{key}": whole(value) for key, value in state.items()}
     for index, group in enumerate(optimizer.param_groups):
-        found |= {f"group {index}/{key}": value for key, value in group.items() if key != "params"}
+        for key in group.keys() - {"params"}:  # torch makes lists of tuples on some of its ways
+            found[f"group {index}/{key}"] = list(group[key]) if isinstance(group[key], tuple) else group[key]
     return found
 
 

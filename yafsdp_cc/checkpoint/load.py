@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from yafsdp_cc.checkpoint import extra as extras
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.match import check_groups, check_model, check_optimizer
-from yafsdp_cc.checkpoint.ranks import by_torch, group_of, place_in, together
+from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
@@ -46,7 +46,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         RuntimeError: a rank could not read its part.
     """
     wait_for_saves()
-    group = group_of(model)
+    group = ranks_of(model).front
     rank, world = place_in(group)
     with together(group):
         folder = folders.complete(Path(path).absolute())

@@ -68,8 +68,7 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
     lines += [f"checkpoint has '{name}' {saved[name]}, model has no such name" for name in saved if name not in wanted]
     if lines:
         raise ValueError(
-            f"{folder} does not fit this {len(wanted)}-entry model:\n  {_listed(lines)}\n"
-            "Build the model as it was when it was saved"
+            f"{folder} does not fit the model:\n  {_listed(lines)}\nBuild the model as it was when it was saved"
         )
 
 

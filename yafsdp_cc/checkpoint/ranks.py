@@ -1,6 +1,6 @@
 """The ranks that save and load together, and how they agree.
 
-They talk over gloo, in a group of their own: a save in the background must not mix with the training's collectives.
+They talk over gloo, in groups of their own: a save in the background must not mix with the training's collectives.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -20,24 +20,36 @@ from yafsdp_cc.engine.module import ShardedModule, root_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""For global ranks: the world that they were ranks of, and their group."""
+
+class Ranks(NamedTuple):
+    """Two groups of the same ranks, None without a process group."""
+
+    front: dist.ProcessGroup | None
+    """For the thread that trains."""
+    back: dist.ProcessGroup | None
+    """For what writes, in this thread or another, one save at a time."""
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks of a sharded model, all ranks for any other, None without a process group. Collective at first."""
+_known: dict[tuple[int, ...], tuple[dist.ProcessGroup, Ranks]] = {}
+"""For global ranks: the world that they are ranks of, and their groups."""
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """The ranks of a sharded model, all ranks for any other. Makes the groups at first, so call it on all of them."""
     if not dist.is_initialized():
-        return None
+        return Ranks(None, None)
     members = list(range(dist.get_world_size()))
     if isinstance(model, ShardedModule):
         members = dist.get_process_group_ranks(root_of(model).gather.group)
     world = dist.group.WORLD
     assert world is not None
-    known = _groups.get(tuple(members))
+    known = _known.get(tuple(members))
     if known is None or known[0] is not world:
         partial = len(members) < dist.get_world_size()
-        group = dist.new_group(members, backend="gloo", use_local_synchronization=partial)
-        known = _groups[tuple(members)] = world, group
+        front, back = (
+            dist.new_group(members, backend="gloo", use_local_synchronization=partial) for _ in Ranks._fields
+        )
+        known = _known[tuple(members)] = world, Ranks(front, back)
     return known[1]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.full import whole_tensors
 from yafsdp_cc.checkpoint.match import check_shapes
-from yafsdp_cc.checkpoint.ranks import group_of, place_in, together
+from yafsdp_cc.checkpoint.ranks import place_in, ranks_of, together
 from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.tensor import FlatDTensor
 
@@ -45,7 +45,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
     root_of(model)
-    group = group_of(model)
+    group = ranks_of(model).front
     target = Path(path).absolute()
     files: Files | None = None
     with together(group):
@@ -83,7 +83,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """
     from safetensors import safe_open
 
-    group = group_of(model)
+    group = ranks_of(model).front
     with together(group):
         state = get_model_state_dict(model)
         files = _files_of(Path(path).absolute())

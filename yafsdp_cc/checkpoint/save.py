@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from yafsdp_cc.checkpoint import extra as extras
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.plain import check_extra
-from yafsdp_cc.checkpoint.ranks import by_torch, group_of, place_in, together
+from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.state import state_of
 from yafsdp_cc.engine.agree import check_settings
 
@@ -71,20 +71,20 @@ def save(
             optimizer is of another model.
         RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
     """
-    group = group_of(model)
+    ranks = ranks_of(model)
     target = Path(path).absolute()
-    if group is not None:
-        check_settings({"path": str(target), "asynchronous": asynchronous}, group, "save()")
-    with together(group):
+    if ranks.front is not None:
+        check_settings({"path": str(target), "asynchronous": asynchronous}, ranks.front, "save()")
+    with together(ranks.front):
         check_extra(extra)
         state, content = state_of(model, optimizer), extras.packed(extra)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        future = _background.submit(_write, target, state, content, group)
+        future = _background.submit(_write, target, state, content, ranks.back)
         future.add_done_callback(_tell)
         return future
     wait_for_saves()
-    _write(target, state, content, group)
+    _write(target, state, content, ranks.back)
     done: Future[None] = Future()
     done.set_result(None)
     return done

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,15 +75,25 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
 
 
 def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    receives = everywhere or group.rank() == 0
-    buffer = flat.master.new_empty(flat.layout.numel) if receives else None
     shard = flat.master.view(torch.uint8)  # bytes: not every dtype is carried
-    parts = None if buffer is None else list(buffer.view(torch.uint8).view(group.size(), -1))
     if everywhere:
-        dist.all_gather(parts, shard, group=group)
-    else:
-        dist.gather(shard, parts, group=group, group_dst=0)
+        buffer = flat.master.new_empty(flat.layout.numel)
+        _all_gather(buffer.view(torch.uint8), shard, group=group)
+        return buffer
+    if group.rank() > 0:
+        _complete([dist.P2POp(dist.isend, shard, group=group, group_peer=0)])
+        return None
+    # One message from each, right to its place: a gather would receive into a second buffer.
+    buffer = flat.master.new_empty(flat.layout.numel)
+    own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
+    own.copy_(shard)
+    _complete([dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in enumerate(parts, start=1)])
     return buffer
+
+
+def _complete(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
 def check_at_rest(root: Root, what: str) -> None:
