@@ -76,14 +76,13 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return found
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
     """Bit for bit."""
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     different = [
         name for name in a if not (a[name].equal(b[name]) if isinstance(a[name], Tensor) else a[name] == b[name])
     ]
     assert not different, different
-    return True
 
 
 def in_a_process(body, *args):

@@ -29,7 +29,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for names, tensor in whole_tensors(model):
         whole = tensor.to("cpu", copy=True)
         full.update(dict.fromkeys(names, whole))
-    return {name: full[name] for name in model.state_dict()} if full else {}
+    return {name: full.get(name, value) for name, value in model.state_dict().items()} if full else {}
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
