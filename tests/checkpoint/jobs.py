@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch._dynamo  # which sharding imports: here, once, and not in every rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 import yafsdp_cc.api
-import yafsdp_cc.checkpoint.load  # here, once, and not in every rank
+import yafsdp_cc.checkpoint.load
 from tests.models import VOCABULARY, Transformer
 
 FORMS = ("ours", "fsdp2", "plain")

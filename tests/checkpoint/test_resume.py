@@ -20,11 +20,13 @@ from tests.cli.command import ROOT
 from tests.ranks import RankError, on_ranks
 
 EXAMPLE = ROOT / "docs" / "examples" / "checkpoint.py"
+STEPS = 160
 LINE = re.compile(r"step (\d+) loss (\S+)")
 
 
 def launched(folder: Path, mark: str) -> subprocess.Popen[str]:
-    command = ["-m", "yafsdp_cc", "launch", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--folder", str(folder)]
+    command = ["-m", "yafsdp_cc", "launch", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    command += [f"--folder={folder}", f"--steps={STEPS}", "--save-every=20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARK": mark}
     return subprocess.Popen(
         [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -58,21 +60,23 @@ def losses(out: str) -> dict[int, str]:
 
 def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
     whole = losses(finished(tmp_path / "whole"))
-    assert set(whole) == set(range(1, 13))
+    assert set(whole) == set(range(1, STEPS + 1))
     mark = str(uuid.uuid4())
     process = launched(tmp_path / "killed", mark)
     before = ""
     for line in process.stdout:
         before += line
-        if "step 6 " in line:
+        if "step 30 " in line:
             break
     assert kill_all(mark) == 2
     process.communicate()
     after = finished(tmp_path / "killed")
-    assert "goes on after step 4" in after
+    [saved] = re.findall(r"goes on after step (\d+)", after)
+    assert 20 <= int(saved) < STEPS
     resumed = losses(after)
-    assert set(resumed) == set(range(5, 13))
-    assert losses(before) | resumed == whole
+    assert set(resumed) == set(range(int(saved) + 1, STEPS + 1))
+    assert {step: whole[step] for step in resumed} == resumed
+    assert all(whole[step] == loss for step, loss in losses(before).items())
 
 
 # In the middle of a save
