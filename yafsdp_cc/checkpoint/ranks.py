@@ -72,10 +72,17 @@ def by_torch(doing: str) -> Iterator[None]:
         RuntimeError: on all ranks: what else went wrong on one.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with nullcontext() if dist.is_initialized() else _without_a_warning():
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         kind = pickle.UnpicklingError if isinstance(cause, pickle.UnpicklingError) else RuntimeError
         raise kind(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+@contextmanager
+def _without_a_warning() -> Iterator[None]:
+    """A single process is what was asked for. Not for threads: filters are everybody's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

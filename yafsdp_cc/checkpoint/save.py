@@ -51,7 +51,8 @@ def save(
     """Write a checkpoint: a folder in torch.distributed.checkpoint's own format, for any number of ranks to load.
 
     A collective; every rank writes its part, so all must see the same file system. What was at ``path`` before stays
-    until the new checkpoint is complete, whenever the job is killed. Nothing of the training changes.
+    until the new checkpoint is complete, whenever the job is killed. Nothing of the training changes. Buffers and
+    ignored parameters are saved as one rank has them.
 
     Args:
         path: the folder to write.

@@ -61,7 +61,7 @@ def _replace_parameters(root: Root, rank0_only: bool, device: torch.device | str
         if whole is None:
             values = torch.empty(piece.cut.shape, dtype=sharded.dtype, device="meta")
         else:
-            values = whole.to(device or whole.device, copy=True)
+            values = whole.to(device or sharded.device, copy=True)
         plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
         plain.__dict__.update({name: note for name, note in vars(sharded).items() if name not in _OURS})
         piece.install(plain)

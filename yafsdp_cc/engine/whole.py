@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
+from yafsdp_cc.wire.exchange import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +55,9 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor | None]]:
     """Every parameter with its whole value, unit by unit in module order, and the small ones last.
 
-    Values are plain, in the parameter's own dtype and shape, on the engine's device, and gone when the next is asked
-    for: take a copy. At any time a rank holds one buffer of a unit, or none where it receives nothing. A collective: go
-    through it to the end, on all ranks.
+    Values are plain, in the parameter's own dtype and shape, on the engine's device (in host memory where gloo brings
+    them to one rank), and gone when the next is asked for: take a copy. At any time a rank holds one buffer of a unit,
+    or none where it receives nothing. A collective: go through it to the end, on all ranks.
 
     Args:
         root: of a sharded model.
@@ -75,18 +76,20 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
 
 
 def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    shard = flat.master.view(torch.uint8)  # bytes: not every dtype is carried
-    if everywhere:
-        buffer = flat.master.new_empty(flat.layout.numel)
-        _all_gather(buffer.view(torch.uint8), shard, group=group)
-        return buffer
-    if group.rank() > 0:
-        _complete([dist.P2POp(dist.isend, shard, group=group, group_peer=0)])
+    shard = flat.master
+    if not everywhere and backend_of(group, shard.device) != "nccl":
+        shard = shard.cpu()  # gloo sends messages from host memory only
+    part = shard.view(torch.uint8)  # bytes: not every dtype is carried
+    if not everywhere and group.rank() > 0:
+        _complete([dist.P2POp(dist.isend, part, group=group, group_peer=0)])
         return None
+    buffer = shard.new_empty(flat.layout.numel)
+    if everywhere:
+        _all_gather(buffer.view(torch.uint8), part, group=group)
+        return buffer
     # One message from each, right to its place: a gather would receive into a second buffer.
-    buffer = flat.master.new_empty(flat.layout.numel)
     own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
-    own.copy_(shard)
+    own.copy_(part)
     _complete([dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in enumerate(parts, start=1)])
     return buffer
 
