@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,3 +292,35 @@ def without_nccl() -> str:
 
 def test_a_group_without_cuda_is_refused() -> None:
     on_ranks(2, without_nccl, backend="cpu:gloo")
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> None:
+    model, fresh = twins()[0], twins()[0]
+    [ours] = adamw(model)
+    for at in range(2):
+        step(model, ours, loss_of(model, batch(at, dist.get_rank())))
+    saving = yafsdp_cc.save(folder, model, ours, asynchronous=True, random=torch.cuda.get_rng_state())
+    expected = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    step(model, ours, loss_of(model, batch(2, dist.get_rank())))  # changes what was copied, not what is written
+    saving.result()
+    [again] = adamw(fresh)
+    torch.cuda.set_rng_state(yafsdp_cc.load(folder, fresh, again)["random"])
+    assert all(parameter.full_tensor().equal(expected[name]) for name, parameter in fresh.named_parameters())
+    step(fresh, again, loss_of(fresh, batch(2, dist.get_rank())))
+    full = yafsdp_cc.full_state_dict(fresh)
+    assert all(value.is_cpu for value in full.values())
+    yafsdp_cc.unshard_model(fresh, device="cpu")
+    for name, parameter in fresh.named_parameters():
+        torch.testing.assert_close(parameter.data, model.get_parameter(name).full_tensor().cpu(), rtol=0, atol=1e-6)
+        assert dist.get_rank() > 0 or full[name].equal(parameter.data)
+
+
+def test_checkpoints_over_nccl(tmp_path: Path) -> None:
+    on_ranks(1, checkpoints, tmp_path / "step", backend=NCCL)
+
+
+def test_checkpoints_of_two_ranks_over_gloo(tmp_path: Path) -> None:
+    on_ranks(2, checkpoints, tmp_path / "step", backend="gloo")

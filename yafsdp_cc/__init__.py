@@ -6,20 +6,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yafsdp_cc import profiling
     from yafsdp_cc.api import counters_of, plan_of, shard
+    from yafsdp_cc.checkpoint.full import full_state_dict
+    from yafsdp_cc.checkpoint.load import load
+    from yafsdp_cc.checkpoint.safetensors import load_safetensors, save_safetensors
+    from yafsdp_cc.checkpoint.save import save
     from yafsdp_cc.engine.module import register_forward_method
+    from yafsdp_cc.engine.unshard import unshard_model
     from yafsdp_cc.engine.whole import whole_parameters
     from yafsdp_cc.fsdp2 import UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 __all__ = [
     "UnshardHandle",
     "counters_of",
+    "full_state_dict",
     "fully_shard",
+    "load",
+    "load_safetensors",
     "plan_of",
     "profiling",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "save",
+    "save_safetensors",
     "shard",
     "share_comm_ctx",
+    "unshard_model",
     "whole_parameters",
 ]
 
@@ -27,12 +38,18 @@ __all__ = [
 _HOME = {
     "UnshardHandle": "yafsdp_cc.fsdp2",
     "counters_of": "yafsdp_cc.api",
+    "full_state_dict": "yafsdp_cc.checkpoint.full",
     "fully_shard": "yafsdp_cc.fsdp2",
+    "load": "yafsdp_cc.checkpoint.load",
+    "load_safetensors": "yafsdp_cc.checkpoint.safetensors",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
     "register_fsdp_forward_method": "yafsdp_cc.fsdp2",
+    "save": "yafsdp_cc.checkpoint.save",
+    "save_safetensors": "yafsdp_cc.checkpoint.safetensors",
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.fsdp2",
+    "unshard_model": "yafsdp_cc.engine.unshard",
     "whole_parameters": "yafsdp_cc.engine.whole",
 }
 

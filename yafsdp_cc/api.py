@@ -21,7 +21,7 @@ from yafsdp_cc.engine.cutter import Cutter
 from yafsdp_cc.engine.draft import Draft
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
-from yafsdp_cc.engine.ranks import Ranks
+from yafsdp_cc.engine.ranks import Ranks, groups
 from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
@@ -100,7 +100,8 @@ def shard(
     mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
     ranks = Ranks.of(mesh)
     group = ranks.group
-    with refused_together(mesh):
+    across = groups(mesh)
+    with refused_together(*across):
         _check_model(model)
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
@@ -114,9 +115,9 @@ def shard(
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
     }
-    check_settings(settings, mesh)
-    check_equal(owned, mesh, values=not sync_module_states)
-    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, mesh)
+    check_settings(settings, across)
+    check_equal(owned, across, values=not sync_module_states)
+    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     reduce_group = second_group(ranks) if separate_reduce_group else group
     rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -270,6 +271,6 @@ def _preparation(
                 each.parameter.data = each.parameter.data.to(ranks.device)
             broadcast([each.parameter.data for each in owned], ranks.mesh)
         elif fresh:
-            check_equal(owned, ranks.mesh, values=True)
+            check_equal(owned, groups(ranks.mesh), values=True)
 
     return prepare

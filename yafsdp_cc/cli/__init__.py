@@ -17,6 +17,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "launch": Command("yafsdp_cc.cli.launch", "run a training script on several ranks, with torchrun's own flags"),
+    "convert": Command("yafsdp_cc.cli.convert", "write a checkpoint's model as safetensors"),
     "demo": Command("yafsdp_cc.cli.demo", "train a small language model on two ranks of this machine"),
 }
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_cc.engine.ranks import groups, of_first
+from yafsdp_cc.engine.ranks import of_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 
 
 @contextmanager
-def refused_together(mesh: DeviceMesh) -> Iterator[None]:
+def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
     """What one rank refuses within, every rank refuses, so that none waits for it in vain.
 
     Raises:
@@ -49,9 +49,9 @@ def refused_together(mesh: DeviceMesh) -> Iterator[None]:
     refusal: Exception | None = None
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         refusal = error
-    said = _all_gather(None if refusal is None else str(refusal), mesh)
+    said = _all_gather(None if refusal is None else str(refusal), across)
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(said):
@@ -59,22 +59,22 @@ def refused_together(mesh: DeviceMesh) -> Iterator[None]:
             raise ValueError(f"rank {rank}: {text}")
 
 
-def check_settings(settings: Mapping[str, object], mesh: DeviceMesh) -> None:
-    """Compare arguments across ranks.
+def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
+    """Compare the arguments of a ``call`` across ranks.
 
     Raises:
         ValueError: on every rank, naming the first that differs.
     """
     mine = {name: repr(value) for name, value in settings.items()}
-    everybody = _all_gather(mine, mesh)
+    everybody = _all_gather(mine, across)
     for name in mine:
         if len({theirs[name] for theirs in everybody}) > 1:
             table = "\n".join(f"  rank {rank}: {theirs[name]}" for rank, theirs in enumerate(everybody))
-            raise ValueError(f"{name} differs between ranks; every rank must call shard() alike:\n{table}")
+            raise ValueError(f"{name} differs between ranks; every rank must call {call} alike:\n{table}")
 
 
 @torch.no_grad()
-def check_equal(owned: Sequence[OwnedParameter], mesh: DeviceMesh, *, values: bool) -> None:
+def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGroup], *, values: bool) -> None:
     """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
 
     Raises:
@@ -91,10 +91,10 @@ def check_equal(owned: Sequence[OwnedParameter], mesh: DeviceMesh, *, values: bo
         for each in owned
     ]
     digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
-    digests = _all_gather(digest, mesh)
+    digests = _all_gather(digest, across)
     if len(set(digests)) == 1:
         return
-    everybody = _all_gather(lines, mesh)
+    everybody = _all_gather(lines, across)
     for index in range(max(map(len, everybody))):
         said = [theirs[index] if index < len(theirs) else None for theirs in everybody]
         if len(set(said)) > 1:
@@ -116,10 +116,10 @@ def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
             tensor.copy_(whole)
 
 
-def _all_gather(item: T, mesh: DeviceMesh) -> list[T]:
-    """Every rank's item, in the order of the mesh."""
+def _all_gather(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
+    """Every rank's item, in the order of a mesh whose last dimension comes first."""
     items = [item]
-    for group in groups(mesh):
+    for group in across:
         theirs: list[list[T]] = [items] * group.size()
         dist.all_gather_object(theirs, items, group=group)
         items = [each for some in theirs for each in some]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from yafsdp_cc.engine.assemble import _ENGINE, assembled, current
-from yafsdp_cc.engine.draft import draft_of, materialize
+from yafsdp_cc.engine.assemble import _ENGINE, _ROOT, assembled, current
+from yafsdp_cc.engine.draft import _DRAFT, draft_of, materialize
 from yafsdp_cc.engine.methods import Methods
 from yafsdp_cc.engine.tensor import FlatDTensor
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yafsdp_cc.engine.root import Root
+
+
+_UNDO = "_yafsdp_cc_undo"
 
 
 class Engine(Protocol):
@@ -103,6 +106,11 @@ def engine_of(module: nn.Module) -> Engine:
     return root if engine is None else engine
 
 
+def is_root(module: nn.Module) -> bool:
+    """Whether the engine of a whole sharded model stands around ``module``, not only a unit of it."""
+    return root_of(module).model is module
+
+
 def adopt(module: nn.Module) -> None:
     """Turn ``module`` into a sharded one whose forward runs between its engine's ``enter`` and ``leave``."""
     module.__class__ = _sharded_class(type(module))
@@ -125,9 +133,11 @@ def adopt(module: nn.Module) -> None:
         return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
-    module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
-    module.register_forward_hook(_not_compiled(leave), always_call=True)
-    module.register_load_state_dict_pre_hook(_refuse_assignment)
+    before = module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(_not_compiled(leave), always_call=True)
+    refusal = module.register_load_state_dict_pre_hook(_refuse_assignment)
+    for hook in (before, after, refusal):
+        undo_later(module, hook.remove)
 
 
 def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:
@@ -136,6 +146,20 @@ def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str
             f"load_state_dict(assign=True) on a sharded {type(module).__name__} would cut its parameters off from the "
             "engine: leave assign out, and the values are copied"
         )
+
+
+def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
+    """What ``disown`` shall call."""
+    module.__dict__.setdefault(_UNDO, []).append(undo)
+
+
+def disown(module: nn.Module) -> None:
+    """Take back what sharding and ``register_forward_method`` have done to ``module``."""
+    for undo in module.__dict__.pop(_UNDO):
+        undo()
+    for note in (_ROOT, _ENGINE, _DRAFT):
+        module.__dict__.pop(note, None)
+    module.__class__ = type(module).__mro__[ShardedModule._orig_cls_mro_index]
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +203,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return output
 
     module.__dict__[name] = between
+    undo_later(module, functools.partial(module.__dict__.pop, name, None))
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}

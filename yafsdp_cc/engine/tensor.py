@@ -28,6 +28,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 
 from yafsdp_cc.engine.boxes import Box, boxes
 from yafsdp_cc.engine.ranks import shard_group, shard_rank
+from yafsdp_cc.engine.scatter import teach_state_dicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -340,3 +341,5 @@ def flat_dtensor(local: torch.Tensor, cut: Cut, requires_grad: bool = False) -> 
 for _listed in (_for_optimizers, _for_clipping):
     if FlatDTensor not in _listed:
         _listed.append(FlatDTensor)
+
+teach_state_dicts(FlatDTensor)

@@ -1,4 +1,4 @@
-"""Whole parameters outside of a forward, to be read or edited."""
+"""Whole parameters outside of a forward: all of them to be read or edited, or one unit after another."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
+from yafsdp_cc.wire.exchange import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.root import Root
 
 
 @contextmanager
@@ -31,8 +36,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
         RuntimeError: entered inside a forward or a backward.
     """
     root = root_of(model)
-    if root.passage is not None or torch._C._current_graph_task_id() != -1:
-        raise RuntimeError("whole_parameters inside a forward or backward: weights are whole there already")
+    check_at_rest(root, "whole_parameters")
     pieces = [*(piece for unit in root.units for piece in unit.pieces), *root.small.pieces]
     wholes = [flat_dtensor(piece.local, piece.cut).full_tensor() for piece in pieces]
     for piece, whole in zip(pieces, wholes, strict=True):
@@ -45,3 +49,60 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
                 with torch.no_grad():
                     piece.parameter.copy_(whole)
             piece.install(piece.parameter)
+
+
+@torch.no_grad()
+def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor | None]]:
+    """Every parameter with its whole value, unit by unit in module order, and the small ones last.
+
+    Values are plain, in the parameter's own dtype and shape, on the engine's device (in host memory where gloo brings
+    them to one rank), and gone when the next is asked for: take a copy. At any time a rank holds one buffer of a unit,
+    or none where it receives nothing. A collective: go through it to the end, on all ranks.
+
+    Args:
+        root: of a sharded model.
+        everywhere: give every rank the values; otherwise only the first of the mesh, and the others None.
+    """
+    replicas = root.drafts[0].ranks.replicas
+    is_first = replicas is None or replicas.rank() == 0
+    receives = everywhere or (is_first and root.gather.rank == 0)
+    for unit in root.units:
+        for flat in unit.flats:
+            takes_part = everywhere or is_first
+            buffer = _gathered(flat, root.gather.group, everywhere) if takes_part else None
+            for piece in flat.pieces:
+                extent = piece.extent
+                yield piece, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
+            del buffer  # before there is another
+    for piece in root.small.pieces:
+        yield piece, piece.local.detach() if receives else None
+
+
+def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
+    shard = flat.master
+    if not everywhere and backend_of(group, shard.device) != "nccl":
+        shard = shard.cpu()  # gloo sends messages from host memory only
+    part = shard.view(torch.uint8)  # bytes: not every dtype is carried
+    if not everywhere and group.rank() > 0:
+        _complete([dist.P2POp(dist.isend, part, group=group, group_peer=0)])
+        return None
+    buffer = shard.new_empty(flat.layout.numel)
+    if everywhere:
+        _all_gather(buffer.view(torch.uint8), part, group=group)
+        return buffer
+    # One message from each, right to its place: a gather would receive into a second buffer.
+    own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
+    own.copy_(part)
+    _complete([dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in enumerate(parts, start=1)])
+    return buffer
+
+
+def _complete(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+
+
+def check_at_rest(root: Root, what: str) -> None:
+    """Raise a ``RuntimeError`` inside a forward or a backward."""
+    if root.passage is not None or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")

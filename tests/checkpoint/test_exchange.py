@@ -1,0 +1,53 @@
+"""Checkpoints of this engine, of FSDP2 and of plain models, at any number of ranks, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import yafsdp_cc
+from tests.checkpoint.jobs import FORMS, contents, job, same, train
+from tests.ranks import on_ranks
+
+
+def saved(forms, folder):
+    for form in forms:
+        model, optimizer = job(form, steps=2)
+        if form == "fsdp2":  # as its users do
+            dcp.save(state_of(model, optimizer), checkpoint_id=folder / form)
+        else:
+            yafsdp_cc.save(folder / form, model, optimizer, step=2)
+        found = contents(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{form}.pt")
+
+
+def loaded(forms, folder):
+    after = []
+    for saver in FORMS:
+        for form in forms:
+            model, optimizer = job(form, seed=1, steps=1)
+            if form == "fsdp2":
+                dcp.load(state := state_of(model, optimizer), checkpoint_id=folder / saver)
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            else:
+                extra = yafsdp_cc.load(folder / saver, model, optimizer)
+                assert extra == ({} if saver == "fsdp2" else {"step": 2})
+            same(contents(model, optimizer), torch.load(folder / f"{saver}.pt"))
+            train(model, optimizer, 2)
+            after.append(contents(model, optimizer))
+        if dist.get_world_size() == 1:
+            for other in after[-len(forms) :]:
+                same(after[-1], other)
+
+
+def state_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (4, 2), (2, 1)])
+def test_any_form_and_any_number_of_ranks(writers, readers, tmp_path):
+    on_ranks(writers, saved, FORMS[:2], tmp_path)
+    on_ranks(1, saved, FORMS[2:], tmp_path)
+    on_ranks(readers, loaded, FORMS if readers == 1 else FORMS[:2], tmp_path)

@@ -1,0 +1,205 @@
+"""Whole again: full state dicts, how much memory they take, and sharded models made plain."""
+
+import copy
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import yafsdp_cc
+from tests.checkpoint.jobs import job, same
+from tests.models import Transformer
+from tests.ranks import on_ranks
+
+
+def plain(**kwargs):
+    torch.manual_seed(0)
+    return Transformer(2, **kwargs)
+
+
+def mixed():
+    """A model with everything in it: tied, frozen, ignored and bf16 parameters, buffers kept and not kept."""
+    model = plain(tied=True)
+    model.extra = nn.Linear(32, 32, dtype=torch.bfloat16)
+    model.blocks[0].down.weight.requires_grad_(False)
+    model.register_buffer("kept", torch.arange(3))
+    model.register_buffer("dropped", torch.arange(4), persistent=False)
+    model.ignored = nn.Parameter(torch.randn(5))
+    return model
+
+
+def fulls():
+    expected = {name: value.clone() for name, value in mixed().state_dict().items()}
+    model = mixed()
+    yafsdp_cc.shard(model, ignored_params=[model.ignored])
+    full = yafsdp_cc.full_state_dict(model)
+    if dist.get_rank() > 0:
+        assert full == {}
+        return
+    assert list(full) == list(expected)
+    assert {type(value) for value in full.values()} == {torch.Tensor}
+    assert [value.dtype for value in full.values()] == [value.dtype for value in expected.values()]
+    same(full, expected)
+    assert full["head.weight"] is full["embed.weight"]
+    full["kept"].zero_()
+    assert model.kept.any()
+    fresh = mixed()
+    fresh.load_state_dict(full)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_full_state_dict_is_the_unsharded_model_s(world):
+    on_ranks(world, fulls)
+
+
+# Memory
+
+MIB = 2**20
+WIDTH, LAYERS = 2048, 8
+LAYER = 4 * WIDTH * WIDTH  # 16 MiB
+
+
+class Peak:
+    """The most memory that this process holds while it is open, beyond what it held before; as the kernel counts it."""
+
+    def __enter__(self):
+        ctypes.CDLL(None).mallopt(-3, MIB)  # tensors come from the kernel and return to it at once
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._read("VmRSS")
+        return self
+
+    def __exit__(self, *_):
+        self.bytes = self._read("VmHWM") - self.before
+
+    @staticmethod
+    def _read(field):
+        [kib] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(kib) * 1024
+
+
+def measured():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)])
+    yafsdp_cc.shard(model, units=["*"], param_init_fn=lambda module: nn.init.ones_(module.weight))
+    assert yafsdp_cc.plan_of(model).owned_bytes > 0
+    with Peak() as idle:
+        pass
+    with Peak() as peak:
+        full = yafsdp_cc.full_state_dict(model)
+    del full
+    with Peak() as by_torch:
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return idle.bytes / LAYER, peak.bytes / LAYER, by_torch.bytes / LAYER
+
+
+def test_no_rank_holds_two_copies():
+    (idle, first, torch_first), (_, second, torch_second) = on_ranks(2, measured)
+    print(f"\nin layers, of {LAYERS}: full_state_dict {first:.2f} on rank 0, {second:.2f} on rank 1")
+    print(f"torch's get_model_state_dict of the same model {torch_first:.2f} and {torch_second:.2f}")
+    assert idle < 0.1
+    assert LAYERS < first < LAYERS + 1.2
+    assert second < 0.2
+
+
+# Plain again
+
+
+def unsharded():
+    expected = mixed()
+    model = mixed()
+    model.head.weight.note = "kept"
+    names = set(model.__dict__), [type(module) for module in model.modules()]
+    yafsdp_cc.shard(model, ignored_params=[model.ignored])
+    yafsdp_cc.register_forward_method(model.blocks[0], "forward")
+    tokens = torch.arange(12).view(1, 12)
+    model.blocks[1].requires_grad_(False)
+    model(tokens).float().square().mean().backward()
+    assert yafsdp_cc.unshard_model(model) is model
+    assert (set(model.__dict__), [type(module) for module in model.modules()]) == names
+    for module in model.modules():
+        assert not isinstance(module, FSDPModule)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._load_state_dict_pre_hooks
+        assert "forward" not in vars(module)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.note == "kept"
+    assert not model.blocks[0].down.weight.requires_grad
+    assert model.blocks[0].up.weight.requires_grad
+    assert not model.blocks[1].up.weight.requires_grad
+    same(model.state_dict(), expected.state_dict())
+    model.load_state_dict(expected.state_dict(), assign=True)
+    copy.deepcopy(model)
+
+
+def test_a_sharded_model_becomes_plain():
+    on_ranks(2, unsharded)
+
+
+def trained_on():
+    """Sharded, trained, made plain, sharded anew and trained on: as if never interrupted."""
+    results = []
+    for interrupted in (False, True):
+        model = yafsdp_cc.shard(plain())
+        for step in range(4):
+            if interrupted and step == 2:
+                yafsdp_cc.shard(yafsdp_cc.unshard_model(model))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            tokens = torch.randint(90, (2, 12), generator=torch.Generator().manual_seed(step))
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del optimizer
+        results.append(yafsdp_cc.unshard_model(model).state_dict())
+    same(*results)
+    first, second = (model_of(tokens) for model_of in (model, copy.deepcopy(model)))
+    assert first.equal(second)
+
+
+def test_sharded_again():
+    on_ranks(2, trained_on)
+
+
+def only_on_rank_0():
+    model = yafsdp_cc.shard(plain())
+    yafsdp_cc.unshard_model(model, rank0_only=True, device="cpu")
+    if dist.get_rank() == 0:
+        same(model.state_dict(), plain().state_dict())
+    else:
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+        assert [p.shape for p in model.parameters()] == [p.shape for p in plain().parameters()]
+
+
+def test_on_one_rank():
+    on_ranks(2, only_on_rank_0)
+
+
+def refusals():
+    model, _ = job("ours")
+    with pytest.raises(ValueError, match=r"this ShardedAttention is a part of a sharded model: unshard the whole"):
+        yafsdp_cc.unshard_model(model.blocks[0])
+    with pytest.raises(ValueError, match=r"this Transformer is not sharded"):
+        yafsdp_cc.unshard_model(plain())
+    for what in (yafsdp_cc.unshard_model, yafsdp_cc.full_state_dict):
+        handle = model.norm.register_forward_hook(lambda *_, what=what: what(model))
+        with pytest.raises(RuntimeError, match="inside a forward or backward"):
+            model(torch.zeros(1, 4, dtype=torch.long))
+        handle.remove()
+    small = nn.Linear(8, 8)
+    yafsdp_cc.shard(small, units=[small], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    yafsdp_cc.unshard_model(small)
+
+
+def test_what_cannot_be_made_plain():
+    on_ranks(2, refusals)

@@ -1,0 +1,166 @@
+"""Killed without warning, in training and in the middle of a save, a job goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import yafsdp_cc
+from tests.checkpoint.jobs import in_a_process
+from tests.cli.command import ROOT
+from tests.ranks import RankError, on_ranks
+
+EXAMPLE = ROOT / "docs" / "examples" / "checkpoint.py"
+STEPS = 160
+LINE = re.compile(r"step (\d+) loss (\S+)")
+
+
+def launched(folder: Path, mark: str) -> subprocess.Popen[str]:
+    command = ["-m", "yafsdp_cc", "launch", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    command += [f"--folder={folder}", f"--steps={STEPS}", "--save-every=20"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARK": mark}
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(folder: Path) -> str:
+    process = launched(folder, "")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def kill_all(mark: str) -> int:
+    """SIGKILL every process that carries ``mark``, launcher and ranks; how many were ranks."""
+    ranks = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if f"MARK={mark}".encode() in environment:
+                os.kill(int(folder.name), signal.SIGKILL)
+                ranks += any(each.startswith(b"RANK=") for each in environment)
+        except OSError:
+            continue  # gone meanwhile, or not ours
+    return ranks
+
+
+def losses(out: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in LINE.findall(out)}
+
+
+def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
+    whole = losses(finished(tmp_path / "whole"))
+    assert set(whole) == set(range(1, STEPS + 1))
+    mark = str(uuid.uuid4())
+    process = launched(tmp_path / "killed", mark)
+    before = ""
+    for line in process.stdout:
+        before += line
+        if "step 30 " in line:
+            break
+    assert kill_all(mark) == 2
+    process.communicate()
+    after = finished(tmp_path / "killed")
+    [saved] = re.findall(r"goes on after step (\d+)", after)
+    assert 20 <= int(saved) < STEPS
+    resumed = losses(after)
+    assert set(resumed) == set(range(int(saved) + 1, STEPS + 1))
+    assert {step: whole[step] for step in resumed} == resumed
+    assert all(whole[step] == loss for step, loss in losses(before).items())
+
+
+# In the middle of a save
+
+
+def net(value):
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def killed_at(event, path):
+    """A save that ends at its ``event``-th touch of the file system, if it has so many."""
+    yafsdp_cc.save(path, net(1.0), step=1)
+    seen = 0
+
+    def hook(name, _):
+        nonlocal seen
+        if name in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}:
+            seen += 1
+            if seen == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    yafsdp_cc.save(path, net(2.0), step=2)
+
+
+def found(path):
+    """The step at ``path``, which is complete; offset, for an exit status that nothing else has."""
+    model = net(0.0)
+    step = yafsdp_cc.load(path, model)["step"]
+    assert all((p == step).all() for p in model.parameters())
+    return 100 + step
+
+
+def refused(path):
+    """A folder that is half written, given to ``load`` by name."""
+    with pytest.raises(ValueError, match=r"checkpoint\.saving is a save that never finished .* load an earlier"):
+        yafsdp_cc.load(path.with_name("checkpoint.saving"), net(0.0))
+    return 42
+
+
+def saved_again(path):
+    yafsdp_cc.save(path, net(3.0), step=3)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    return found(path)
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(tmp_path):
+    steps, half_written = [], 0
+    for event in range(1, 100):
+        path = tmp_path / str(event) / "checkpoint"
+        if (status := in_a_process(killed_at, event, path)) == 0:
+            break  # it has fewer
+        assert status == -signal.SIGKILL
+        steps.append(in_a_process(found, path) - 100)
+        unfinished = path.with_name("checkpoint.saving")
+        if list(unfinished.glob("*.distcp")) and not (unfinished / ".metadata").exists():
+            half_written += in_a_process(refused, path) == 42
+        assert in_a_process(saved_again, path) == 103
+    assert half_written
+    assert len(steps) > 8
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+
+
+def killed_between_writing_and_commit(path):
+    yafsdp_cc.save(path, net(1.0), step=1)
+    if torch.distributed.get_rank() == 1:
+
+        def hook(name, args):
+            if name == "open" and str(args[0]).endswith(".distcp"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+    yafsdp_cc.save(path, net(2.0), step=2)
+
+
+def found_1(path):
+    assert found(path) == 101
+
+
+def test_another_rank_killed_while_it_writes(tmp_path):
+    with pytest.raises(RankError):
+        on_ranks(2, killed_between_writing_and_commit, tmp_path / "step")
+    on_ranks(2, found_1, tmp_path / "step")

@@ -1,0 +1,163 @@
+"""Weights to safetensors that ``transformers`` loads, and back into a sharded model; with and without the model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import yafsdp_cc
+import yafsdp_cc.checkpoint.safetensors
+from tests.checkpoint.jobs import job, same, whole
+from tests.cli.command import ROOT
+from tests.models import Transformer
+from tests.ranks import on_ranks
+from yafsdp_cc.checkpoint.convert import convert
+
+transformers = pytest.importorskip("transformers")
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    ),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32),
+}
+
+
+def made(kind, seed=0):
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(8).view(1, 8)).logits
+
+
+def to_transformers(kind, folder):
+    model = yafsdp_cc.shard(made(kind))
+    expected = logits(model)
+    yafsdp_cc.save_safetensors(folder / "fp32", model)
+    yafsdp_cc.save_safetensors(folder / "bf16", model, dtype=torch.bfloat16)
+    assert logits(model).equal(expected)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+        assert plain.dtype == dtype
+        assert json.loads((folder / name / "config.json").read_text())["architectures"] == [type(plain).__name__]
+        same(plain.state_dict(), {name: value.to(dtype) for name, value in made(kind).state_dict().items()})
+    fresh = yafsdp_cc.shard(made(kind, seed=1))
+    yafsdp_cc.load_safetensors(folder / "fp32", fresh)
+    assert logits(fresh).equal(expected)
+    yafsdp_cc.load_safetensors(folder / "bf16", fresh)
+    assert whole(next(fresh.parameters())).equal(next(made(kind).parameters()).bfloat16().float())
+
+
+def from_transformers(kind, folder):
+    """What ``save_pretrained`` wrote, into a model that no rank ever held whole."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    yafsdp_cc.shard(model)
+    yafsdp_cc.load_safetensors(folder / "theirs", model)
+    assert logits(model).equal(logits(made(kind)))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_transformers_load_them_and_the_reverse(kind, tmp_path):
+    on_ranks(1, lambda: made(kind).save_pretrained(tmp_path / "theirs"))
+    on_ranks(2, to_transformers, kind, tmp_path)
+    on_ranks(2, from_transformers, kind, tmp_path)
+
+
+def several_files(folder):
+    yafsdp_cc.checkpoint.safetensors._FILE_BYTES = 20_000
+    model, _ = job("ours", tied=True)
+    model.register_buffer("kept", torch.arange(3))
+    yafsdp_cc.save_safetensors(folder / "step", model)
+    names = sorted(file.name for file in (folder / "step").glob("*.safetensors"))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    assert all(sum(t.nbytes for t in load_file(folder / "step" / name).values()) <= 20_000 for name in names)
+    index = json.loads((folder / "step" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in Transformer(2, tied=True).parameters()) + 24
+    stored = {name: value for file in names for name, value in load_file(folder / "step" / file).items()}
+    assert index["weight_map"].keys() == stored.keys() == model.state_dict().keys() - {"head.weight"}
+    other, _ = job("ours", seed=1, tied=True)
+    other.register_buffer("kept", torch.zeros(3, dtype=torch.long))
+    yafsdp_cc.load_safetensors(folder / "step", other)
+    same(*({name: whole(value) for name, value in each.state_dict().items()} for each in (model, other)))
+    plain = Transformer(2, tied=True)
+    plain.register_buffer("kept", torch.zeros(3, dtype=torch.long))
+    yafsdp_cc.load_safetensors(folder / "step", plain)
+    same(plain.state_dict(), {name: whole(value) for name, value in model.state_dict().items()})
+
+
+def test_several_files(tmp_path):
+    on_ranks(2, several_files, tmp_path)
+    on_ranks(3, several_files, tmp_path / "three")
+
+
+def misfits(folder):
+    model, _ = job("ours")
+    if dist.get_rank() == 0:
+        state = {name: value.clone() for name, value in Transformer(2).state_dict().items()}
+        state["old.bias"] = torch.ones(2)
+        del state["norm.bias"]
+        state["head.weight"] = torch.ones(3, 3)
+        save_file(state, folder / "other.safetensors")
+        (folder / "empty").mkdir()
+        (folder / "full").mkdir()
+        (folder / "full" / "notes.txt").touch()
+    dist.barrier()
+    with pytest.raises(ValueError, match="does not fit the model") as caught:
+        yafsdp_cc.load_safetensors(folder / "other.safetensors", model)
+    for line in (
+        "checkpoint has 'head.weight' [3, 3], model has [96, 32]",
+        "checkpoint lacks 'norm.bias' [32]",
+        "checkpoint has 'old.bias' [2], model has no such name",
+    ):
+        assert line in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="there are no safetensors at"):
+        yafsdp_cc.load_safetensors(folder / "empty", model)
+    with pytest.raises(ValueError, match=r"full holds 'notes.txt', which would be lost: choose another path"):
+        yafsdp_cc.save_safetensors(folder / "full", model)
+    with pytest.raises(ValueError, match="not sharded"):
+        yafsdp_cc.save_safetensors(folder / "plain", nn.Linear(2, 2))
+
+
+def test_what_does_not_fit(tmp_path):
+    on_ranks(2, misfits, tmp_path)
+
+
+def saved(form, folder):
+    model, optimizer = job(form, steps=1)
+    yafsdp_cc.save(folder, model, optimizer)
+    if form == "ours":
+        yafsdp_cc.save_safetensors(folder.with_name("direct"), model)
+
+
+def converted(folder):
+    convert(folder / "ours", folder / "a")
+    convert(folder / "fsdp2", folder / "b", dtype=torch.bfloat16)
+    direct, ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("direct", "a", "b"))
+    same(direct, ours)
+    same({name: value.bfloat16() for name, value in direct.items()}, theirs)
+
+
+def test_conversion_without_the_model(tmp_path):
+    for form in ("ours", "fsdp2"):
+        on_ranks(2, saved, form, tmp_path / form)
+    on_ranks(1, converted, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "yafsdp_cc", "convert", "ours", "out", "--dtype=float16", "--config=config.json"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    for expected, said in ((0, ""), (1, "yafsdp-cc convert: ")):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == expected, done.stderr
+        assert done.stderr.startswith(said)
+    assert "out holds 'config.json', which would be lost" in done.stderr
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}

@@ -1,0 +1,224 @@
+"""What is saved, when, and what is refused: in the background, beside the model, and where it does not fit."""
+
+import random
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import yafsdp_cc
+from tests.checkpoint.jobs import contents, grouped, job, same, train
+from tests.models import Transformer
+from tests.ranks import on_ranks
+
+# In the background
+
+
+def in_the_background(folder):
+    model, optimizer = job("ours", steps=1)
+    saves, expected = [], []
+    for step in range(3):
+        held = {"step": step, "list": [torch.full((3,), step)]}
+        saves.append(yafsdp_cc.save(folder / str(step), model, optimizer, asynchronous=True, **held))
+        held["list"][0].fill_(-1)
+        expected.append(contents(model, optimizer))
+        train(model, optimizer, step)  # collectives of the training, while the writing goes on
+    yafsdp_cc.save(folder / "last", model, optimizer)
+    assert all(save.done() for save in saves)  # a later save waits for the earlier ones
+    for step, before in enumerate(expected):
+        extra = yafsdp_cc.load(folder / str(step), model, optimizer)
+        assert extra["step"] == step
+        assert extra["list"][0].tolist() == [step] * 3
+        same(contents(model, optimizer), before)
+    assert sum("yafsdp_cc.save" in thread.name for thread in threading.enumerate()) == 1
+
+
+def test_in_the_background(tmp_path):
+    on_ranks(2, in_the_background, tmp_path)
+
+
+def failing(folder):
+    model, optimizer = job("ours")
+    yafsdp_cc.save(folder, model, optimizer, step=1)
+    if dist.get_rank() == 1:
+        # A disk that is full, for this rank alone: nothing larger than this can be written.
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    for asynchronous in (False, True):
+        with pytest.raises(RuntimeError, match=r"saving .*: rank 1: .*(File too large|unexpected pos|failed writing)"):
+            yafsdp_cc.save(folder, model, optimizer, asynchronous=asynchronous, step=2).result()
+    dist.barrier()  # rank 0 clears away what was written, after all have been told
+    assert [each.name for each in folder.parent.iterdir()] == [folder.name]
+    assert yafsdp_cc.load(folder, model, optimizer) == {"step": 1}
+
+
+def test_a_full_disk_of_one_rank(tmp_path):
+    on_ranks(2, failing, tmp_path / "step")
+
+
+def nothing_changes(folder):
+    """Saving before the first step, and an optimizer that knows some parameters only."""
+    model, optimizer = job("ours")
+    yafsdp_cc.save(folder / "0", model, optimizer)
+    assert not optimizer.state
+    train(model, optimizer, 0)
+    after = contents(model, optimizer)
+    yafsdp_cc.load(folder / "0", model, optimizer)
+    assert not optimizer.state
+    train(model, optimizer, 0)
+    same(contents(model, optimizer), after)
+    half = torch.optim.SGD(model.blocks.parameters(), lr=0.1, momentum=0.9)
+    half.param_groups[0]["lr"] = torch.tensor(0.5)
+    train(model, half, 0)
+    yafsdp_cc.save(folder / "half", model, half)
+    again = torch.optim.SGD(model.blocks.parameters(), lr=0.1, momentum=0.9)
+    yafsdp_cc.load(folder / "half", model, again)
+    same(contents(model, again), contents(model, half))
+
+
+def test_saving_changes_nothing(tmp_path):
+    on_ranks(2, nothing_changes, tmp_path)
+
+
+# Beside the model
+
+
+def extras(folder):
+    rank = dist.get_rank()
+    model, _ = job("ours")
+    kept = {
+        "step": 3,
+        "nested": {"a": [1, 2.5, None, True, "x", b"y", (1, 2)], 5: {"b": torch.arange(3)}},
+        "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
+        "rank": rank,
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    yafsdp_cc.save(folder, model, **kept)
+    found = yafsdp_cc.load(folder, model)
+    assert found.keys() == kept.keys()
+    assert found["nested"]["a"] == kept["nested"]["a"]
+    assert found["nested"][5]["b"].equal(torch.arange(3))
+    assert found["random"]["python"] == random.getstate()
+    random.setstate(found["random"]["python"])
+    torch.set_rng_state(found["random"]["torch"])
+    assert found["rank"] == rank
+
+
+def elsewhere(folder):
+    model, _ = job("ours")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = yafsdp_cc.load(folder, model)
+    assert found["step"] == 3
+    assert "rank" not in found
+    [message] = [str(each.message) for each in caught if "left out" in str(each.message)]
+    assert re.search(r"was saved by 2 ranks and is loaded by 3: random, rank differed between ranks", message)
+
+
+def test_each_rank_has_its_own_and_other_numbers_of_ranks_what_is_common(tmp_path):
+    on_ranks(2, extras, tmp_path / "step")
+    on_ranks(3, elsewhere, tmp_path / "step")
+
+
+class Loader:
+    def state_dict(self):
+        return {}
+
+
+def refused_extras(folder):
+    numpy = pytest.importorskip("numpy")
+    model, optimizer = job("ours")
+    for extra, message in [
+        ({"f": print}, r"extra\['f'\] is a builtin_function_or_method, .* running code from the file: save plain data"),
+        ({"a": {"b": [1, {2}]}}, r"extra\['a'\]\['b'\]\[1\] is a set"),
+        (
+            {"loader": Loader()},
+            r"extra\['loader'\] is a tests.checkpoint.test_save.Loader, .*: save its .state_dict\(\)",
+        ),
+        ({"g": torch.Generator()}, r"extra\['g'\] is a torch._C.Generator, .*: save its .get_state\(\)"),
+        ({"n": numpy.ones(2)}, r"extra\['n'\] is a numpy.ndarray, .*: save torch.from_numpy"),
+        ({"w": model.head.weight}, r"extra\['w'\] is a yafsdp_cc.engine.tensor.FlatDTensor, .* go into the checkpoint"),
+        ({"d": {(1, 2): 3}}, r"extra\['d'\] has a key \(1, 2\), a tuple"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            yafsdp_cc.save(folder, model, optimizer, **extra)
+    with pytest.raises((TypeError, ValueError), match="set"):  # of one rank
+        yafsdp_cc.save(folder, model, optimizer, a={1} if dist.get_rank() == 1 else 1)
+    optimizer.param_groups[0]["schedule"] = print
+    with pytest.raises(TypeError, match=r"optimizer\['param_groups'\]\[0\]\['schedule'\] is a builtin_function"):
+        yafsdp_cc.save(folder, model, optimizer)
+    with pytest.raises(ValueError, match=r"path differs between ranks; every rank must call save\(\) alike"):
+        yafsdp_cc.save(folder / str(dist.get_rank()), model)
+    folder.parent.mkdir(exist_ok=True)
+    (folder.parent / "notes").mkdir(exist_ok=True)
+    (folder.parent / "notes" / "todo.txt").touch()
+    with pytest.raises(ValueError, match=r"notes holds 'todo.txt', which would be lost: choose another path"):
+        yafsdp_cc.save(folder.parent / "notes", model)
+    with pytest.raises(ValueError, match=r"todo.txt is a file: choose another path"):
+        yafsdp_cc.save(folder.parent / "notes" / "todo.txt", model)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0, \[2, 2\], is none of the model's"):
+        yafsdp_cc.save(folder, model, other)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    on_ranks(2, refused_extras, tmp_path / "runs" / "step")
+
+
+# What does not fit
+
+
+def misfits(folder):
+    model, optimizer = job("ours", steps=1)
+    yafsdp_cc.save(folder / "both", model, optimizer)
+    yafsdp_cc.save(folder / "alone", model)
+    flattened = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save(dict(zip(("model", "optimizer"), flattened, strict=True)), checkpoint_id=folder / "flattened")
+
+    other = Transformer(3)
+    other.head = nn.Linear(32, 64, bias=True)
+    other.embed = nn.Embedding(96, 32)
+    yafsdp_cc.shard(other)
+    before = contents(other, torch.optim.SGD(other.parameters()))
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        yafsdp_cc.load(folder / "both", other)
+    for line in (
+        "checkpoint has 'head.weight' [96, 32], model has [64, 32]",
+        "checkpoint lacks 'blocks.2.norm1.weight' [32]",
+        "and 5 more",
+    ):
+        assert line in str(caught.value), str(caught.value)
+    same(contents(other, torch.optim.SGD(other.parameters())), before)
+    smaller = yafsdp_cc.shard(Transformer(1), units="Attention")
+    with pytest.raises(ValueError, match=r"checkpoint has 'blocks.1.norm1.weight' \[32\], model has no such name"):
+        yafsdp_cc.load(folder / "both", smaller)
+
+    before = contents(model, optimizer)
+    plain = torch.optim.AdamW(model.parameters())
+    renamed = torch.optim.AdamW(model.blocks.parameters())
+    sgd = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
+    sgd.add_param_group({"params": optimizer.param_groups[1]["params"]})
+    for path, which, message in [
+        ("alone", optimizer, r"alone was saved without an optimizer: load\(path, model\) reads the model alone"),
+        ("both", plain, r"checkpoint's optimizer has 'blocks.0.norm1.weight' in group 1, this one in group 0"),
+        ("both", renamed, r"does not fit this AdamW:\n  checkpoint's optimizer has 'embed.weight', this one lacks it"),
+        ("both", sgd, r"the state of another optimizer than SGD: it has amsgrad, betas, .*, and lacks dampening, mom"),
+        ("flattened", optimizer, r"holds its optimizer flattened, as 'optimizer.state\.\S+': save it without"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            yafsdp_cc.load(folder / path, model, which)
+        same(contents(model, optimizer), before)
+    yafsdp_cc.load(folder / "both", model, grouped(model))
+
+
+def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
+    on_ranks(2, misfits, tmp_path)

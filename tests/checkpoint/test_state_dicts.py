@@ -1,0 +1,176 @@
+"""torch's own ``get_*_state_dict`` and ``set_*_state_dict`` in every option, held against FSDP2's."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import yafsdp_cc
+from tests.checkpoint.jobs import contents, job, same, train, whole
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.tensor import FlatDTensor
+
+
+def flat(state, name=""):
+    """Leaves of a nested state dict by their paths."""
+    if isinstance(state, (dict, list)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {path: leaf for key, value in items for path, leaf in flat(value, f"{name}/{key}").items()}
+    return {name: state}
+
+
+def alike(ours, theirs):
+    ours, theirs = flat(ours), flat(theirs)
+    for name in ours.keys() & theirs.keys():
+        assert isinstance(ours[name], DTensor) == isinstance(theirs[name], DTensor) or not ours[name].dim(), name
+    same(
+        *({name: whole(x) if isinstance(x, torch.Tensor) else x for name, x in each.items()} for each in (ours, theirs))
+    )
+
+
+def frozen(form):
+    """One step in, with a block that is not trained any more."""
+    model, optimizer = job(form, steps=1)
+    model.blocks[0].requires_grad_(False)
+    return model, optimizer
+
+
+def gets():
+    ours, theirs = frozen("ours"), frozen("fsdp2")
+    for full, offload, ignore, flatten in itertools.product((False, True), repeat=4):
+        options = StateDictOptions(
+            full_state_dict=full, cpu_offload=offload, ignore_frozen_params=ignore, flatten_optimizer_state_dict=flatten
+        )
+        alike(*(get_model_state_dict(model, options=options) for model, _ in (ours, theirs)))
+        # Both need groups in which nothing is frozen for a flattened state; so every one has state.
+        alike(*(get_optimizer_state_dict(*each, options=options) for each in (ours, theirs)))
+    for keep in (False, True):
+        options = StateDictOptions(keep_submodule_prefixes=keep)
+        parts = [get_model_state_dict(m, submodules={m.blocks[1]}, options=options) for m, _ in (ours, theirs)]
+        alike(*parts)
+
+
+def test_getting():
+    on_ranks(2, gets)
+
+
+def sets():
+    source = job("fsdp2", steps=2)
+    expected = contents(*source)
+    for full, broadcast, flatten in [
+        (False, False, False),
+        (False, False, True),
+        (True, False, False),
+        (True, True, False),
+    ]:
+        given = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
+        options = StateDictOptions(
+            full_state_dict=full, broadcast_from_rank0=broadcast, flatten_optimizer_state_dict=flatten
+        )
+        model, optimizer = job("ours", seed=1)
+        origin = source if full else job("ours", steps=2)
+        weights = get_model_state_dict(origin[0], options=given)
+        moments = copy.deepcopy(get_optimizer_state_dict(*origin, options=given))  # "step" is the optimizer's own
+        if broadcast and dist.get_rank() > 0:
+            weights, moments = {}, {}
+        set_model_state_dict(model, weights, options=options)
+        set_optimizer_state_dict(model, optimizer, moments, options=options)
+        same(contents(model, optimizer), contents(*origin))
+        if not full:
+            continue
+        same(contents(model, optimizer), expected)
+        assert {type(v) for s in optimizer.state.values() for k, v in s.items() if k != "step"} == {FlatDTensor}
+        train(model, optimizer, 2)
+
+
+def torch_cannot():
+    """Setting what is flattened and whole: so it is with FSDP2 too."""
+    for form, broadcast in itertools.product(("fsdp2", "ours"), (False, True)):
+        options = StateDictOptions(
+            full_state_dict=True, flatten_optimizer_state_dict=True, broadcast_from_rank0=broadcast
+        )
+        each = job(form, steps=1)
+        moments = get_optimizer_state_dict(*each, options=options)
+        if broadcast and dist.get_rank() > 0:
+            moments = {}
+        with pytest.raises(KeyError):
+            set_optimizer_state_dict(*each, moments, options=options)
+
+
+def test_setting():
+    on_ranks(2, torch_cannot)
+    on_ranks(2, sets)
+    on_ranks(3, sets)
+
+
+class Scalar(nn.Module):
+    """With a parameter without dimensions, which FSDP2 refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(())), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def scalars():
+    torch.manual_seed(0)
+    model = Scalar()
+    yafsdp_cc.shard(model, units=[model.linear])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(1, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = contents(model, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=full)
+    moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=full))  # "step" is the optimizer's own
+    step()
+    after = contents(model, optimizer)
+    for broadcast in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        empty = broadcast and dist.get_rank() > 0
+        set_model_state_dict(model, {} if empty else dict(weights), options=options)
+        set_optimizer_state_dict(model, optimizer, {} if empty else copy.deepcopy(moments), options=options)
+        same(contents(model, optimizer), before)
+        step()
+        same(contents(model, optimizer), after)
+
+
+def test_parameters_without_dimensions():
+    on_ranks(2, scalars)
+
+
+def strictly():
+    model, _ = job("ours")
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    del weights["norm.weight"]
+    weights["head.weight"] = torch.zeros_like(weights["head.weight"])
+    for broadcast in (False, True):
+        options = {"full_state_dict": True, "broadcast_from_rank0": broadcast}
+        given = {} if broadcast and dist.get_rank() > 0 else weights
+        if not broadcast:  # torch itself fills up what every rank lacks
+            with pytest.raises(RuntimeError, match=r"Missing key.*norm\.weight"):
+                model.load_state_dict(given, strict=True)
+        set_model_state_dict(model, dict(given), options=StateDictOptions(strict=False, **options))
+        assert not whole(model.head.weight).any()
+
+
+def test_strict():
+    on_ranks(2, strictly)

@@ -1,0 +1,125 @@
+"""``save``: model, optimizer and what else a run needs to go on, in one folder that is complete or not there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.utils._pytree import tree_map_only
+
+from yafsdp_cc.checkpoint import extra as extras
+from yafsdp_cc.checkpoint import folder as folders
+from yafsdp_cc.checkpoint.plain import check_extra
+from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
+from yafsdp_cc.checkpoint.state import state_of
+from yafsdp_cc.engine.agree import check_settings
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.optim import Optimizer
+
+_background: ThreadPoolExecutor
+"""One thread: saves follow one another in the order in which they were asked for, which is the same on all ranks."""
+
+
+def _start_anew() -> None:
+    global _background
+    _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
+
+
+_start_anew()
+os.register_at_fork(after_in_child=_start_anew)  # threads do not survive a fork
+
+_logger = logging.getLogger("yafsdp_cc")
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    asynchronous: bool = False,
+    **extra: Any,
+) -> Future[None]:
+    """Write a checkpoint: a folder in torch.distributed.checkpoint's own format, for any number of ranks to load.
+
+    A collective; every rank writes its part, so all must see the same file system. What was at ``path`` before stays
+    until the new checkpoint is complete, whenever the job is killed. Nothing of the training changes. Buffers and
+    ignored parameters are saved as one rank has them.
+
+    Args:
+        path: the folder to write.
+        model: sharded by this package, by FSDP2, or plain.
+        optimizer: of this model's parameters.
+        asynchronous: copy everything to host memory and return; the writing goes on in a thread. Training may go on at
+            once, and the process group must live until the writing is over.
+        **extra: what else to keep, for each rank its own: plain data and tensors, such as the data loader's
+            ``state_dict()`` and ``torch.get_rng_state()``.
+
+    Returns:
+        Done already, unless ``asynchronous``: then ``.result()`` waits for the writing and raises what went wrong.
+
+    Raises:
+        TypeError: something cannot be loaded again without running code from the file; the message names it.
+        ValueError: ranks were given different paths, there is something else than a checkpoint at ``path``, or the
+            optimizer is of another model.
+        RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
+    """
+    ranks = ranks_of(model)
+    target = Path(path).absolute()
+    if ranks.front is not None:
+        check_settings({"path": str(target), "asynchronous": asynchronous}, [ranks.front], "save()")
+    with together(ranks.front):
+        check_extra(extra)
+        state, content = state_of(model, optimizer), extras.packed(extra)
+    if asynchronous:
+        state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        future = _background.submit(_write, target, state, content, ranks.back)
+        future.add_done_callback(_tell)
+        return future
+    wait_for_saves()
+    _write(target, state, content, ranks.back)
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def wait_for_saves() -> None:
+    """Return when no save of this rank is under way."""
+    _background.submit(lambda: None).result()
+
+
+def _write(path: Path, state: dict[str, Any], content: bytes, group: dist.ProcessGroup | None) -> None:
+    rank, world = place_in(group)
+    folder = folders.unfinished(path)
+    with together(group):
+        if rank == 0:
+            folders.begin(path, folders.CHECKPOINT)
+    try:
+        with together(group):
+            if not folder.is_dir():
+                raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
+            extras.write(folder, rank, world, content)
+        with by_torch(f"saving {path}"):
+            writer = FileSystemWriter(folder)
+            state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    with together(group):
+        if rank == 0:
+            folders.commit(path)
+
+
+def _tell(future: Future[None]) -> None:
+    """Nobody may ever ask for the result."""
+    if (error := future.exception()) is not None:
+        _logger.error("a checkpoint was not saved: %s", error)
