@@ -19,16 +19,24 @@ import yafsdp_cc.checkpoint.load
 from tests.models import VOCABULARY, Transformer
 
 FORMS = ("ours", "fsdp2", "plain")
+HYBRID = ("ours", "fsdp2")
+"""The forms that two replicas may have."""
 
 
-def job(form: str, seed: int = 0, steps: int = 0, **kwargs: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def job(
+    form: str, seed: int = 0, steps: int = 0, replicas: int = 1, **kwargs: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in one of the forms and its AdamW, after some steps."""
     torch.manual_seed(seed)
     model: nn.Module = Transformer(2, **kwargs)
+    mesh = None
+    if form != "plain" and replicas > 1:
+        shape = replicas, dist.get_world_size() // replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     if form == "ours":
-        yafsdp_cc.shard(model)
+        yafsdp_cc.shard(model, mesh=mesh)
     elif form == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -7,13 +7,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import yafsdp_cc
-from tests.checkpoint.jobs import FORMS, contents, job, same, train
+from tests.checkpoint.jobs import FORMS, HYBRID, contents, job, same, train
 from tests.ranks import on_ranks
 
 
-def saved(forms, folder):
+def saved(forms, folder, replicas=1):
     for form in forms:
-        model, optimizer = job(form, steps=2)
+        model, optimizer = job(form, steps=2, replicas=replicas)
         if form == "fsdp2":  # as its users do
             dcp.save(state_of(model, optimizer), checkpoint_id=folder / form)
         else:
@@ -23,11 +23,11 @@ def saved(forms, folder):
             torch.save(found, folder / f"{form}.pt")
 
 
-def loaded(forms, folder):
+def loaded(forms, folder, replicas=1, savers=FORMS):
     after = []
-    for saver in FORMS:
+    for saver in savers:
         for form in forms:
-            model, optimizer = job(form, seed=1, steps=1)
+            model, optimizer = job(form, seed=1, steps=1, replicas=replicas)
             if form == "fsdp2":
                 dcp.load(state := state_of(model, optimizer), checkpoint_id=folder / saver)
                 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -51,3 +51,10 @@ def test_any_form_and_any_number_of_ranks(writers, readers, tmp_path):
     on_ranks(writers, saved, FORMS[:2], tmp_path)
     on_ranks(1, saved, FORMS[2:], tmp_path)
     on_ranks(readers, loaded, FORMS if readers == 1 else FORMS[:2], tmp_path)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [((4, 2), (2, 1)), ((3, 1), (4, 2)), ((2, 2), (4, 2))])
+def test_with_replicas(writers, readers, tmp_path):
+    """(ranks, replicas among them)"""
+    on_ranks(writers[0], saved, HYBRID, tmp_path, writers[1])
+    on_ranks(readers[0], loaded, HYBRID, tmp_path, readers[1], HYBRID)
