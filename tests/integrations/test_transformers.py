@@ -48,6 +48,11 @@ def _check(ran: dict[str, Any]) -> None:
     saved = transformers.LlamaForCausalLM.from_pretrained(f"{ran['folder'][0]}/whole")
     same(dict(saved.named_parameters()), plain)
     assert ran["trainer"].model_wrapped is model  # nothing around it
+    prompt = ran["make_data"]()[0]["input_ids"][None, :4]
+    told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(prompt, **told), plain.eval().generate(prompt, **told))
+    with pytest.raises(NotImplementedError, match=r"call .full_tensor\(\)"):
+        model.save_pretrained(f"{ran['folder'][0]}/parts")  # would write this rank's parts as if they were the model
 
 
 def test_accumulation_reduces_each_micro_batch_or_the_last() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import nn
+
 from yafsdp_cc.integrations.accelerate import accept_sharded
 
 if TYPE_CHECKING:
@@ -22,8 +24,18 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     Raises:
         ValueError: the trainer's model is not sharded.
     """
+    from transformers import TrainerCallback
+
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
+
+    class KeepGenerate(TrainerCallback):  # type: ignore[misc]
+        """Undo what the Trainer does to ``generate`` for FSDP2's sake: it would go by FSDP2's own state."""
+
+        def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
+            model.__dict__.pop("generate", None)
+
+    trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
