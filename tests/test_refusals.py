@@ -136,6 +136,23 @@ def _small() -> None:
         yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
 
 
+def test_parameters_added_afterwards() -> None:
+    on_ranks(2, _added)
+
+
+def _added() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    model.append(nn.Linear(32, 4))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"'2.weight' \(and 1 more\) was added after shard.*first, then call shard"
+        ):
+            model(torch.ones(2, 32))
+    model[2].requires_grad_(False)  # nothing to train, nothing to synchronise
+    assert model(torch.ones(2, 32)).shape == (2, 4)
+
+
 def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match=r"no process group and no launcher's environment.*yafsdp-cc launch"):

@@ -62,6 +62,7 @@ def build(model: nn.Module, division: Division, mesh: DeviceMesh, root: Root, pr
             if unit is not own:
                 adopt(module, root, unit)
     adopt(model, root, root)
+    root.watch(model)
     model.register_load_state_dict_pre_hook(_refuse_assignment)
 
 

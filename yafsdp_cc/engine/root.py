@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import torch.distributed as dist
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.flat import Piece
@@ -83,6 +83,7 @@ class Root:
         self.interrupted = False
         """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
+        self._watched: tuple[nn.Module, set[nn.Parameter]] | None = None
 
     def adopt(self, units: Sequence[Unit], small: SmallGroup, slots: dict[Role, int], root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots: ``slots`` says how many of each role."""
@@ -107,12 +108,28 @@ class Root:
             unit.borrows = unit is not root_unit and not tied.isdisjoint(inside)
         self.order = Order([unit for unit in units if unit is not root_unit])
 
+    def watch(self, model: nn.Module) -> None:
+        """Remember the parameters of ``model``, to notice at its first forward what has been added since."""
+        self._watched = (model, set(model.parameters()))
+
+    def _check_watched(self, model: nn.Module, known: set[nn.Parameter]) -> None:
+        added = [name for name, each in model.named_parameters() if each.requires_grad and each not in known]
+        if added:
+            others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
+            raise ValueError(
+                f"'{added[0]}'{others} was added after shard(), so every rank would train values of its own: add "
+                "adapters and layers first, then call shard()"
+            )
+        self._watched = None
+
     # A forward of the root module --------------------------------------------------------------------------------
 
     def open(self) -> Passage:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
         if self._task != -1 or self.interrupted:
             self._recover()
+        if self._watched is not None:
+            self._check_watched(*self._watched)
         for piece in self._pieces:
             piece.check()
         self.small.refresh()
