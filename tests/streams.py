@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_cc.engine import lanes, root
+from yafsdp_cc.engine import lanes
 from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.engine.tensor import FlatDTensor
 
@@ -90,7 +90,7 @@ class Streams(TorchDispatchMode):
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         if distributed:
-            written = {schema.arguments[0].name}
+            written = {schema.arguments[0].name}  # of a broadcast too, as ranks other than its root see it
         elif not written and any(each.alias_info is not None for each in schema.returns):
             return result  # a view
         clock = self.current.clock
@@ -172,7 +172,7 @@ def streams() -> Iterator[Streams]:
         (torch.cuda, "Event", Event),
         (torch.cuda, "current_stream", lambda device=None: model.current),
         (torch.cuda, "stream", on),
-        (root, "lane_for", lanes.CudaLane),
+        (lanes, "lane_for", lanes.CudaLane),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, new in replaced:

@@ -34,12 +34,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "no use without the other ranks; save with torch.distributed.checkpoint",
     ),
     "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
-    "an FSDP2 method": (lambda m: m.set_unshard_in_backward(False), NotImplementedError, "no counterpart"),
-    "half a model without synchronisation": (
-        lambda m: m[0][0].set_requires_gradient_sync(False),
-        ValueError,
-        "call it on the module that was given to",
-    ),
+    "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
     "a weight read elsewhere": (
         lambda m: m[0][0].weight @ torch.ones(32),
@@ -97,7 +92,7 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype for a policy": ({"mp_policy": torch.bfloat16}, r"mp_policy takes MixedPrecisionPolicy\(param_dtype"),
     "a size for a mesh": ({"mesh": 2}, "mesh takes a DeviceMesh.*got 2"),
     "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
-    "a number for reshard_after_forward": ({"reshard_after_forward": 2}, "reshard_after_forward takes True.*got 2"),
+    "a word for reshard_after_forward": ({"reshard_after_forward": "no"}, "reshard_after_forward takes True.*got 'no'"),
     "a name for a parameter": ({"ignored_params": ["0.0.weight"]}, r"ignored_params\[0\] takes parameters themselves"),
     "a value for a function": ({"param_init_fn": 3}, "param_init_fn takes a function"),
 }

@@ -6,7 +6,8 @@ import atexit
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
-from yafsdp_cc.engine.build import build
+from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.counters import Counters
+from yafsdp_cc.engine.cutter import Cutter
+from yafsdp_cc.engine.draft import Draft
 from yafsdp_cc.engine.materialize import materialize, place_buffers
-from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.root import Root
-from yafsdp_cc.engine.survey import plan_for
+from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
+from yafsdp_cc.engine.ranks import Ranks
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
-from yafsdp_cc.wire.exchange import rehearse
+from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,7 +35,8 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     units: Units = "auto",
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    zero_stage: Literal[1, 2, 3] = 3,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     sync_module_states: bool = False,
@@ -47,12 +50,18 @@ def shard(
 
     Args:
         model: any module; on the meta device it is materialised unit by unit.
-        mesh: a 1-D mesh of the ranks to cut across. None: all ranks; a process group is started from the launcher's
-            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+        mesh: the ranks to cut across, or (replicate, shard): cut across the second dimension, the same along the
+            first, gradients summed over both. None: cut across all ranks; a process group is started from the
+            launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
-            and half of the gathers. None or True drops them.
+            and half of the gathers. None or True drops them. A number cuts them again across so many neighbouring
+            ranks (of one machine, say), and gathers them again from there until they change.
+        zero_stage: what is cut (Rajbhandari et al., "ZeRO", 2020, section 5): 1, optimizer state; 2, gradients too; 3,
+            parameters too. Below 3 every unit keeps its weights whole, gathered once after each optimizer step; at 1
+            every unit has room for its whole gradients as well, so that ``set_requires_gradient_sync(False)``, said for
+            all micro-batches but the last, costs no more.
         mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
             parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
             CPU).
@@ -73,7 +82,7 @@ def shard(
     """
     _check_types(
         model=(model, nn.Module, "an nn.Module"),
-        reshard_after_forward=(reshard_after_forward, (bool, type(None)), "True, False or None"),
+        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
@@ -82,10 +91,17 @@ def shard(
             for index, each in enumerate(ignored_params or ())
         },
     )
-    mesh = _check_mesh(mesh) if mesh is not None else _all_ranks()
-    group = mesh.get_group()
-    device = _device(mesh)
-    with refused_together(group):
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
+    if zero_stage < 3 and reshard_after_forward not in (None, False):
+        raise ValueError(
+            f"zero_stage={zero_stage} keeps weights whole, reshard_after_forward={reshard_after_forward} does not: "
+            "leave one of them out"
+        )
+    mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
+    ranks = Ranks.of(mesh)
+    group = ranks.group
+    with refused_together(mesh):
         _check_model(model)
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
@@ -94,23 +110,43 @@ def shard(
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
-        "reshard_after_forward": reshard_after_forward is not False,
+        "reshard_after_forward": after_forward(reshard_after_forward, mesh),
+        "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
     }
-    check_settings(settings, group)
-    check_equal(owned, group, values=not sync_module_states)
-    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, group)
-    reduce_group = _another(group) if separate_reduce_group else group
-    root = Root(group, reduce_group, device, mp_policy or MixedPrecisionPolicy())
-    rehearse(root.gather, root.reductions.exchange, device)
-    prepare = _preparation(model, group, device, sync_module_states, param_init_fn)
-    build(model, division, mesh, root, prepare, keep=reshard_after_forward is False)
-    buffers = place_buffers(model, device, param_init_fn)
+    check_settings(settings, mesh)
+    check_equal(owned, mesh, values=not sync_module_states)
+    check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, mesh)
+    reduce_group = second_group(ranks) if separate_reduce_group else group
+    rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
+    policy = mp_policy or MixedPrecisionPolicy()
+    cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn))
+    inner = replace(policy, output_dtype=None)  # the model's output is meant
+    keeps, near = after_forward(reshard_after_forward, mesh)
+    blocks = sum(spec.role == "block" for spec in division.units)
+    drafts = [
+        Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role)
+        for spec in division.units
+    ]
+    own = drafts.pop() if drafts and drafts[-1].modules == (model,) else None
+    drafts.append(
+        Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
+    )
+    for draft in drafts:
+        draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role == "block"
+        if zero_stage == 1:
+            draft.settings.gradient_slots = blocks
+        draft.settings.near = near if draft.role != "root" else 0
+        draft.settings.separate_reduce_group = separate_reduce_group
+        draft.attach()
+        for module in draft.modules:
+            adopt(module)
+    buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
-        broadcast(buffers, group)
-    root.plan = plan_for(root)
+        broadcast(buffers, mesh)
+    assemble(model).watch()
     mark_optimizer_steps()
     return model
 
@@ -178,7 +214,7 @@ def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
         )
 
 
-def _all_ranks() -> DeviceMesh:
+def all_ranks() -> DeviceMesh:
     """A mesh of every rank; starts the process group from the launcher's environment."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
@@ -201,51 +237,55 @@ def _all_ranks() -> DeviceMesh:
     return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
 
 
+def after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
+    """What ``reshard_after_forward`` says: whether weights are kept, and how many near ranks keep a second shard.
+
+    Raises:
+        ValueError: it is neither None, a bool, nor a divisor of the number of ranks.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard is False, 0
+    if not isinstance(reshard, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
+        )
+    size = mesh.size(mesh.ndim - 1)
+    if reshard < 1 or reshard > size or size % reshard:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
+    return reshard == 1, 0 if reshard in (1, size) else reshard
+
+
 def _end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}, shard() cuts across one: pass a 1-D mesh, "
-            'for example init_device_mesh("cpu", (world_size,))'
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: pass (shard) or (replicate, shard), for "
+            'example init_device_mesh("cpu", (world_size,)), or two dimensions of yours by name, mesh["dp", "fsdp"]'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")
     return mesh
 
 
-def _another(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks; ranks outside of it take no part in making it."""
-    members = dist.get_process_group_ranks(group)
-    another: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
-    return another
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 def _preparation(
     model: nn.Module,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    ranks: Ranks,
     sync: bool,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> Callable[[Sequence[OwnedParameter]], None]:
     """What gives the parameters of one unit their values, the same on every rank."""
 
     def prepare(owned: Sequence[OwnedParameter]) -> None:
-        fresh = materialize(owned, model, device, initialize)
+        fresh = materialize(owned, model, ranks.device, initialize)
         if sync:
             for each in owned:
-                each.parameter.data = each.parameter.data.to(device)
-            broadcast([each.parameter.data for each in owned], group)
+                each.parameter.data = each.parameter.data.to(ranks.device)
+            broadcast([each.parameter.data for each in owned], ranks.mesh)
         elif fresh:
-            check_equal(owned, group, values=True)
+            check_equal(owned, ranks.mesh, values=True)
 
     return prepare

@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from yafsdp_cc.engine.ranks import groups, of_first
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.plan import OwnedParameter
 
@@ -36,7 +40,7 @@ class _Line(NamedTuple):
 
 
 @contextmanager
-def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
+def refused_together(mesh: DeviceMesh) -> Iterator[None]:
     """What one rank refuses within, every rank refuses, so that none waits for it in vain.
 
     Raises:
@@ -47,7 +51,7 @@ def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         refusal = error
-    said = _all_gather(None if refusal is None else str(refusal), group)
+    said = _all_gather(None if refusal is None else str(refusal), mesh)
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(said):
@@ -55,14 +59,14 @@ def refused_together(group: dist.ProcessGroup) -> Iterator[None]:
             raise ValueError(f"rank {rank}: {text}")
 
 
-def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+def check_settings(settings: Mapping[str, object], mesh: DeviceMesh) -> None:
     """Compare arguments across ranks.
 
     Raises:
         ValueError: on every rank, naming the first that differs.
     """
     mine = {name: repr(value) for name, value in settings.items()}
-    everybody = _all_gather(mine, group)
+    everybody = _all_gather(mine, mesh)
     for name in mine:
         if len({theirs[name] for theirs in everybody}) > 1:
             table = "\n".join(f"  rank {rank}: {theirs[name]}" for rank, theirs in enumerate(everybody))
@@ -70,7 +74,7 @@ def check_settings(settings: Mapping[str, object], group: dist.ProcessGroup) -> 
 
 
 @torch.no_grad()
-def check_equal(owned: Sequence[OwnedParameter], group: dist.ProcessGroup, *, values: bool) -> None:
+def check_equal(owned: Sequence[OwnedParameter], mesh: DeviceMesh, *, values: bool) -> None:
     """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
 
     Raises:
@@ -87,10 +91,10 @@ def check_equal(owned: Sequence[OwnedParameter], group: dist.ProcessGroup, *, va
         for each in owned
     ]
     digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
-    digests = _all_gather(digest, group)
+    digests = _all_gather(digest, mesh)
     if len(set(digests)) == 1:
         return
-    everybody = _all_gather(lines, group)
+    everybody = _all_gather(lines, mesh)
     for index in range(max(map(len, everybody))):
         said = [theirs[index] if index < len(theirs) else None for theirs in everybody]
         if len(set(said)) > 1:
@@ -103,19 +107,22 @@ def check_equal(owned: Sequence[OwnedParameter], group: dist.ProcessGroup, *, va
     raise AssertionError("digests differ but no line does")
 
 
-def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank the elements of rank 0's tensors."""
-    source = dist.get_global_rank(group, 0)
+def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Give every rank the elements of the first rank's tensors."""
     for tensor in tensors:
         whole = tensor.contiguous()
-        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)  # bytes: not every dtype is carried
+        of_first(whole.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
         if whole is not tensor:
             tensor.copy_(whole)
 
 
-def _all_gather(item: T, group: dist.ProcessGroup) -> list[T]:
-    items: list[T] = [item] * group.size()
-    dist.all_gather_object(items, item, group=group)
+def _all_gather(item: T, mesh: DeviceMesh) -> list[T]:
+    """Every rank's item, in the order of the mesh."""
+    items = [item]
+    for group in groups(mesh):
+        theirs: list[list[T]] = [items] * group.size()
+        dist.all_gather_object(theirs, items, group=group)
+        items = [each for some in theirs for each in some]
     return items
 
 

@@ -7,7 +7,7 @@ matrices would be wrong without a word.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.elementwise import admit, admit_at, elementwise, first_cut, grown, is_elementwise, lists, refuse
 from yafsdp_cc.engine.norms import MAX, MIN, NORMS, Kind, LazyNorm, norm_call, norms_of, reduced
+from yafsdp_cc.engine.ranks import of_first
 from yafsdp_cc.engine.tensor import Cut, FlatDTensor, wrap
 
 if TYPE_CHECKING:
@@ -80,10 +81,27 @@ def _like(func: Any) -> Handler:
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         local = func(flat._local_tensor, *args[1:], **kwargs)
         if random and flat._cut.bounds is None:
-            dist.broadcast(local, group=flat._cut.mesh.get_group(), group_src=0)
+            of_first(local, flat._cut.mesh)
         return wrap(local, flat._cut)
 
     return like
+
+
+def _draw(func: Any) -> Handler:
+    """``normal_`` and its like: every rank draws the whole tensor and keeps its part, so that ranks of one seed have
+    what the plain tensor would get. Where seeds differ, what is held twice is still the same."""
+
+    def draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
+        flat, *rest = args
+        cut, local = flat._cut, flat._local_tensor
+        first, last = cut.owned
+        whole = func(local.new_empty(cut.shape), *rest, **kwargs)
+        local.copy_(whole.reshape(-1)[first:last].view(local.shape))
+        of_first(local, cut.mesh, replicas_only=cut.bounds is not None)
+        grown((local,))
+        return cast("FlatDTensor", flat)
+
+    return draw
 
 
 def _new(func: Any) -> Handler:
@@ -218,7 +236,7 @@ def _equal(func: Any) -> Handler:
             return False
         ours = func(admit(func, cut, one), admit(func, cut, other), *rest, **kwargs)
         differs = torch.tensor(float(not ours), device=one.device)
-        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=cut.mesh.get_group())
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=cut.group)
         return not differs.item()
 
     return equal
@@ -242,8 +260,8 @@ def _unscale(func: Any) -> Handler:
         locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        for mesh in dict.fromkeys(x._cut.mesh for x in tensors if type(x) is FlatDTensor):
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        for group in dict.fromkeys(x._cut.group for x in tensors if type(x) is FlatDTensor):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
 
     return unscale
 
@@ -260,6 +278,7 @@ _BY_NAME: dict[str, Callable[[Any], Handler]] = {
     **dict.fromkeys(("view", "_unsafe_view", "expand"), _same_shape),
     **dict.fromkeys(("clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like"), _like),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _like),
+    **dict.fromkeys(("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"), _draw),
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), lists),
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),

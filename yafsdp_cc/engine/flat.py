@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ class Piece:
         self.target: Tensor | None = None
         """Where the backward under way writes this parameter's gradient."""
         self.written = False
+        self.copy: Tensor
+        """Of a small parameter: its values in the dtype of the forward."""
         self.claim: Callable[[], None]
         """Assigns ``target``."""
 
@@ -81,6 +84,11 @@ class Piece:
             target.copy_(gradient)
             self.written = True
 
+    def range_of(self, buffer: Tensor) -> Tensor:
+        """This rank's part of the parameter in a buffer that is as long as the shard."""
+        start, end = self.span
+        return buffer.narrow(0, start, end - start).view(self.cut.local_shape)
+
     def install(self, parameter: nn.Parameter) -> None:
         """Hang ``parameter`` where the user's model had this one."""
         for module, attribute in self.sites:
@@ -95,6 +103,10 @@ class Piece:
         for weights, index in self._lists:
             weights[index] = view
 
+    def show_copy(self) -> None:
+        """Let the owner modules see the copy of a small parameter that a forward sees."""
+        self.show(self.copy)
+
     def hide(self) -> None:
         """Let the owner modules see the sharded parameter again."""
         for place, attribute in self._places:
@@ -106,10 +118,10 @@ class Piece:
 class Divisor:
     """What turns a sum over ranks into their mean."""
 
-    def __init__(self, world: int, device: torch.device) -> None:
-        self.tensor = torch.tensor(float(world), device=device)
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.tensor = torch.tensor(float(factor), device=device)
         """0-d, because a Python number would become a new tensor in every division."""
-        self.inverse = 1 / world if world & (world - 1) == 0 else None
+        self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
         """Where multiplying by it is as exact as dividing."""
 
 
@@ -124,8 +136,7 @@ class Gradients:
     def _use(self, buffer: Tensor) -> None:
         self.buffer = buffer
         for piece in self.pieces:
-            start, end = piece.span
-            piece.local_gradient = buffer.narrow(0, start, end - start).view(piece.local.shape)
+            piece.local_gradient = piece.range_of(buffer)
             piece.gradient = self._wrap(piece.local_gradient, piece)
 
     def land(self, totals: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
@@ -200,13 +211,19 @@ class Flat:
         master: Tensor,
         compute: torch.dtype,
         wire: torch.dtype,
+        divisor: Divisor,
     ) -> None:
         self.pieces = pieces
         self.layout = layout
         self.master = master
         self.compute = compute
         self.wire = wire
+        self.divisor = divisor
         self.gradients: Gradients | None = None
+
+    def use(self, master: Tensor) -> None:
+        """Take ``master`` for this rank's chunk."""
+        self.master = master
 
     @property
     def trainable(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-Start: TypeAlias = Callable[[bool], Sequence["dist.Work | None"]]
+Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
 """Issues collectives; told whether to issue them asynchronously, and returns what to wait for then."""
 
 Tail: TypeAlias = Callable[[], None]
@@ -61,6 +61,9 @@ class Lane(Protocol):
     def follow(self, marker: Marker | None) -> None:
         """Hold everything issued from now on until ``marker`` is reached."""
 
+    def after(self, event: torch.Event) -> None:
+        """Hold everything issued from now on until ``event`` has come."""
+
 
 class CpuTicket:
     """Works in flight on gloo's threads, and a tail for the thread that waits."""
@@ -68,14 +71,13 @@ class CpuTicket:
     __slots__ = ("tail", "works")
 
     def __init__(self) -> None:
-        self.works: Sequence[dist.Work | None] = ()
+        self.works: Sequence[dist.Work] = ()
         self.tail: Tail | None = None
 
     def wait(self) -> None:
         works, self.works = self.works, ()
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
         tail, self.tail = self.tail, None
         if tail is not None:
             tail()
@@ -109,6 +111,9 @@ class CpuLane:
 
     def follow(self, marker: Marker | None) -> None:
         pass
+
+    def after(self, event: torch.Event) -> None:
+        event.synchronize()
 
 
 class CudaTicket:
@@ -164,8 +169,7 @@ class CudaLane:
             # whose wait is an event. gloo has copied to the host and back on streams of its own: its wait blocks the
             # caller until the exchange is over, and this stream until the copy back is.
             for work in start(False):
-                if work is not None:
-                    work.wait()
+                work.wait()
             if tail is not None:
                 tail()
             ticket.event.record(self.side)
@@ -196,7 +200,29 @@ class CudaLane:
             assert isinstance(marker, CudaMarker)
             self.side.wait_event(marker.event)
 
+    def after(self, event: torch.Event) -> None:
+        self.side.wait_event(event)
+
 
 def lane_for(device: torch.device) -> Lane:
     """The lane of a device."""
     return CudaLane(device) if device.type == "cuda" else CpuLane()
+
+
+class Lanes:
+    """The lane of gathers and that of reduces, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._gathers: Lane | None = None
+        self._reduces: Lane | None = None
+
+    def gathers(self, device: torch.device) -> Lane:
+        if self._gathers is None:
+            self._gathers = lane_for(device)
+        return self._gathers
+
+    def reduces(self, device: torch.device) -> Lane:
+        """Another than that of gathers."""
+        if self._reduces is None:
+            self._reduces = lane_for(device)
+        return self._reduces

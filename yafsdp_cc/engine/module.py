@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.distributed.fsdp import FSDPModule
 
+from yafsdp_cc.engine.assemble import _ENGINE, assembled, current
+from yafsdp_cc.engine.draft import draft_of, materialize
+from yafsdp_cc.engine.methods import Methods
 from yafsdp_cc.engine.tensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from yafsdp_cc.engine.root import Root
-
-_ROOT = "_yafsdp_cc_root"
-_ENGINE = "_yafsdp_cc_engine"
 
 
 class Engine(Protocol):
@@ -31,54 +30,35 @@ class Engine(Protocol):
         """After the forward, also after one that raised (with None): the output that callers shall get."""
 
 
-class ShardedModule(FSDPModule):
+class ShardedModule(Methods):
     """The class that sharded modules gain; their own class and all of its methods stay.
 
-    A subclass of FSDP2's, because frameworks recognise sharded modules by that. Those of FSDP2's methods that have no
-    meaning here yet raise ``NotImplementedError``.
+    A subclass of FSDP2's, because frameworks recognise sharded modules by that.
     """
 
-    _orig_cls_mro_index = 3  # [Sharded<Own>, ShardedModule, FSDPModule, Own, ...]
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether a backward reduces its gradients.
-
-        False keeps whole gradients on this rank (a warning says how many bytes that costs) until the first backward
-        after True, which reduces what has come together. All ranks must say the same. Left alone, every micro-batch
-        is reduced into the sharded gradients and nothing whole is kept.
-
-        It is for the whole sharded model, with or without ``recurse``. A module inside may only be told the same as the
-        whole: frameworks go through all modules, the outermost first.
-
-        Raises:
-            ValueError: a module inside the sharded model is told something else.
-        """
-        assert isinstance(self, nn.Module)
-        root = root_of(self)
-        if getattr(self, _ENGINE, None) is root:
-            root.reductions.synchronises = requires_gradient_sync
-        elif root.reductions.synchronises is not requires_gradient_sync:
-            raise ValueError(
-                "set_requires_gradient_sync is for the whole sharded model: call it on the module that was given to "
-                "shard()"
-            )
-
-    def _get_fsdp_state(self) -> NoReturn:
-        raise NotImplementedError(
-            "this FSDP2 method has no counterpart in yafsdp_cc.shard(); what there is: set_requires_gradient_sync, "
-            "yafsdp_cc.whole_parameters, yafsdp_cc.register_forward_method"
-        )
+    _orig_cls_mro_index = 4  # [Sharded<Own>, ShardedModule, Methods, FSDPModule, Own, ...]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Let ``.to()`` and its like move buffers; parameters stay where and what they are."""
+        """Let ``.to()`` and its like move buffers and ignored parameters, and ``to_empty`` make what was on meta.
+
+        Sharded parameters stay where and what they are.
+        """
         assert isinstance(self, nn.Module)
         for name, parameter in self.named_parameters(recurse=recurse):
-            if isinstance(parameter, FlatDTensor) and not _is_unchanged(parameter.to_local(), fn):
+            if not isinstance(parameter, FlatDTensor) or parameter.to_local().is_meta:
+                continue
+            if not _is_unchanged(parameter.to_local(), fn):
                 raise RuntimeError(
                     f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
                     "do that before shard(), or choose the dtype of the forward with mp_policy"
                 )
         for module in self.modules() if recurse else (self,):
+            if (draft := draft_of(module)) is not None:
+                materialize(draft, fn)
+            for ignored in module._parameters.values():
+                if ignored is not None and not isinstance(ignored, FlatDTensor):
+                    with torch.no_grad():
+                        ignored.data = fn(ignored)
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = fn(buffer)
@@ -106,39 +86,56 @@ def _is_unchanged(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tenso
 
 
 def root_of(module: nn.Module) -> Root:
-    """The engine that a sharded module belongs to.
+    """The engine that a sharded module belongs to; after ``fully_shard`` this module becomes the root if none is yet.
 
     Raises:
         ValueError: it is not sharded.
     """
-    root: Root | None = module.__dict__.get(_ROOT)
-    if root is None:
+    if draft_of(module) is None and assembled(module) is None:
         raise ValueError(f"this {type(module).__name__} is not sharded: call yafsdp_cc.shard(model) first")
-    return root
+    return current(module)
 
 
-def adopt(module: nn.Module, root: Root, engine: Engine) -> None:
-    """Turn ``module`` into a sharded one whose forward runs between ``engine.enter`` and ``engine.leave``."""
+def engine_of(module: nn.Module) -> Engine:
+    """What stands around the forward of a sharded module now."""
+    root = current(module)
+    engine: Engine | None = module.__dict__.get(_ENGINE)
+    return root if engine is None else engine
+
+
+def adopt(module: nn.Module) -> None:
+    """Turn ``module`` into a sharded one whose forward runs between its engine's ``enter`` and ``leave``."""
     module.__class__ = _sharded_class(type(module))
-    module.__dict__[_ROOT] = root
-    module.__dict__[_ENGINE] = engine
-    entries: list[Any] = []
+    entries: list[tuple[Engine, Any] | None] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entries.append(None)
-        args, kwargs, entries[-1] = engine.enter(args, kwargs)
+        engine = engine_of(module)
+        args, kwargs, entry = engine.enter(args, kwargs)
+        entries[-1] = engine, entry
         return args, kwargs
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        entry = entries.pop()
-        if entry is None:
-            root.interrupted = True
+        entered = entries.pop()
+        if entered is None:
+            if (root := assembled(module)) is not None:
+                root.interrupted = True
             return output
+        engine, entry = entered
         return engine.leave(entry, output)
 
     # First before the forward, so that other hooks see whole weights; and after it also when it raised.
     module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
     module.register_forward_hook(_not_compiled(leave), always_call=True)
+    module.register_load_state_dict_pre_hook(_refuse_assignment)
+
+
+def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True) on a sharded {type(module).__name__} would cut its parameters off from the "
+            "engine: leave assign out, and the values are copied"
+        )
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,8 +161,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         ValueError: the module is not a unit of a sharded model, nor the model itself.
         AttributeError: it has no such method.
     """
-    engine: Engine | None = module.__dict__.get(_ENGINE)
-    if engine is None:
+    if draft_of(module) is None and assembled(module) is None:
         raise ValueError(
             f"{type(module).__name__} is neither a sharded model nor one of its units: register the method on one"
         )
@@ -173,6 +169,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def between(*args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(module)
         args, kwargs, entry = engine.enter(args, kwargs)
         output = None
         try:

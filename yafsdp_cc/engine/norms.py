@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
+from yafsdp_cc.engine.ranks import shard_group, shard_rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -80,7 +82,7 @@ class Shares:
         return self._whole
 
     def _reduced(self) -> torch.Tensor:
-        group = self.mesh.get_group()
+        group = shard_group(self.mesh)
         if self.kind.is_sum:
             total = self.local.clone()
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
@@ -129,7 +131,8 @@ class LazyNorm(DTensor):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
         """A plain replicated DTensor of the value."""
-        return DTensor.from_local(self.clone(), self._shares.mesh, [Replicate()], run_check=False)
+        mesh = self._shares.mesh
+        return DTensor.from_local(self.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._value is None:
@@ -263,7 +266,7 @@ def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNor
             rows.append(x._shares.local)
             continue
         known = x.value() if isinstance(x, LazyNorm) else x
-        rows.append(kind.share(known if mesh.get_local_rank() == 0 else torch.full_like(known, kind.of_nothing)))
+        rows.append(kind.share(known if shard_rank(mesh) == 0 else torch.full_like(known, kind.of_nothing)))
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -289,4 +292,4 @@ def _outside(
     """What DTensor wants to see: a local tensor for dtype and device (the shares are float64), and a spec. Nobody reads
     or writes the elements of the former, so all lazy norms of one kind share it."""
     local = torch.empty(shape, dtype=dtype, device=device)
-    return local, DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, local.stride(), dtype))
+    return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))

@@ -32,6 +32,8 @@ class Order:
     def passed(self, unit: Unit) -> None:
         """``unit`` is about to run."""
         self._passed.append(unit)
+        for named in unit.forward_prefetch:
+            named.prefetch()
         expected, cursor = self._expected, self._cursor
         if cursor >= len(expected) or expected[cursor] is not unit:
             try:
@@ -39,7 +41,7 @@ class Order:
             except ValueError:
                 return
         self._cursor = cursor + 1
-        if self._cursor < len(expected):
+        if self._cursor < len(expected) and not unit.forward_prefetch:
             expected[self._cursor].prefetch()
 
     def end(self) -> None:

@@ -233,7 +233,7 @@ class Call:
         unit.show(unit.leaves(self.weights))
         if root.whole_backward():
             unit.claim()
-            for upcoming in self.passage.upcoming():
+            for upcoming in unit.backward_prefetch or self.passage.upcoming():
                 upcoming.prefetch()
         self._span = unit.backward_span.start()
 
@@ -255,9 +255,9 @@ class Call:
         last = passage.pending[unit] == 0
         if last:
             unit.let_go()
-        for upcoming in passage.upcoming():
+        for upcoming in unit.backward_prefetch or passage.upcoming():
             upcoming.prefetch()
-        if last and root.reductions.synchronises:
+        if last and unit.draft.settings.synchronises:
             unit.reduce()
 
     def _check_untouched(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.mailbox import Mailbox
+from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
@@ -36,18 +36,25 @@ class Reductions:
     """Gradient slots, the exchange that empties them, and what of the backward under way has been sent."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, lane: Lane, journal: Journal, counters: Counters
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        device: torch.device,
+        lane: Lane,
+        journal: Journal,
+        counters: Counters,
     ) -> None:
         self.device = device
         self.lane = lane
         self.journal = journal
         self.counters = counters
         self.exchange = Reduce(group, device)
+        self.replicas = None if replicas is None else Replicas(replicas, lane)
         self.rings: dict[Role, Ring] = {}
-        self.synchronises = True
-        """Whether a backward reduces its gradients, or keeps them whole for a later one."""
-        self._divisor = Divisor(group.size(), device)
+        self.concludes = True
+        """Whether a backward waits for what it has sent, and reduces the small group."""
         self._own_slots: list[Slot] = []
+        self._trained: set[Flat] = set()
         self._sent: list[tuple[Slot, Flat, list[bool]]] = []
         """Reduces issued in the backward under way."""
         self._sums: Mailbox
@@ -60,8 +67,11 @@ class Reductions:
             members = [unit for unit in units if unit.role == role]
             size = max(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in members)
             if size:
-                count = min(2 if role == "block" else 1, len(members))
-                self.rings[role] = Ring(role, count, size, self.device, self.lane)
+                most = max(unit.draft.settings.gradient_slots for unit in members)
+                count = min(most if role == "block" else 1, len(members))
+                self.rings[role] = Ring(role, count, 0, size, self.device, self.lane)
+                for unit in members:
+                    unit.alone = count == len(members)
         for unit in units:
             for flat in unit.flats:
                 if flat.trainable:
@@ -72,15 +82,24 @@ class Reductions:
 
     def train(self, flat: Flat) -> None:
         """Make what the gradients of ``flat`` need, if it was frozen until now."""
-        if flat.gradients is None:
+        if flat not in self._trained:
+            self._trained.add(flat)
             self._land()  # the receive buffer may have to grow
             self.exchange.reserve(flat.layout.numel, flat.wire)
+            if self.replicas is not None:
+                self.replicas.reserve(flat)
             flat.train(self.wrap)
 
     @staticmethod
     def wrap(local: Tensor, piece: Piece) -> FlatDTensor:
         """The ``.grad`` of a parameter whose range of the gradient shard is ``local``."""
         return flat_dtensor(local, piece.cut)
+
+    def take_over(self, other: Reductions) -> None:
+        """What was said to ``other`` holds here too."""
+        self.concludes = other.concludes
+        if self.replicas is not None and other.replicas is not None:
+            self.replicas.sums = other.replicas.sums
 
     def home(self, unit: Unit) -> Slot:
         """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
@@ -101,12 +120,11 @@ class Reductions:
         slot, exchange = space.slot, self.exchange
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
 
-            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work | None]:
-                return [exchange.send(whole, asynchronous)]
+            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work]:
+                return exchange.send(whole, asynchronous)
 
             def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
-                assert flat.gradients is not None
-                flat.gradients.land(exchange.totals(whole), self._divisor, wrote)
+                self._take(flat, whole, wrote)
 
             if exchange.one_at_a_time:
                 self._land()
@@ -114,6 +132,19 @@ class Reductions:
             self._sent.append((slot, flat, wrote))
             self.counters.reduced_bytes += exchange.sent_bytes(whole)
         slot.owner = None
+
+    def _take(self, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
+        totals = self.exchange.totals(whole)
+        if self.replicas is not None:
+            self.counters.reduced_bytes += self.replicas.take(flat, totals, wrote, self._add)
+        else:
+            assert flat.gradients is not None
+            flat.gradients.land(totals, flat.divisor, wrote)
+
+    @staticmethod
+    def _add(flat: Flat, total: Tensor, wrote: list[bool]) -> None:
+        assert flat.gradients is not None
+        flat.gradients.land([(0, total)], flat.divisor, wrote)
 
     def _land(self) -> None:
         """See the latest reduce through; the lane has done those before it."""
@@ -134,17 +165,20 @@ class Reductions:
                     unused.append(piece)
         self._land()
         self._sent.clear()
+        if self.replicas is not None:
+            self.replicas.settle()
         self.journal.write(_SMALL)
-        totals = small.send(words + self.journal.sums(), self.lane)
-        self.counters.reduced_bytes += small.wire_bytes
-        small.land(self._divisor, self.wrap)
+        totals = small.send(words + self.journal.sums(), self.lane, self.replicas)
+        self.counters.reduced_bytes += small.wire_bytes(self.replicas)
+        small.land(self.wrap)
         # On CUDA these are the numbers of the backward before, so as not to wait for this one.
         sums = self._sums.receive(totals[-self.journal.width() :])
         if sums is not None:
             self.journal.check(sums)
         # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
         unused = [piece for piece in unused if piece.parameter.grad is None]
-        if unused and self.exchange.world > 1:  # on CUDA the host waits here for the whole backward
+        if unused and (self.exchange.world > 1 or self.replicas is not None):
+            # On CUDA the host waits here for the whole backward.
             counts = totals[: len(words)].tolist()
             for piece in unused:
                 if counts[piece.place]:
@@ -156,18 +190,31 @@ class Reductions:
                     for hook in hooks.values():
                         hook(piece.parameter)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was sent has still to land."""
+        return not self._sent and (self.replicas is None or self.replicas.is_idle)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the backward under way makes its gradients final."""
+        return self.concludes and (self.replicas is None or self.replicas.sums)
+
     def recover(self) -> None:
         """Drop what an interrupted backward has sent or was about to send."""
         for slot, _, _ in self._sent:
             slot.ready.abandon()
         self._sent.clear()
+        if self.replicas is not None:
+            self.replicas.forget()
         for slot in (*(slot for ring in self.rings.values() for slot in ring.slots), *self._own_slots):
             slot.owner = None
 
     def tell_carried(self, units: Sequence[Unit]) -> None:
         """Say once what it costs to keep whole gradients across micro-batches."""
         if not self._told and self.exchange.rank == 0:
-            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units)
+            sharing = [unit for unit in units if not unit.alone]
+            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in sharing)
             _log.warning(
                 "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
                 "Left on, each micro-batch is reduced into the shard and costs none",
@@ -179,4 +226,5 @@ class Reductions:
     def owned_bytes(self) -> int:
         """Bytes of the slots and of the exchange's own buffers."""
         slots = sum(slot.buffer.nbytes for slot in self._own_slots)
-        return slots + sum(ring.owned_bytes for ring in self.rings.values()) + self.exchange.owned_bytes
+        partial = 0 if self.replicas is None else self.replicas.owned_bytes
+        return slots + partial + sum(ring.owned_bytes for ring in self.rings.values()) + self.exchange.owned_bytes

@@ -11,11 +11,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.journal import Journal
-from yafsdp_cc.engine.lanes import lane_for
 from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.reductions import Reductions
-from yafsdp_cc.engine.slots import Ring
+from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
 from yafsdp_cc.wire.exchange import Gather
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
     from torch import Tensor, nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Piece
+    from yafsdp_cc.engine.lanes import Lane
     from yafsdp_cc.engine.passage import Call
     from yafsdp_cc.engine.small import SmallGroup
     from yafsdp_cc.engine.unit import Entry, Unit
@@ -43,22 +43,32 @@ class Root:
 
     def __init__(
         self,
+        model: nn.Module,
+        drafts: Sequence[Draft],
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
         device: torch.device,
-        policy: MixedPrecisionPolicy,
+        gather_lane: Lane,
+        reduce_lane: Lane,
     ) -> None:
+        self.model = model
+        self.drafts = tuple(drafts)
         self.device = device
-        self.policy = policy
         self.world: int = gather_group.size()
         self.gather = Gather(gather_group, device)
-        self.gather_lane = lane_for(device)
+        self.gather_lane = gather_lane
         self.counters = Counters()
-        self.journal = Journal(gather_group.rank(), self.world, _get_default_store())
-        lane = self.gather_lane if reduce_group is gather_group else lane_for(device)
-        self.reductions = Reductions(reduce_group, device, lane, self.journal, self.counters)
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.output_dtype = policy.output_dtype
+        replicated = 1 if replicas is None else replicas.size()
+        rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
+        self.journal = Journal(rank, self.world * replicated, _get_default_store())
+        self.reductions = Reductions(reduce_group, replicas, device, reduce_lane, self.journal, self.counters)
+        self.input_dtype: torch.dtype | None = None
+        self.output_dtype: torch.dtype | None = None
+        self.post_optim_event: torch.Event | None = None
+        """What the gathers of the next pass wait for, instead of the caller's stream."""
+        self.outdated = False
+        """Whether something was said since that takes another assembly."""
         self.passage: Passage | None = None
         """The forward under way."""
         self._opener: FrameType | None = None
@@ -83,37 +93,63 @@ class Root:
         self.interrupted = False
         """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
-        self._watched: tuple[nn.Module, set[nn.Parameter]] | None = None
+        self._watched: set[nn.Parameter] | None = None
 
-    def adopt(self, units: Sequence[Unit], small: SmallGroup, slots: dict[Role, int], root_unit: Unit | None) -> None:
-        """Take in the units, in module order, and make the slots: ``slots`` says how many of each role."""
-        self.units, self.small, self.unit = tuple(units), small, root_unit
-        for role, count in slots.items():
-            members = [unit for unit in units if unit.role == role]
-            if not members:
-                continue
+    def adopt(self, units: dict[Draft, Unit], small: SmallGroup, root_unit: Unit | None) -> None:
+        """Take in the units, in module order, and make the slots."""
+        self.units, self.small, self.unit = tuple(units.values()), small, root_unit
+        for role in dict.fromkeys(unit.role for unit in self.units):
+            members = [unit for unit in self.units if unit.role == role]
+            turns = [unit for unit in members if unit.flats and not unit.draft.settings.keeps]
+            keeping = [unit for unit in members if unit.flats and unit.draft.settings.keeps]
             size = max(weight_bytes(unit.flats) for unit in members)
-            self.weight_rings[role] = Ring(role, min(count, len(members)), size, self.device, self.gather_lane)
+            depth = max((len(unit.draft.settings.forward_prefetch) for unit in turns), default=0)
+            count = min(max(2, 1 + depth) if role == "block" else 1, len(turns))
+            ring = Ring(role, count, len(keeping), size, self.device, self.gather_lane)
+            if turns or keeping:
+                self.weight_rings[role] = ring
             for index, unit in enumerate(members):
                 unit.index = index
-                unit.home = Weights(self.weight_rings[role].home(index), unit.flats)
-        self.reductions.adopt(units, small)
-        self._pieces: tuple[Piece, ...] = (*(p for unit in units for p in unit.pieces), *small.pieces)
+            for index, unit in enumerate(turns):
+                unit.home = Weights(ring.home(index), unit.flats)
+            for slot, unit in zip(ring.kept, keeping, strict=True):
+                unit.home = Weights(slot, unit.flats)
+            for unit in members:
+                if not unit.flats:  # all it has is small
+                    unit.home = Weights(Slot(0, self.device, self.gather_lane), ())
+        for unit in self.units:
+            unit.forward_prefetch = tuple(units[draft] for draft in unit.draft.settings.forward_prefetch)
+            unit.backward_prefetch = tuple(units[draft] for draft in unit.draft.settings.backward_prefetch)
+        self.reductions.adopt(self.units, small)
+        self._pieces: tuple[Piece, ...] = (*(p for unit in self.units for p in unit.pieces), *small.pieces)
         for place, piece in enumerate(self._pieces):
             piece.place = place
         tied = set() if root_unit is None else {module for piece in root_unit.pieces for module, _ in piece.sites}
-        for unit in units:
+        for unit in self.units:
             inside = {inner for module in unit.modules for inner in module.modules()}
             unit.small = tuple(p for p in small.pieces if any(module in inside for module, _ in p.sites))
             unit.borrows = unit is not root_unit and not tied.isdisjoint(inside)
-        self.order = Order([unit for unit in units if unit is not root_unit])
+        self.order = Order([unit for unit in self.units if unit is not root_unit])
 
-    def watch(self, model: nn.Module) -> None:
-        """Remember the parameters of ``model``, to notice at its first forward what has been added since."""
-        self._watched = (model, set(model.parameters()))
+    @property
+    def may_retire(self) -> bool:
+        """Whether nothing is under way, and no gradient held that was not reduced to the end."""
+        idle = self.passage is None and _graph_task() == -1 and self.reductions.is_idle
+        return idle and all(unit.gradient_space is None for unit in self.units)
 
-    def _check_watched(self, model: nn.Module, known: set[nn.Parameter]) -> None:
-        added = [name for name, each in model.named_parameters() if each.requires_grad and each not in known]
+    def retire(self) -> None:
+        """Let go of what is under way: another assembly takes the parameters over."""
+        self.recover()
+        for ring in self.weight_rings.values():
+            for slot in (*ring.slots, *ring.kept):
+                slot.ready.settle()
+
+    def watch(self) -> None:
+        """Remember the model's parameters, to notice at its first forward what has been added since."""
+        self._watched = set(self.model.parameters())
+
+    def _check_added(self, known: set[nn.Parameter]) -> None:
+        added = [name for name, each in self.model.named_parameters() if each.requires_grad and each not in known]
         if added:
             others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
             raise ValueError(
@@ -127,16 +163,20 @@ class Root:
     def open(self) -> Passage:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
         if self._task != -1 or self.interrupted:
-            self._recover()
+            self.recover()
         if self._watched is not None:
-            self._check_watched(*self._watched)
+            self._check_added(self._watched)
         for piece in self._pieces:
             piece.check()
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
             self.small.show()
-        self.gather_lane.follow(self.gather_lane.reached())
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            self.gather_lane.follow(self.gather_lane.reached())
+        else:
+            self.gather_lane.after(event)
         self.passage = passage = Passage(self)
         self._opener = _caller()
         self.order.begin()
@@ -153,7 +193,7 @@ class Root:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
         if self.passage is not None and not self._is_called():
-            self._recover()  # an interrupt, which no hook of a module is told of, has ended the forward
+            self.recover()  # an interrupt, which no hook of a module is told of, has ended the forward
         if self.passage is not None:  # called from within its own forward
             return args, kwargs, RootEntry(None, None)
         passage = None
@@ -209,7 +249,7 @@ class Root:
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         if self._task != -1:
-            self._recover()
+            self.recover()
         self._task = task
         if not self.whole_backward():  # its root gate may never be reached
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -258,25 +298,25 @@ class Root:
     def finish(self, passage: Passage, gradients: Sequence[Tensor | None]) -> None:
         """The end of a backward: every gradient summed, divided and in its place."""
         self.small.collect(passage.trained, gradients)
-        if self.reductions.synchronises and any(piece.parameter.requires_grad for piece in self._pieces):
+        if any(piece.parameter.requires_grad for piece in self._pieces):
             for unit in self.units:
-                if unit.gradient_space is not None:  # kept from backwards that did not synchronise
-                    unit.reduce()
-            self.reductions.conclude(self._pieces, self.small)
-        else:
-            for unit in self.units:
-                unit.rest()
+                if unit.draft.settings.synchronises and unit.gradient_space is not None:
+                    unit.reduce()  # kept from backwards that did not synchronise
+            if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
+                self.reductions.conclude(self._pieces, self.small)
+        for unit in self.units:
+            unit.rest()
         stream = self.gather_lane.stream()
         if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
             # Only gradients that flow are joined with the stream around backward(); ours have stopped at the gates.
             self._leaf_stream.wait_event(stream.record_event())
         self._end_backward()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Drop what an interrupted forward or backward left behind, gradients not reduced yet with it."""
         self.reductions.recover()
         for ring in self.weight_rings.values():
-            for slot in ring.slots:
+            for slot in (*ring.slots, *ring.kept):
                 slot.users = 0
         self.gather_lane.follow(self.gather_lane.reached())  # users that left no mark
         self.active.clear()
@@ -297,7 +337,8 @@ class Root:
         weights = sum(ring.owned_bytes for ring in self.weight_rings.values())
         carried = sum(unit.carried.slot.buffer.nbytes for unit in self.units if unit.carried is not None)
         shards = sum(flat.owned_bytes for unit in self.units for flat in unit.flats)
-        return shards + weights + carried + self.reductions.owned_bytes + self.small.owned_bytes
+        second = sum(unit.second.owned_bytes for unit in self.units if unit.second is not None)
+        return shards + weights + second + carried + self.reductions.owned_bytes + self.small.owned_bytes
 
 
 class RootEntry(NamedTuple):

@@ -61,9 +61,12 @@ class Slot:
 class Ring:
     """The slots of one role."""
 
-    def __init__(self, role: Role, count: int, size: int, device: torch.device, lane: Lane) -> None:
+    def __init__(self, role: Role, count: int, kept: int, size: int, device: torch.device, lane: Lane) -> None:
         self.role = role
+        self.size = size
         self.slots = [Slot(size, device, lane) for _ in range(count)]
+        self.kept = [Slot(size, device, lane) for _ in range(kept)]
+        """Those that one unit has to itself."""
 
     def home(self, index: int) -> Slot:
         """The slot of the role's ``index``-th unit."""
@@ -71,4 +74,4 @@ class Ring:
 
     @property
     def owned_bytes(self) -> int:
-        return sum(slot.buffer.numel() for slot in self.slots)
+        return sum(slot.buffer.numel() for slot in (*self.slots, *self.kept))

@@ -9,6 +9,7 @@ Cutting them would save nothing and cost a collective each. Their gradients cros
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.engine.replicas import Replicas
     from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
@@ -32,19 +34,27 @@ if TYPE_CHECKING:
 class SmallBlock:
     """Parameters of one dtype in one flat buffer (``master``), and their copies in the dtype of the forward."""
 
-    def __init__(self, pieces: Sequence[Piece], master: Tensor, compute: torch.dtype, start: int) -> None:
+    def __init__(self, pieces: Sequence[Piece], master: Tensor, compute: torch.dtype, divisor: Divisor) -> None:
         self.pieces = pieces
-        self.master = master
-        self.start = start
-        """Where the block's gradients begin on the wire."""
-        self.end = start + master.numel()
-        self._cast = master.dtype != compute
-        self._copied = -1
-        self.compute = master.to(compute) if self._cast else master.detach()
-        self.leaves = [
-            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape) for piece in pieces
-        ]
+        self.divisor = divisor
+        self.start = self.end = 0
+        """Where the block's gradients lie on the wire."""
+        self._dtype = compute
         self.gradients: Gradients | None = None
+        self.use(master)
+
+    def use(self, master: Tensor) -> None:
+        """Take ``master`` for the values of the parameters."""
+        self.master = master
+        self._cast = master.dtype != self._dtype
+        self._copied = -1
+        self.compute = master.to(self._dtype) if self._cast else master.detach()
+        self.leaves = [
+            self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
+            for piece in self.pieces
+        ]
+        for piece, leaf in zip(self.pieces, self.leaves, strict=True):
+            piece.copy = leaf
 
     def refresh(self) -> None:
         """Bring the copies up to date with the masters."""
@@ -83,7 +93,10 @@ class SmallGroup:
         self._gather = gather
         self._reduce = reduce
         self._ticket = ticket
-        self._elements = blocks[-1].end if blocks else 0
+        self._elements = 0
+        for block in blocks:
+            block.start, self._elements = self._elements, self._elements + block.master.numel()
+            block.end = self._elements
         self._words = words
         self._said = array("d", bytes(8 * words))
         self._saying = torch.frombuffer(self._said, dtype=torch.float64)
@@ -104,10 +117,10 @@ class SmallGroup:
         """Of what crosses ranks."""
         return self._wire.dtype
 
-    @property
-    def wire_bytes(self) -> int:
+    def wire_bytes(self, replicas: Replicas | None) -> int:
         """Bytes that this rank sends in one reduction."""
-        return self._reduce.sent_bytes(self._wire) + self._gather.sent_bytes(self._wire)
+        across = 0 if replicas is None else replicas.sent_bytes(self._wire[: self._wire.numel() // self._reduce.world])
+        return self._reduce.sent_bytes(self._wire) + self._gather.sent_bytes(self._wire) + across
 
     @property
     def owned_bytes(self) -> int:
@@ -151,34 +164,38 @@ class SmallGroup:
                 piece.deposit(leaf.grad)
                 leaf.grad = None
 
-    def send(self, words: Sequence[float], lane: Lane) -> Tensor:
-        """Sum the gradients and ``words`` over ranks; the summed words, on the group's device."""
+    def send(self, words: Sequence[float], lane: Lane, replicas: Replicas | None) -> Tensor:
+        """Sum the gradients and ``words`` over ranks and replicas; the summed words, on the group's device."""
         for piece in self.pieces:
             if not piece.written:
                 assert piece.target is not None
                 piece.target.zero_()
         self._said[:] = array("d", words)
         self._mail.send(self._saying, self._wire.narrow(0, self._elements, self._words))
-        if self._gather.world > 1:
+        if self._gather.world > 1 or replicas is not None:
             with self.span:
-                lane.issue(self._ticket, self._exchange, after=lane.reached())
+                lane.issue(self._ticket, partial(self._exchange, replicas), after=lane.reached())
                 self._ticket.wait()
         return self._totals.narrow(0, self._elements, self._words)
 
-    def _exchange(self, asynchronous: bool) -> Sequence[dist.Work | None]:
-        if (work := self._reduce.send(self._wire, asynchronous)) is not None:
+    def _exchange(self, replicas: Replicas | None, asynchronous: bool) -> Sequence[dist.Work]:
+        for work in self._reduce.send(self._wire, asynchronous):
             work.wait()
-        return [self._gather.send(self._totals, self._reduce.total(self._wire), asynchronous)]
+        total = self._reduce.total(self._wire)
+        if replicas is not None:
+            for work in replicas.send(total, asynchronous):
+                work.wait()
+        return self._gather.send(self._totals, total, asynchronous)
 
-    def land(self, divisor: Divisor, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
-        """Add the summed gradients over ``divisor`` to ``.grad``; for each piece, whether this rank had written it."""
+    def land(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
+        """Add the summed gradients, divided, to ``.grad``; for each piece, whether this rank had written it."""
         written = [piece.written for piece in self.pieces]
         first = 0
         for block in self.blocks:
             last = first + len(block.pieces)
             if any(piece.parameter.requires_grad for piece in block.pieces):
                 total = self._totals.narrow(0, block.start, block.end - block.start)
-                block.train(wrap).land([(0, total)], divisor, written[first:last])
+                block.train(wrap).land([(0, total)], block.divisor, written[first:last])
             first = last
         for piece in self.pieces:
             piece.written = False

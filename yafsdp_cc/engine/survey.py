@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
-    units = root.units
+    units = [unit for unit in root.units if unit.flats]
     forward = sum(_gathered(root, unit) - _kept(root, unit) for unit in units)
     trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
     pieces = [piece for unit in units for piece in unit.pieces]
-    small = root.small
+    small, replicas = root.small, root.reductions.replicas
     return Plan(
         world=root.world,
+        replicas=1 if replicas is None else replicas.world,
         units=tuple(_unit(root, unit) for unit in units),
         rings=tuple(_ring(root, role) for role in root.weight_rings),
         small=PlannedSmall(
@@ -30,19 +31,33 @@ def plan_for(root: Root) -> Plan:
         ),
         wire=PlannedWire(
             gather_forward=forward,
-            gather_backward=sum(_gathered(root, unit) for unit in _regathered(root)),
+            gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
             reduce=sum(flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1) for flat in trainable),
-            small=small.wire_bytes,
+            small=small.wire_bytes(replicas),
+            replicas=_shared(root),
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
+        replica_bytes=0 if replicas is None else replicas.owned_bytes,
+        second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.exchange.owned_bytes,
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
 
 
+def _shared(root: Root) -> int:
+    """Bytes to sum over replicas what the shard's ranks have summed."""
+    replicas = root.reductions.replicas
+    return 0 if replicas is None else 2 * replicas.owned_bytes // replicas.world * (replicas.world - 1)
+
+
 def _gathered(root: Root, unit: Unit) -> int:
     return sum(root.gather.sent_bytes(whole) for whole in unit.home.wholes)
+
+
+def _gathered_again(root: Root, unit: Unit) -> int:
+    gather = root.gather if unit.second is None else unit.second.gather
+    return sum(gather.sent_bytes(whole) for whole in unit.home.wholes)
 
 
 def _kept(root: Root, unit: Unit) -> int:
@@ -56,11 +71,14 @@ def _kept(root: Root, unit: Unit) -> int:
 def _regathered(root: Root) -> list[Unit]:
     """Units whose slot holds another one when the backward comes to them, if the forward ran them in module order."""
     last = {id(unit.home.slot): unit for unit in root.units}
-    return [unit for unit in root.units if unit.read_in_backward and last[id(unit.home.slot)] is not unit]
+    return [
+        unit for unit in root.units if unit.flats and unit.read_in_backward and last[id(unit.home.slot)] is not unit
+    ]
 
 
 def _unit(root: Root, unit: Unit) -> PlannedUnit:
     trainable = [piece for piece in unit.pieces if piece.parameter.requires_grad]
+    ring = root.weight_rings[unit.role]
     return PlannedUnit(
         name=unit.name,
         role=unit.role,
@@ -69,7 +87,7 @@ def _unit(root: Root, unit: Unit) -> PlannedUnit:
         elements=sum(piece.extent.numel for piece in unit.pieces),
         padded=sum(flat.layout.numel for flat in unit.flats),
         dtypes=tuple(dict.fromkeys(str(flat.compute).removeprefix("torch.") for flat in unit.flats)),
-        slot=root.weight_rings[unit.role].slots.index(unit.home.slot),
+        slot=[*ring.slots, *ring.kept].index(unit.home.slot),
     )
 
 
@@ -77,8 +95,8 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     weights, gradients = root.weight_rings[role], root.reductions.rings.get(role)
     return PlannedRing(
         role=weights.role,
-        weight_slots=len(weights.slots),
-        weight_slot_bytes=weights.slots[0].buffer.nbytes,
+        weight_slots=len(weights.slots) + len(weights.kept),
+        weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,
     )

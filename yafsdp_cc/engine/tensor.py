@@ -27,6 +27,7 @@ from torch.optim.optimizer import _foreach_supported_types as _for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 
 from yafsdp_cc.engine.boxes import Box, boxes
+from yafsdp_cc.engine.ranks import shard_group, shard_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one parameter is cut across the ranks of a 1-D mesh.
+    """How one parameter is cut across the ranks of a mesh (shard), or (replicate, shard).
 
     Args:
         name: the parameter's full name, for errors.
         shape: its global shape.
-        mesh: the 1-D mesh it is cut across.
-        bounds: ``world + 1`` offsets: rank r owns the row-major elements ``bounds[r]:bounds[r + 1]``. None: every rank
-            holds the whole tensor.
+        mesh: the mesh it is cut across, along its last dimension.
+        bounds: ``world + 1`` offsets: rank r of that dimension owns the row-major elements
+            ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
 
     Raises:
-        ValueError: the mesh is not 1-D, or the bounds do not cut the tensor into one range per rank.
+        ValueError: the mesh has more than two dimensions, or the bounds do not cut the tensor into one range per rank.
     """
 
     name: str
@@ -57,14 +58,17 @@ class Cut:
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.mesh.ndim != 1:
-            raise ValueError(f"'{self.name}': a parameter is cut across a 1-D mesh, this one has {self.mesh.ndim} dims")
+        if self.mesh.ndim > 2:
+            raise ValueError(
+                f"'{self.name}': a mesh is (shard) or (replicate, shard), this one has {self.mesh.ndim} dimensions"
+            )
         if self.bounds is None:
             return
-        ends_fit = len(self.bounds) == self.mesh.size() + 1 and (self.bounds[0], self.bounds[-1]) == (0, self.numel)
+        world = self.mesh.size(self.mesh.ndim - 1)
+        ends_fit = len(self.bounds) == world + 1 and (self.bounds[0], self.bounds[-1]) == (0, self.numel)
         if not ends_fit or list(self.bounds) != sorted(self.bounds):
             raise ValueError(
-                f"'{self.name}': bounds {self.bounds} do not cut {self.numel} elements into {self.mesh.size()} ranges"
+                f"'{self.name}': bounds {self.bounds} do not cut {self.numel} elements into {world} ranges"
             )
 
     @cached_property
@@ -76,7 +80,7 @@ class Cut:
         """The half-open row-major range that this rank holds."""
         if self.bounds is None:
             return 0, self.numel
-        rank = self.mesh.get_local_rank()
+        rank = shard_rank(self.mesh)
         return self.bounds[rank], self.bounds[rank + 1]
 
     @cached_property
@@ -87,8 +91,13 @@ class Cut:
 
     @cached_property
     def counts(self) -> bool:
-        """Whether a reduction over the mesh counts this rank's elements: a replicated tensor counts once."""
-        return self.bounds is not None or self.mesh.get_local_rank() == 0
+        """Whether a reduction over the group counts this rank's elements: a replicated tensor counts once."""
+        return self.bounds is not None or shard_rank(self.mesh) == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that together hold the whole tensor once."""
+        return shard_group(self.mesh)
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -98,19 +107,32 @@ class Cut:
         return boxes(self.shape, *self.owned)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What DTensor says of such a tensor: ``Shard(0)`` or ``Replicate()``, of the global shape, contiguous."""
+        """What DTensor says of such a tensor: ``Shard(0)`` or ``Replicate()``, of the global shape, contiguous.
+
+        ``Replicate()`` also along a dimension of replicas.
+        """
         if (known := self._specs.get(dtype)) is not None:
             return known
         placement: Placement = Replicate() if self.bounds is None else Shard(0)
         strides = tuple(math.prod(max(size, 1) for size in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        spec = DTensorSpec(self.mesh, (placement,), tensor_meta=TensorMeta(self.shape, strides, dtype))
+        placements = (*self.replicated[:-1], placement)
+        spec = DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(self.shape, strides, dtype))
         return self._specs.setdefault(dtype, spec)
+
+    @property
+    def replicated(self) -> tuple[Placement, ...]:
+        """The placements of a whole tensor on this mesh."""
+        return (Replicate(),) * self.mesh.ndim
 
     def matches(self, other: Cut) -> bool:
         """Whether local tensors of both hold the same elements of tensors of one shape."""
         if self is other:
             return True
         return self.shape == other.shape and self.bounds == other.bounds and self.mesh == other.mesh
+
+    def rename(self, name: str) -> None:
+        """Call the parameter ``name`` from now on: what shards a part of a model does not know its full name."""
+        object.__setattr__(self, "name", name)
 
     def __str__(self) -> str:
         if self.bounds is None:
@@ -170,7 +192,7 @@ class FlatDTensor(DTensor):
             piece = local.new_zeros(widest)
             piece[: local.numel()].copy_(local)
         gathered = local.new_empty(widest * len(widths))
-        _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=cut.mesh.get_group())
+        _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=cut.group)
         if min(widths) < widest:
             gathered = torch.cat(
                 [part[:width] for part, width in zip(gathered.view(len(widths), widest), widths, strict=True)]
@@ -186,14 +208,15 @@ class FlatDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """As torch's, to ``[Replicate()]`` on the same mesh: a plain DTensor, outside of autograd. A collective.
+        """As torch's, to ``Replicate()`` on the same mesh: a plain DTensor, outside of autograd. A collective.
 
         Raises:
-            NotImplementedError: other placements; go through ``[Replicate()]``.
+            NotImplementedError: other placements; go through ``Replicate()``.
         """
-        if placements is None or [type(placement) for placement in placements] != [Replicate]:
+        if placements is None or tuple(placements) != self._cut.replicated:
             raise NotImplementedError(
-                f"redistribute to {placements} on {self._cut}: call .redistribute(placements=[Replicate()]) first"
+                f"redistribute to {placements} on {self._cut}: call .redistribute(placements="
+                f"{list(self._cut.replicated)}) first"
             )
         whole = self.full_tensor()
         if forward_dtype is not None:

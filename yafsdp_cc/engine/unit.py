@@ -12,15 +12,15 @@ from yafsdp_cc.engine.graph import gate, narrow
 from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.passage import Call, Passage
 from yafsdp_cc.engine.slots import Slot
+from yafsdp_cc.engine.supply import Supply
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
-from yafsdp_cc.engine.windows import GradientSpace, Weights, gradient_bytes, weight_bytes
+from yafsdp_cc.engine.windows import GradientSpace, Weights, gradient_bytes
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch.distributed as dist
-
+    from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.plan import Role
@@ -30,47 +30,51 @@ _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
 
 
-class Unit:
+class Unit(Supply):
     """The life of one unit, in three parts: its forward calls, its weights, its gradients.
 
     Weights are wanted by ``enter`` (before a forward) and ``Call.before_backward``; gradients are claimed by the
     latter and sent by ``reduce`` when the last gate of the unit has run.
     """
 
-    def __init__(self, root: Root, name: str, role: Role, modules: Sequence[nn.Module], flats: Sequence[Flat]) -> None:
-        self.root = root
-        self.name = name
+    def __init__(self, root: Root, draft: Draft, role: Role) -> None:
+        name, flats = draft.name, draft.flats
+        super().__init__(root, name, flats)
+        self.draft = draft
         self.role = role
-        self.modules = tuple(modules)
-        self.flats = tuple(flats)
+        self.modules = draft.modules
         self.pieces: tuple[Piece, ...] = tuple(piece for flat in flats for piece in flat.pieces)
         self.index = -1
+        policy = draft.policy
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype
         # An embedding's backward needs its indices alone.
-        self.read_in_backward = not all(type(module) is nn.Embedding for module in modules)
-        self.home: Weights
+        needless = all(type(module) is nn.Embedding for module in draft.modules)
+        self.read_in_backward = draft.settings.read_in_backward and not needless
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
         self.recomputed = -1
         """The last backward that has run this unit again."""
         self.small: tuple[Piece, ...] = ()
         """Parameters of the small group that its modules use."""
         self.borrows = False
         """Whether a module of this unit uses a parameter of the root's unit, tied to one elsewhere."""
-        self._kept = 0
-        """How often the home slot is kept for what a recomputation has saved."""
         self.shown: list[Sequence[Tensor]] = []
         """What the owner modules see as their parameters, innermost call last."""
         self.gradient_home: GradientSpace | None = None
         self.gradient_space: GradientSpace | None = None
         """Where gradients are written; set from the first claim to the reduce."""
         self._claimed = False
+        self.alone = False
+        """Whether no other unit's gradients are written where this one's are."""
         self.carried: GradientSpace | None = None
         """Whole gradients kept across micro-batches while synchronisation is off."""
         self.training: tuple[Flat, ...] = ()
         """The flats that take part in the reduce."""
         for piece in self.pieces:
             piece.claim = self.claim
-        size = sum(flat.layout.numel * flat.compute.itemsize for flat in flats)
-        self.gather_note, self.reduce_note = Note.of("gather", name), Note.of("reduce", name)
-        self.gather_span = Span("gather", name, size)
+        self._shows_held = False
+        self.reduce_note = Note.of("reduce", name)
         self.forward_span = Span("forward", name)
         self.backward_span = Span("backward", name)
         self.reduce_span = Span("reduce", name, sum(flat.layout.numel * flat.wire.itemsize for flat in flats))
@@ -91,7 +95,7 @@ class Unit:
             _, _, borrowed = root.unit.enter((), {})
         weights = self.acquire()
         root.order.passed(self)
-        if (dtype := root.input_dtype) is not None:
+        if (dtype := self.input_dtype) is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast(tensor, dtype))
         call: Call | None = None
         shown: Sequence[Tensor] = weights.views
@@ -114,6 +118,8 @@ class Unit:
             return output
         output = self._hand_out(entry, output)
         entry.weights.slot.release(self.root.gather_lane)
+        if not self.draft.settings.keeps_after_forward:
+            self.let_hold_go()
         if entry.borrowed is not None:
             assert self.root.unit is not None
             self.root.unit.leave(entry.borrowed, None)
@@ -128,7 +134,7 @@ class Unit:
         return output
 
     def _hand_out(self, entry: Entry, output: Any) -> Any:
-        call, address = entry.call, entry.weights.slot.address
+        call, address, dtype = entry.call, entry.weights.slot.address, self.output_dtype
         hook = None
         if call is not None:
             call.leave()
@@ -137,6 +143,8 @@ class Unit:
         def hand_out(tensor: Tensor) -> Tensor:
             if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
                 tensor = tensor.clone()  # a view of the weights, and their slot will be refilled
+            if dtype is not None:
+                tensor = cast(tensor, dtype)
             if hook is not None and tensor.requires_grad:
                 tensor.register_hook(hook)
             return tensor
@@ -219,86 +227,24 @@ class Unit:
             for piece in self.pieces:
                 piece.hide()
 
-    # Weights -----------------------------------------------------------------------------------------------------
+    def show_held(self) -> None:
+        """Let the owner modules see the weights that are held."""
+        if self.held is not None and not self._shows_held:
+            self._shows_held = True
+            self.root.journal.wait(self.held.slot.ready)
+            self.show(self.leaves(self.held))
+            self.root.small.refresh()
+            for piece in self.small:
+                piece.show_copy()
 
-    def stamp(self) -> tuple[int, ...]:
-        """Changes whenever the shard does, flat by flat."""
-        return tuple([flat.master._version for flat in self.flats])
-
-    def holds(self, slot: Slot) -> bool:
-        """Whether the slot has, or is being filled with, this unit's present weights."""
-        return slot.owner is self and slot.stamp == self.stamp()
-
-    def prefetch(self) -> None:
-        """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
-        slot = self.home.slot
-        if slot.users == 0 and not self.holds(slot):
-            self._gather(self.home)
-
-    def acquire(self) -> Weights:
-        """The weights, whole and ready, in a slot that stays as it is until ``release``."""
-        weights, slot = self.home, self.home.slot
-        if not self.holds(slot):
-            if slot.users:
-                weights = self._spill()
-                slot = weights.slot
-            self._gather(weights)
-        slot.users += 1
-        self.root.journal.wait(slot.ready)
-        return weights
-
-    def regain(self, weights: Weights, *, needed: bool) -> bool:
-        """Put this unit's weights back where a forward has read them, and hold the slot; whether it could.
-
-        Where they are not ``needed`` for sure, another unit that uses the slot is left alone.
-        """
-        slot = weights.slot
-        if not weights.spilled and not self.holds(slot):
-            if slot.users:
-                if not needed:
-                    return False
-                raise RuntimeError(
-                    f"the weights of unit '{self.name}' are needed where those of '{getattr(slot.owner, 'name', '?')}' "
-                    "still lie: an earlier backward was interrupted. Run the forward again before the next backward"
-                )
-            self._gather(weights)
-        slot.users += 1
-        self.root.journal.wait(slot.ready)
-        return True
-
-    def let_go(self) -> None:
-        """Nothing that a recomputation has saved will be read any more."""
-        while self._kept:
-            self._kept -= 1
-            self.home.slot.release(self.root.gather_lane)
-
-    def _gather(self, weights: Weights) -> None:
-        root, slot = self.root, weights.slot
-        slot.ready.settle()
-        stamp = self.stamp()
-        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
-        stale = [
-            (whole, flat.master)
-            for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
-            if slot.owner is not self or slot.stamp[place] != stamp[place]
-        ]
-        slot.owner, slot.stamp = self, stamp
-        slot.fills += 1
-
-        def start(asynchronous: bool) -> list[dist.Work | None]:
-            return [root.gather.send(whole, master, asynchronous) for whole, master in stale]
-
-        with self.gather_span:
-            root.gather_lane.issue(slot.ready, start, after=slot.free)
-        root.journal.write(self.gather_note)
-        root.counters.gathered_bytes += sum(root.gather.sent_bytes(whole) for whole, _ in stale)
-
-    def _spill(self) -> Weights:
-        self.root.counters.spills += 1
-        with torch.inference_mode(False):  # a later backward may read it
-            slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
-            slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
-            return Weights(slot, self.flats, spilled=True)
+    def let_hold_go(self) -> None:
+        """Release what ``hold`` has taken."""
+        super().let_hold_go()
+        if self._shows_held:
+            self._shows_held = False
+            self.hide()
+            for piece in self.small:
+                piece.hide()
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +277,7 @@ class Unit:
 
     def _room(self) -> GradientSpace:
         root = self.root
-        if not root.reductions.synchronises:
+        if not self.draft.settings.synchronises and not self.alone:
             if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
                 root.reductions.tell_carried(root.units)
@@ -378,6 +324,7 @@ class Unit:
         if self.shown:
             del self.shown[1:]
             self.hide()
+        self.held, self._shows_held = None, False
         if self.gradient_space is not None:
             self.gradient_space.slot.owner = None
             self.gradient_space = None

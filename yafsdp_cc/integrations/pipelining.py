@@ -34,7 +34,8 @@ class ShardedStage(PipelineStage):
                 "a sharded stage cannot be run backward in two parts, for inputs and for weights, as zero-bubble "
                 "schedules do: its weights would have to be gathered twice. Use Schedule1F1B or ScheduleGPipe"
             )
-        root_of(self.submod).reductions.synchronises = last_backward
+        for draft in root_of(self.submod).drafts:
+            draft.settings.synchronises = last_backward
         return stage_backward(**bwd_kwargs), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

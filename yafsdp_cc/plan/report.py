@@ -67,10 +67,12 @@ class PlannedWire:
     gather_backward: int
     reduce: int
     small: int
+    replicas: int = 0
+    """To sum over replicas what the ranks of one of them have summed."""
 
     @property
     def total(self) -> int:
-        return self.gather_forward + self.gather_backward + self.reduce + self.small
+        return self.gather_forward + self.gather_backward + self.reduce + self.small + self.replicas
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class Plan:
     gradient_shard_bytes: int
     receive_bytes: int
     adamw_bytes: int
+    replicas: int = 1
+    """How often the ``world`` ranks of one shard are there."""
+    replica_bytes: int = 0
+    second_shard_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -106,6 +112,8 @@ class Plan:
             "weight slots": sum(ring.weight_bytes for ring in self.rings),
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
             "receive buffer": self.receive_bytes,
+            **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
+            **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
             "small group": self.small.bytes,
         }
 
@@ -121,9 +129,11 @@ class Plan:
 
     def __str__(self) -> str:
         ranks = f"{self.world} rank" + "s" * (self.world != 1)
+        if self.replicas > 1:
+            ranks += f", {self.replicas} times"
         head = f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"
         wire = asdict(self.wire)
-        sent = {name.replace("_", ", "): size for name, size in wire.items()}
+        sent = {name.replace("_", ", "): size for name, size in wire.items() if name != "replicas" or size}
         return "\n".join(
             [
                 head,

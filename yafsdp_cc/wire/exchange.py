@@ -5,8 +5,9 @@ fp32 (fp64 for fp64), and nobody divides on the way. The sum is an all-to-all of
 because gloo's own reduce-scatter is a clone, an all-reduce and a copy; over NCCL it is NCCL's reduce-scatter, in place
 and in the dtype on the wire. gloo takes CUDA tensors too, by way of the host: slow, and for tests.
 
-Two ranks without NCCL swap what the other one lacks, from buffer to buffer, in both directions: gloo's all-gather
-receives into a buffer made for the occasion and copies, at twice the processor time.
+Over gloo a gather is a broadcast of every rank's chunk, from buffer to buffer: gloo's all-gather receives into a buffer
+made for the occasion and copies, at up to twice the processor time. Two ranks send nothing to themselves. That gathers
+and sums are operations of different kinds also keeps ranks that have lost step from taking one for the other.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
@@ -15,11 +16,15 @@ and every buffer here is checked once, when it is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+
+Works: TypeAlias = "list[dist.Work]"
+"""What is to be waited for."""
 
 _SUMMED = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
@@ -63,9 +68,8 @@ def rehearse(gather: Gather, reduce: Reduce, device: torch.device) -> None:
         reduce.reserve(world * n, dtype)
         try:
             # As on a lane: issued for the current stream, and waited for where there is something to wait for.
-            for work in (gather.send(whole, mine, asynchronous=False), reduce.send(whole, asynchronous=False)):
-                if work is not None:
-                    work.wait()
+            for work in (*gather.send(whole, mine, asynchronous=False), *reduce.send(whole, asynchronous=False)):
+                work.wait()
             found = reduce.total(whole).tolist()
         except RuntimeError as error:
             raise ValueError(
@@ -77,26 +81,6 @@ def rehearse(gather: Gather, reduce: Reduce, device: torch.device) -> None:
             raise ValueError(f"a trial exchange of {dtype} over {world} ranks gave {found[:4]}…: a broken backend?")
 
 
-class _Swap:
-    """What two ranks have to tell each other: an all-to-all in which nobody sends anything to itself."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.peer = 1 - group.rank()
-        self._options = AllToAllOptions()
-
-    def send(self, received: Tensor, sent: Tensor, asynchronous: bool) -> dist.Work | None:
-        """Send ``sent`` (n) and receive ``received`` (n)."""
-        n = sent.numel()
-        parts = [n, 0] if self.peer == 0 else [0, n]
-        self._options.asyncOp = asynchronous
-        return self._group.alltoall_base(received, sent, parts, parts, self._options)
-
-
-def _swap(group: dist.ProcessGroup, device: torch.device) -> _Swap | None:
-    return _Swap(group) if group.size() == 2 and backend_of(group, device) != "nccl" else None
-
-
 class Gather:
     """Every rank's shard into one buffer."""
 
@@ -104,27 +88,36 @@ class Gather:
         self.group = group
         self.world: int = group.size()
         self.rank: int = group.rank()
-        self._swap = _swap(group, device)
+        self._is_gloo = backend_of(group, device) == "gloo"
         self._options = AllgatherOptions()
+        self._broadcasts = tuple(BroadcastOptions() for _ in range(self.world))
+        for root, options in enumerate(self._broadcasts):
+            options.rootRank = root
 
-    def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> dist.Work | None:
+    def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> Works:
         """Fill ``whole`` (world × n) with every rank's ``shard`` (n), cast to the dtype of ``whole``.
 
         A cast goes through this rank's own range of ``whole``, so that it needs no buffer of its own.
         """
-        if shard.dtype != whole.dtype or self.world == 1 or self._swap is not None:
+        if shard.dtype != whole.dtype or self.world == 1 or self._is_gloo:
             own = whole.narrow(0, self.rank * shard.numel(), shard.numel())
             own.copy_(shard)
             shard = own
         if self.world == 1:
-            return None
+            return []
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        if self._swap is not None:
-            n = shard.numel()
-            return self._swap.send(whole.narrow(0, self._swap.peer * n, n), shard, asynchronous)
+        if self._is_gloo:
+            return self._send_each(whole, asynchronous)
         self._options.asyncOp = asynchronous
-        return self.group._allgather_base(whole, shard, self._options)
+        return _works(self.group._allgather_base(whole, shard, self._options))
+
+    def _send_each(self, whole: Tensor, asynchronous: bool) -> Works:
+        works = []
+        for chunk, options in zip(whole.chunk(self.world), self._broadcasts, strict=True):
+            options.asyncOp = asynchronous
+            works.append(self.group.broadcast([chunk], options))
+        return works
 
     def sent_bytes(self, whole: Tensor) -> int:
         """Bytes that this rank sends, one copy of its shard for each other rank."""
@@ -143,7 +136,6 @@ class Reduce:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._streams = device.type == "cuda"
-        self._swap = _swap(group, device)
         self._in_place = self.world == 1 or (self._streams and backend_of(group, device) == "nccl")
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
@@ -161,8 +153,8 @@ class Reduce:
     def needs(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of receive buffer and fp32 elements of scratch that a buffer of ``numel`` elements takes."""
         chunk = numel // self.world
-        chunks = self.world if self._swap is None else 1
-        received = 0 if self._in_place else chunks * chunk * dtype.itemsize
+        peers = 1 if self.world == 2 else self.world
+        received = 0 if self._in_place else peers * chunk * dtype.itemsize
         if dtype in _SUMMED:
             return received, 0
         return received, chunk if self._in_place else 2 * min(chunk, _PART)
@@ -180,19 +172,23 @@ class Reduce:
         """Bytes that this rank sends: every chunk but its own."""
         return whole.nbytes // self.world * (self.world - 1)
 
-    def send(self, whole: Tensor, asynchronous: bool) -> dist.Work | None:
+    def send(self, whole: Tensor, asynchronous: bool) -> Works:
         """Start the sum of ``whole`` (world × n); it must stay as it is until ``total`` has run."""
         if self.world == 1:
-            return None
+            return []
         chunk = whole.numel() // self.world
         if self._in_place:
             self._scatter.asyncOp = asynchronous
-            return self.group._reduce_scatter_base(whole.narrow(0, self.rank * chunk, chunk), whole, self._scatter)
-        received = self._chunks(whole)
-        if self._swap is not None:
-            return self._swap.send(received, whole.narrow(0, self._swap.peer * chunk, chunk), asynchronous)
+            own = whole.narrow(0, self.rank * chunk, chunk)
+            return _works(self.group._reduce_scatter_base(own, whole, self._scatter))
         self._exchange.asyncOp = asynchronous
-        return self.group.alltoall_base(received, whole, [], [], self._exchange)
+        received = self._chunks(whole)
+        if self.world > 2:
+            return _works(self.group.alltoall_base(received, whole, [], [], self._exchange))
+        peer = 1 - self.rank
+        parts = [chunk, 0] if peer == 0 else [0, chunk]
+        sent = whole.narrow(0, peer * chunk, chunk)
+        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange))
 
     def total(self, whole: Tensor) -> Tensor:
         """The sum over ranks of this rank's chunk of fp32 or fp64 (n), in one piece."""
@@ -217,7 +213,7 @@ class Reduce:
         if self._in_place:
             return (own,)
         received = self._chunks(whole)
-        if self._swap is not None:
+        if self.world == 2:
             return (received, own) if self.rank == 1 else (own, received)
         return received.chunk(self.world)
 
@@ -235,3 +231,7 @@ class Reduce:
     def _chunks(self, whole: Tensor) -> Tensor:
         received, _ = self.needs(whole.numel(), whole.dtype)
         return self._received.narrow(0, 0, received).view(whole.dtype)
+
+
+def _works(work: dist.Work | None) -> Works:
+    return [] if work is None else [work]

@@ -1,0 +1,196 @@
+"""From drafts to an engine: units, slots and lanes for all that was sharded below one module.
+
+``shard`` assembles at once. After ``fully_shard``, which goes bottom-up, the first forward tells which module is the
+root. What is said about a unit later takes effect when the engine is put together again, before the next forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from yafsdp_cc.engine.cutter import cut_of
+from yafsdp_cc.engine.draft import draft_of, drafts_below
+from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.root import Root
+from yafsdp_cc.engine.second import SecondShard
+from yafsdp_cc.engine.small import SmallGroup
+from yafsdp_cc.engine.survey import plan_for
+from yafsdp_cc.engine.unit import Unit
+from yafsdp_cc.plan.units import ROOT
+from yafsdp_cc.wire.exchange import Gather, rehearse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from yafsdp_cc.engine.draft import Draft
+    from yafsdp_cc.engine.ranks import Ranks
+    from yafsdp_cc.plan import Role
+
+_ROOT = "_yafsdp_cc_root"
+_ENGINE = "_yafsdp_cc_engine"
+
+
+def assemble(model: nn.Module) -> Root:
+    """The engine of everything that is sharded in ``model``, which becomes the root. A collective on some backends.
+
+    Raises:
+        ValueError: parts of it are sharded across different meshes.
+        RuntimeError: parameters are still on the meta device, or gradients of micro-batches are held back.
+    """
+    drafts = drafts_below(model)
+    _check(model, drafts)
+    _name(model, drafts)
+    ranks = drafts[-1].ranks
+    before = {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values()
+    for old in before:
+        old.retire()
+    settings = drafts[-1].settings
+    apart = settings.separate_reduce_group
+    gather_lane = settings.lanes.gathers(ranks.device)
+    root = Root(
+        model,
+        drafts,
+        ranks.group,
+        second_group(ranks) if apart else ranks.group,
+        ranks.replicas,
+        ranks.device,
+        gather_lane,
+        settings.lanes.reduces(ranks.device) if apart else gather_lane,
+    )
+    rehearse(root.gather, root.reductions.exchange, ranks.device)
+    own = drafts[-1] if drafts[-1].modules == (model,) else None
+    if own is not None:
+        policy = own.policy
+        root.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        root.output_dtype = policy.output_dtype
+    units = {
+        draft: Unit(root, draft, _role(draft, drafts, own))
+        for draft in drafts
+        if draft.flats or (draft is not own and draft.blocks)
+    }
+    for draft, unit in units.items():
+        if draft.settings.near and unit.flats:
+            unit.second = SecondShard(_near_group(ranks, draft.settings.near), ranks.device, unit.flats)
+    blocks = [block for draft in drafts for block in draft.blocks]
+    words = sum(len(unit.pieces) for unit in units.values()) + sum(len(block.pieces) for block in blocks)
+    reduce = root.reductions.exchange
+    small = SmallGroup(
+        blocks,
+        words + Journal.width(),
+        # Its exchange is on the lane of the gradients, and so in their communicator throughout.
+        root.gather if reduce.group is root.gather.group else Gather(reduce.group, root.device),
+        reduce,
+        root.device,
+        root.reductions.lane.ticket(),
+    )
+    root.adopt(units, small, units.get(own) if own is not None else None)
+    for old in before:
+        root.reductions.take_over(old.reductions)
+    root.plan = plan_for(root)
+    for draft in drafts:
+        for module in draft.modules:
+            module.__dict__[_ROOT] = root
+            module.__dict__[_ENGINE] = root if module is model else units.get(draft)
+    model.__dict__[_ROOT] = root
+    return root
+
+
+def assembled(module: nn.Module) -> Root | None:
+    """The engine that ``module`` is a part of, as it is."""
+    root: Root | None = module.__dict__.get(_ROOT)
+    return root
+
+
+def current(module: nn.Module) -> Root:
+    """The engine that ``module`` is a part of: made now if there is none, made anew if something was said since."""
+    root = assembled(module)
+    if root is not None and not (root.outdated and root.may_retire):
+        return root
+    draft = draft_of(module if root is None else root.model)
+    return assemble(module if draft is None else draft.outermost.modules[0])
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``module`` is one of the modules of; None where all it has is in others, or small."""
+    root = current(module)
+    if module is root.model:
+        return root.unit
+    unit: Unit | None = module.__dict__.get(_ENGINE)
+    return unit
+
+
+def _check(model: nn.Module, drafts: Sequence[Draft]) -> None:
+    for name, parameter in model.named_parameters():
+        if (cut := cut_of(parameter)) is not None:
+            raise ValueError(
+                f"'{name}' was tied to '{cut.name}', which was sharded without it: gather both together, "
+                "fully_shard([one, other])"
+            )
+    first = drafts[0]
+    for draft in drafts:
+        if draft.ranks.mesh != first.ranks.mesh:
+            raise ValueError(
+                f"'{draft.name}' is sharded across {draft.ranks.mesh}, '{first.name}' across {first.ranks.mesh}: what "
+                "is called in one forward takes one mesh"
+            )
+        for part in draft.parts:
+            if part.master.is_meta:
+                name = part.pieces[0].cut.name
+                raise RuntimeError(
+                    f"'{name}' of '{draft.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    "initialise the weights, or load them, before the first forward"
+                )
+
+
+def _name(model: nn.Module, drafts: Sequence[Draft]) -> None:
+    """Call units and parameters by what ``model`` calls them."""
+    names = {module: name for name, module in model.named_modules()}
+    for draft in drafts:
+        draft.name = names[draft.modules[0]] or ROOT
+        for piece in draft.pieces:
+            module, attribute = next(site for site in piece.sites if site[0] in names)
+            piece.cut.rename(f"{names[module]}.{attribute}" if names[module] else attribute)
+
+
+def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
+    """What the draft says; else blocks are what is made of other modules, so that no embedding sets their size."""
+    if draft is own:
+        return "root"
+    if draft.role is not None:
+        return draft.role
+    nested = [any(module._modules for module in each.modules) for each in drafts if each is not own]
+    return "edge" if any(nested) and not any(module._modules for module in draft.modules) else "block"
+
+
+_second: dict[str, dist.ProcessGroup] = {}
+"""The second communicator of a group, by the group's name: made once."""
+
+
+_near: dict[tuple[str, int], dist.ProcessGroup] = {}
+"""Ranks near this one, by the group they are of and how many: made once."""
+
+
+def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
+    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
+    group = ranks.group
+    key = group.group_name, count
+    if key not in _near:
+        first = group.rank() // count * count
+        members = dist.get_process_group_ranks(group)[first : first + count]
+        _near[key] = dist.new_group(members, use_local_synchronization=True)
+    return _near[key]
+
+
+def second_group(ranks: Ranks) -> dist.ProcessGroup:
+    """A second communicator of the same ranks; others take no part in making it."""
+    group = ranks.group
+    members = dist.get_process_group_ranks(group)
+    known = _second.get(group.group_name)
+    if known is None:
+        partly = len(members) < dist.get_world_size()
+        known = _second[group.group_name] = dist.new_group(members, use_local_synchronization=partly)
+    return known

@@ -1,0 +1,114 @@
+"""From plain parameters to sharded ones: made equal on all ranks, cut, and let go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.flat import Divisor, Flat, Piece
+from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.small import SmallBlock
+from yafsdp_cc.engine.tensor import Cut, flat_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from yafsdp_cc.engine.ranks import Ranks
+    from yafsdp_cc.plan import OwnedParameter
+
+    Prepare: TypeAlias = Callable[[Sequence[OwnedParameter]], None]
+
+
+_GONE = "_yafsdp_cc_cut"
+
+
+def cut_of(parameter: nn.Parameter) -> Cut | None:
+    """Of a parameter that was whole once, what it was cut as; it has no elements any more."""
+    cut: Cut | None = parameter.__dict__.get(_GONE)
+    return cut
+
+
+class _Kind(NamedTuple):
+    """Parameters that can share a flat buffer."""
+
+    dtype: torch.dtype
+    trainable: bool
+    is_meta: bool
+
+
+class Cutter:
+    """Cuts parameters across ``ranks``; ``prepare`` first gives them their values, some at a time."""
+
+    def __init__(self, ranks: Ranks, policy: MixedPrecisionPolicy, prepare: Prepare) -> None:
+        self._ranks = ranks
+        self._policy = policy
+        self._prepare = prepare
+        self._world: int = ranks.group.size()
+        self._rank: int = ranks.group.rank()
+        self._divisor = Divisor(ranks.mesh.size(), ranks.device)
+
+    def flats(self, owned: Sequence[OwnedParameter]) -> tuple[Flat, ...]:
+        """The flats of one unit."""
+        self._prepare(owned)
+        kinds: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
+        for each in owned:
+            parameter = each.parameter
+            kinds[_Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta)].append(each)
+        return tuple(self._flat(kind, members) for kind, members in kinds.items())
+
+    def small_blocks(self, owned: Sequence[OwnedParameter]) -> tuple[SmallBlock, ...]:
+        """The blocks of what is too small to be cut."""
+        self._prepare(owned)
+        kinds: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
+        for each in owned:
+            kinds[_Kind(each.parameter.dtype, True, each.parameter.is_meta)].append(each)
+        return tuple(self._small_block(kind, members) for kind, members in kinds.items())
+
+    def _small_block(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> SmallBlock:
+        layout = Layout.of([each.parameter.shape for each in owned], 1)
+        master = self._master(layout.numel, kind)
+        pieces = []
+        for each, extent in zip(owned, layout.extents, strict=True):
+            piece = Piece(Cut(each.name, each.parameter.shape, self._ranks.mesh, None), each.sites, extent)
+            piece.span = (extent.offset, extent.end)
+            self._replace(piece, master, each.parameter, each.parameter.detach())
+            pieces.append(piece)
+        return SmallBlock(pieces, master, self._compute(kind.dtype), self._divisor)
+
+    def _flat(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> Flat:
+        layout = Layout.of([each.parameter.shape for each in owned], self._world)
+        master = self._master(layout.chunk, kind)
+        pieces = []
+        for each, extent in zip(owned, layout.extents, strict=True):
+            cut = Cut(each.name, each.parameter.shape, self._ranks.mesh, layout.bounds(extent))
+            piece = Piece(cut, each.sites, extent)
+            piece.span = layout.owned(extent, self._rank)
+            first, last = cut.owned
+            self._replace(piece, master, each.parameter, each.parameter.detach().reshape(-1)[first:last])
+            pieces.append(piece)
+        compute = self._compute(kind.dtype)
+        return Flat(pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
+
+    def _master(self, numel: int, kind: _Kind) -> Tensor:
+        return torch.zeros(numel, dtype=kind.dtype, device="meta" if kind.is_meta else self._ranks.device)
+
+    def _compute(self, dtype: torch.dtype) -> torch.dtype:
+        return self._policy.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    @torch.no_grad()
+    def _replace(self, piece: Piece, master: Tensor, whole: nn.Parameter, values: Tensor) -> None:
+        """Put the sharded parameter where the whole one was, and free that."""
+        local = piece.range_of(master)
+        local.copy_(values)
+        parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=whole.requires_grad)
+        parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
+        piece.parameter, piece.local = parameter, local
+        piece.install(parameter)
+        whole.data = whole.new_empty(0)
+        whole.__dict__[_GONE] = piece.cut

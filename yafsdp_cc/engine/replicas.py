@@ -1,0 +1,117 @@
+"""Sums over replicas: what the shard's ranks have summed, summed once more across those that hold the same part.
+
+    gradient slot ── sum over the shard's ranks ──► partial sum ── all-reduce over replicas ──► divided, into ``.grad``
+
+Partial sums stay and grow until a backward that is to sum over replicas, so that micro-batches before it cross the
+slow network once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.lanes import Lane, Ticket
+
+
+class Partial:
+    """The partial sum of one flat (chunk elements, fp32 or fp64), and which of its parameters were used."""
+
+    def __init__(self, flat: Flat, ticket: Ticket) -> None:
+        dtype = torch.float64 if flat.wire == torch.float64 else torch.float32
+        self.sum = torch.zeros(flat.layout.chunk, dtype=dtype, device=flat.master.device)
+        self.ticket = ticket
+        self.used: list[bool] | None = None
+        """Of each piece, whether this rank has written a gradient; None while the sum is empty."""
+
+    def add(self, totals: Iterable[tuple[int, Tensor]], used: list[bool]) -> None:
+        """Take in the sum of one backward, in parts: where each begins, and it."""
+        for start, total in totals:
+            part = self.sum.narrow(0, start, total.numel())
+            if self.used is None:
+                part.copy_(total)
+            else:
+                part.add_(total)
+        self.used = used if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+
+
+class Replicas:
+    """The ranks that hold the same part, and the partial sums that they have not shared yet."""
+
+    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
+        self.group = group
+        self.world: int = group.size()
+        self.sums = True
+        """Whether a backward sums over replicas, or leaves its partial sums for a later one."""
+        self._lane = lane
+        self._options = AllreduceOptions()
+        self._partials: dict[Flat, Partial] = {}
+
+    def reserve(self, flat: Flat) -> None:
+        """Make the partial sum of ``flat``, if there is none."""
+        if flat not in self._partials:
+            self._partials[flat] = Partial(flat, self._lane.ticket())
+
+    def take(
+        self,
+        flat: Flat,
+        totals: Iterable[tuple[int, Tensor]],
+        used: list[bool],
+        land: Callable[[Flat, Tensor, list[bool]], None],
+    ) -> int:
+        """Add to the partial sum, and if it is time share it; ``land`` then gets the whole sum. The bytes sent."""
+        partial = self._partials[flat]
+        partial.ticket.wait()
+        partial.add(totals, used)
+        if not self.sums:
+            return 0
+
+        def start(asynchronous: bool) -> list[dist.Work]:
+            return self.send(partial.sum, asynchronous)
+
+        def tail() -> None:
+            wrote, partial.used = partial.used, None
+            assert wrote is not None
+            land(flat, partial.sum, wrote)
+
+        self._lane.issue(partial.ticket, start, tail)
+        return self.sent_bytes(partial.sum)
+
+    def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
+        """Sum ``total`` over replicas, in place."""
+        self._options.asyncOp = asynchronous
+        work = self.group.allreduce([total], self._options)
+        return [] if work is None else [work]
+
+    def settle(self) -> None:
+        """See all that was shared through."""
+        for partial in self._partials.values():
+            partial.ticket.wait()
+
+    def forget(self) -> None:
+        """Drop partial sums, those under way too."""
+        for partial in self._partials.values():
+            partial.ticket.abandon()
+            partial.used = None
+
+    def sent_bytes(self, total: Tensor) -> int:
+        """Bytes that this rank sends to sum ``total``: it is cut among the replicas, summed and put together again."""
+        return 2 * total.nbytes // self.world * (self.world - 1)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no partial sum that was not shared."""
+        return all(partial.used is None for partial in self._partials.values())
+
+    @property
+    def owned_bytes(self) -> int:
+        return sum(partial.sum.nbytes for partial in self._partials.values())

@@ -1,0 +1,158 @@
+"""A unit's weights over time: in its slot at home, in a buffer of their own, or held for somebody outside a forward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from yafsdp_cc.engine.journal import Note
+from yafsdp_cc.engine.slots import Slot
+from yafsdp_cc.engine.windows import Weights, weight_bytes
+from yafsdp_cc.profiling.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+    from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.root import Root
+    from yafsdp_cc.engine.second import SecondShard
+
+
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+class Supply:
+    """What owns slots of weights, and gathers into them. ``acquire`` and ``regain`` give weights, whole and ready."""
+
+    def __init__(self, root: Root, name: str, flats: Sequence[Flat]) -> None:
+        self.root = root
+        self.name = name
+        self.flats = tuple(flats)
+        self.home: Weights
+        """Where the weights are gathered unless that slot is in use."""
+        self.second: SecondShard | None = None
+        """A shard of whole weights within fewer, nearer ranks."""
+        self.held: Weights | None = None
+        """Weights that ``unshard`` has asked for outside of a forward."""
+        self._kept = 0
+        """How often the home slot is kept for what a recomputation has saved."""
+        self.gather_note = Note.of("gather", name)
+        self.gather_span = Span("gather", name, sum(flat.layout.numel * flat.compute.itemsize for flat in self.flats))
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever the shard does, flat by flat."""
+        return tuple([flat.master._version for flat in self.flats])
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot has, or is being filled with, this unit's present weights."""
+        return slot.owner is self and slot.stamp == self.stamp()
+
+    def prefetch(self) -> None:
+        """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
+        slot = self.home.slot
+        if self.flats and slot.users == 0 and not self.holds(slot):
+            self._gather(self.home)
+
+    def acquire(self) -> Weights:
+        """The weights, whole and ready, in a slot that stays as it is until ``release``."""
+        if self.held is not None and not self.holds(self.held.slot):
+            self.let_hold_go()  # the weights have changed since
+        weights = self.held or self.home
+        slot = weights.slot
+        if not self.holds(slot):
+            if slot.users:
+                weights = self._spill()
+                slot = weights.slot
+            self._gather(weights)
+        slot.users += 1
+        self.root.journal.wait(slot.ready)
+        return weights
+
+    def hold(self) -> None:
+        """Gather the weights, and keep them whole until ``let_hold_go``."""
+        if self.held is not None and self.holds(self.held.slot):
+            return
+        self.let_hold_go()
+        self.held, slot = self.home, self.home.slot
+        if not self.holds(slot):
+            if slot.users:
+                self.held = self._spill()
+            self._gather(self.held)
+        self.held.slot.users += 1
+
+    def let_hold_go(self) -> None:
+        """Release what ``hold`` has taken."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.slot.release(self.root.gather_lane)
+
+    def regain(self, weights: Weights, *, needed: bool) -> bool:
+        """Put this unit's weights back where a forward has read them, and hold the slot; whether it could.
+
+        Where they are not ``needed`` for sure, another unit that uses the slot is left alone.
+        """
+        slot = weights.slot
+        if not weights.spilled and not self.holds(slot):
+            if slot.users:
+                if not needed:
+                    return False
+                raise RuntimeError(
+                    f"the weights of unit '{self.name}' are needed where those of '{getattr(slot.owner, 'name', '?')}' "
+                    "still lie: an earlier backward was interrupted. Run the forward again before the next backward"
+                )
+            self._gather(weights)
+        slot.users += 1
+        self.root.journal.wait(slot.ready)
+        return True
+
+    def let_go(self) -> None:
+        """Nothing that a recomputation has saved will be read any more."""
+        while self._kept:
+            self._kept -= 1
+            self.home.slot.release(self.root.gather_lane)
+
+    def _gather(self, weights: Weights) -> None:
+        if _transforms() is not None:
+            raise NotImplementedError(
+                f"a transform of torch.func around unit '{self.name}' of a sharded model: collectives do not go "
+                "through those. Use torch.autograd, or an unsharded model"
+            )
+        root, slot = self.root, weights.slot
+        slot.ready.settle()
+        stamp = self.stamp()
+        second = self.second
+        if second is not None and second.stamp == stamp:
+            pairs = list(zip(weights.wholes, second.parts, strict=True))
+            gather, tail = second.gather, None
+        else:
+            # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
+            pairs = [
+                (whole, flat.master)
+                for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
+                if slot.owner is not self or slot.stamp[place] != stamp[place]
+            ]
+            gather, tail = root.gather, None if second is None else partial(second.take, weights.wholes, stamp)
+        slot.owner, slot.stamp = self, stamp
+        slot.fills += 1
+
+        def start(asynchronous: bool) -> list[dist.Work]:
+            works = []
+            for whole, part in pairs:
+                works += gather.send(whole, part, asynchronous)
+            return works
+
+        with self.gather_span:
+            root.gather_lane.issue(slot.ready, start, tail, after=slot.free)
+        root.journal.write(self.gather_note)
+        root.counters.gathered_bytes += sum(gather.sent_bytes(whole) for whole, _ in pairs)
+
+    def _spill(self) -> Weights:
+        self.root.counters.spills += 1
+        with torch.inference_mode(False):  # a later backward may read it
+            slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
+            slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
+            return Weights(slot, self.flats, spilled=True)
