@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1
 demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
 
-test: lint $(INSTALLED)-hf
+test: lint $(INSTALLED)-frameworks
 	$(VENV)/bin/python -m pytest
 
 # Hundreds of random programs under random delays, instead of the few of make test.
@@ -43,6 +43,11 @@ $(INSTALLED): pyproject.toml setup.py
 $(INSTALLED)-hf: $(INSTALLED)
 	@$(PIP) install --no-build-isolation --editable ".[hf]" --constraint $(PIN) && touch $@ \
 		|| echo "transformers could not be installed: the Hugging Face tests are skipped"
+
+# So do those of other frameworks, each for itself.
+$(INSTALLED)-frameworks: $(INSTALLED)-hf
+	@$(PIP) install --no-build-isolation --editable ".[frameworks]" --constraint $(PIN) && touch $@ \
+		|| echo "accelerate, lightning and peft could not be installed: their tests are skipped"
 
 clean:
 	rm -rf $(VENV) build dist runs bench/out *.egg-info .mypy_cache .pytest_cache .ruff_cache

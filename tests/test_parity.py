@@ -45,6 +45,28 @@ def _first_step(case: Case) -> None:
     assert not any(differ.values()), {name: text for name, text in differ.items() if text}
 
 
+CHECKPOINTABLE = [name for name, case in CASES.items() if name not in ("mlp", "transformer", "mixture")]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTABLE)
+def test_gradient_checkpointing_of_hugging_face(name: str) -> None:
+    on_ranks(2, _checkpointed, CASES[name])
+
+
+def _checkpointed(case: Case) -> None:
+    batches = case.batches(2)
+    plain = case.model()
+    _, whole = reference.gradients(plain, lambda: case.loss(plain, joined(batches)))
+    model = yafsdp_cc.shard(case.model())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    assert model.is_gradient_checkpointing
+    for _ in range(2):
+        model.zero_grad()
+        case.loss(model, batches[dist.get_rank()]).backward()
+        _all_zero_or_close(whole_gradients(model), whole)
+    assert yafsdp_cc.counters_of(model).spills == 0
+
+
 def _all_zero_or_close(found: reference.Gradients, truth: reference.Gradients) -> None:
     norm = torch.stack([g.norm() for g in truth.values() if g is not None]).norm().item()
     for name, gradient in truth.items():

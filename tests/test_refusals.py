@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.ranks import on_ranks
@@ -24,6 +28,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "another dtype": (lambda m: m.half(), RuntimeError, "'0.0.weight' is sharded.*do that before shard"),
     "a copy": (copy.deepcopy, RuntimeError, "copy the model before shard"),
     "a pickle": (pickle.dumps, TypeError, r"state_dict\(\) with torch.distributed.checkpoint"),
+    "parts in a file": (
+        lambda m: torch.save(m.state_dict(), io.BytesIO()),
+        TypeError,
+        "no use without the other ranks; save with torch.distributed.checkpoint",
+    ),
     "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
     "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
@@ -100,6 +109,50 @@ def _mistaken(case: str) -> None:
     with pytest.raises(TypeError, match=said):
         yafsdp_cc.shard(model, **arguments)
     assert not any(type(module).__name__.startswith("Sharded") for module in model.modules())
+
+
+def test_a_run_that_shards_nothing_is_warned_of() -> None:
+    on_ranks(1, _alone, "start more ranks")
+    on_ranks(2, _alone, "the 2 ranks of this run would each train a model of their own")
+    on_ranks(2, _small)
+
+
+def _alone(said: str) -> None:
+    apart = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pipeline", "data"))
+    with pytest.warns(UserWarning, match=f"shard.. over one rank cuts nothing: {said}"):
+        yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear], mesh=apart["data"])
+    dist.barrier()  # nothing else has made the ranks meet
+
+
+def _small() -> None:
+    with pytest.warns(UserWarning, match="nothing is sharded: every parameter"):
+        yafsdp_cc.shard(nn.Linear(8, 8), units=[nn.Linear])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
+
+
+def test_parameters_added_afterwards() -> None:
+    on_ranks(2, _added)
+
+
+def _added() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    model.append(nn.Linear(32, 4))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"'2.weight' \(and 1 more\) was added after shard.*first, then call shard"
+        ):
+            model(torch.ones(2, 32))
+    model[2].requires_grad_(False)  # nothing to train, nothing to synchronise
+    assert model(torch.ones(2, 32)).shape == (2, 4)
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match=r"no process group and no launcher's environment.*yafsdp-cc launch"):
+        yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
 
 
 def test_embeddings_that_renormalise_themselves() -> None:

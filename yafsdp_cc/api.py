@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ from yafsdp_cc.engine.draft import Draft
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
 from yafsdp_cc.engine.ranks import Ranks, groups
-from yafsdp_cc.plan import OwnedParameter, Plan, Units, check_no_optimizer, find_units
+from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
 
@@ -107,6 +108,7 @@ def shard(
         division = find_units(model, units, ignored_params or ())
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
         _check_hooks(owned)
+    _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
         "reshard_after_forward": after_forward(reshard_after_forward, mesh),
@@ -145,7 +147,7 @@ def shard(
     buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
         broadcast(buffers, mesh)
-    assemble(model)
+    assemble(model).watch()
     mark_optimizer_steps()
     return model
 
@@ -197,6 +199,20 @@ def _check_model(model: nn.Module) -> None:
                 f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
                 "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
             )
+
+
+def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
+    """Say so where every rank is left with the whole model."""
+    if mesh.size() == 1:
+        world = dist.get_world_size()
+        what = "start more ranks (--nproc-per-node=2)"
+        if world > 1:
+            what = f"the {world} ranks of this run would each train a model of their own; pass a mesh of several"
+        warnings.warn(f"shard() over one rank cuts nothing: {what}", stacklevel=3)
+    elif not division.units:
+        warnings.warn(
+            "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
+        )
 
 
 def all_ranks() -> DeviceMesh:

@@ -46,6 +46,7 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.zero_()
 accelerator.load_state(folder[0])
+accelerator.save_model(model, folder[0])  # whole, in safetensors
 whole = accelerator.get_state_dict(model)  # on rank 0; the others take part and get nothing
 if accelerator.is_main_process:
     accelerator.print("whole", {name: tuple(tensor.shape) for name, tensor in whole.items()})

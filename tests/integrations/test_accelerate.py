@@ -15,6 +15,7 @@ from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import on_ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra 'frameworks')")
 
 
 def test_the_example_equals_one_process() -> None:
@@ -42,6 +43,7 @@ def _check(ran: dict[str, Any]) -> None:
     same(whole(model), plain)  # after it was zeroed and loaded
     if ran["accelerator"].is_main_process:
         same(ran["whole"], plain)
+        same(safetensors.load_file(f"{ran['folder'][0]}/model.safetensors"), plain)
     assert not hasattr(model, "module")  # nothing around it
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(a is b for a, b in zip(owned, model.parameters(), strict=True))

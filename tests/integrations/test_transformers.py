@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,39 @@ def _check(ran: dict[str, Any]) -> None:
     saved = transformers.LlamaForCausalLM.from_pretrained(f"{ran['folder'][0]}/whole")
     same(dict(saved.named_parameters()), plain)
     assert ran["trainer"].model_wrapped is model  # nothing around it
+    prompt = ran["make_data"]()[0]["input_ids"][None, :4]
+    told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(prompt, **told), plain.eval().generate(prompt, **told))
+    with pytest.raises(NotImplementedError, match=r"call .full_tensor\(\)"):
+        model.save_pretrained(f"{ran['folder'][0]}/parts")  # would write this rank's parts as if they were the model
+
+
+def test_evaluation_and_the_best_checkpoint(tmp_path: Path) -> None:
+    on_ranks(2, _evaluate, tmp_path)
+
+
+def _evaluate(folder: Path) -> None:
+    as_launched()
+    plain, model, data = _llama(), yafsdp_cc.shard(_llama()), _data()
+    trainer = _trainer(
+        model,
+        data,
+        output_dir=str(folder),
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    tokens = torch.stack([row["input_ids"] for row in data])
+    with torch.no_grad():
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(_loss(plain, tokens).item(), rel=1e-5)
+    trainer.train()
+    said = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    plain.load_state_dict(whole(model), strict=False)
+    with torch.no_grad():  # of the weights that the ranks have loaded together
+        assert _loss(plain, tokens).item() == pytest.approx(min(said), rel=1e-5)
 
 
 def test_accumulation_reduces_each_micro_batch_or_the_last() -> None:
@@ -64,32 +98,44 @@ def _accumulate_both_ways() -> None:
 
 
 def _accumulate(each: bool) -> int:
-    from yafsdp_cc.integrations.transformers import accept_sharded_model
-
-    def make_model() -> nn.Module:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-        return model
-
-    tokens = torch.randint(128, (32, 16), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    model = yafsdp_cc.shard(make_model())
-    arguments = transformers.TrainingArguments(
-        use_cpu=True,
-        per_device_train_batch_size=4,
+    plain, model, data = _llama(), yafsdp_cc.shard(_llama()), _data()
+    trainer = _trainer(
+        model,
+        data,
         gradient_accumulation_steps=2,
         accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": each}},
         max_steps=2,
-        train_sampling_strategy="sequential",
-        learning_rate=1e-3,
         save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
-    accept_sharded_model(transformers.Trainer(model, arguments, train_dataset=data)).train()
-    plain = make_model()
+    trainer.train()
     _truth(plain, data, steps=2, micro=2, clip=1.0)
     same(whole(model), plain)
     return yafsdp_cc.counters_of(model).reduced_bytes
+
+
+def _llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def _data() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(128, (32, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _trainer(model: nn.Module, data: list[dict[str, torch.Tensor]], **arguments: Any) -> Any:
+    from yafsdp_cc.integrations.transformers import accept_sharded_model
+
+    common = transformers.TrainingArguments(
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        report_to="none",
+        disable_tqdm=True,
+        **arguments,
+    )
+    return accept_sharded_model(transformers.Trainer(model, common, train_dataset=data, eval_dataset=data))

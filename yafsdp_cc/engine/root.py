@@ -94,6 +94,7 @@ class Root:
         self.interrupted = False
         """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
+        self._watched: set[nn.Parameter] | None = None
 
     def adopt(self, units: dict[Draft, Unit], small: SmallGroup, root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots."""
@@ -144,12 +145,28 @@ class Root:
             for slot in (*ring.slots, *ring.kept):
                 slot.ready.settle()
 
+    def watch(self) -> None:
+        """Remember the model's parameters, to notice at its first forward what has been added since."""
+        self._watched = set(self.model.parameters())
+
+    def _check_added(self, known: set[nn.Parameter]) -> None:
+        added = [name for name, each in self.model.named_parameters() if each.requires_grad and each not in known]
+        if added:
+            others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
+            raise ValueError(
+                f"'{added[0]}'{others} was added after shard(), so every rank would train values of its own: add "
+                "adapters and layers first, then call shard()"
+            )
+        self._watched = None
+
     # A forward of the root module --------------------------------------------------------------------------------
 
     def open(self) -> Passage:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
         if self._task != -1 or self.interrupted:
             self.recover()
+        if self._watched is not None:
+            self._check_added(self._watched)
         for piece in self._pieces:
             piece.check()
         self.small.refresh()

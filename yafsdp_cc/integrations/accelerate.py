@@ -56,4 +56,6 @@ def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
     root_of(each)  # or Accelerate would shard it, or wrap it, and nobody notice
+    if each in accelerator._models:
+        return each
     return accelerator.prepare_model(each, evaluation_mode=True)

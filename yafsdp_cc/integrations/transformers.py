@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
 
 from yafsdp_cc.integrations.accelerate import accept_sharded
 
@@ -22,12 +25,27 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     Raises:
         ValueError: the trainer's model is not sharded.
     """
+    from transformers import TrainerCallback
+
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for evaluate() before train()
+
+    class KeepGenerate(TrainerCallback):  # type: ignore[misc]
+        """Undo what the Trainer does to ``generate`` for FSDP2's sake: it would go by FSDP2's own state."""
+
+        def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
+            model.__dict__.pop("generate", None)
+
+    trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not _internal_call:  # by the user: the Trainer itself would write nothing, and not say so
+        if _internal_call:
+            # Its checkpoints get their folder later. Until then ranks could differ in which is the best one, and at
+            # the end load parts of two.
+            os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
+        else:  # by the user: the Trainer itself would write nothing, and not say so
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
         save(output_dir, _internal_call)
 
