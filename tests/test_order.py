@@ -31,6 +31,8 @@ import torch
 import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
 from tests.maze import WIDTH, Boom, Maze, Program, calls, kinds, nests, random_actions, random_spec
@@ -140,6 +142,7 @@ def play(plot: dict[str, Any]) -> None:
     pair = Pair(plot)
     for number, action in enumerate(plot["actions"]):
         try:
+            pair.change_slots()
             getattr(pair, f"_{action[0]}")(*action[1:])
         except Exception as error:
             raise AssertionError(f"action {number}, {action}, on rank {dist.get_rank()}") from error
@@ -156,8 +159,19 @@ class Pair:
         torch.manual_seed(plot["seed"])
         model = Maze(self.spec)
         units = [unit for unit in model.units if any(True for _ in unit.parameters())]
-        self.model = yafsdp_cc.shard(model, units=units, reshard_after_forward=plot["reshard_after_forward"])
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        options = {"reshard_after_forward": plot["reshard_after_forward"], "mesh": None}
+        if self.world == 2 and plot["seed"] % 5 == 0:  # of more ranks, replicas are summed in another order
+            options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        self.changes = None
+        if plot["seed"] % 2 and self.spec["tied_units"] is None:
+            for unit in reversed(units):  # what is inside first
+                yafsdp_cc.fully_shard(unit, **options)
+            yafsdp_cc.fully_shard(model, **options)
+            self.changes = random.Random(plot["seed"])
+        else:
+            yafsdp_cc.shard(model, units=units, **options)
+        self.model: Any = model
         naps = Naps(random.Random(1000 * plot["seed"] + self.rank), plot["naps"])
         naps.on_the_wire()
         self.model.nap = naps.here_and_in_backward
@@ -167,6 +181,13 @@ class Pair:
         self.truth = Truth(self.plain, self.spec)
         self.graphs: dict[int, tuple[Program, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
         self.count = 0
+
+    def change_slots(self) -> None:
+        """Now and then, of some units, so that the engine is assembled anew."""
+        if self.changes is not None and self.changes.random() < 0.2:
+            unit = self.changes.choice([self.model, *self.model.units])
+            if isinstance(unit, FSDPModule):
+                unit.set_reshard_after_forward(self.changes.random() < 0.5, recurse=False)
 
     def _input(self) -> Tensor:
         self.count += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.counters import Counters
@@ -36,6 +37,7 @@ _ROOT = "_yafsdp_cc_root"
 _ENGINE = "_yafsdp_cc_engine"
 
 
+@torch.inference_mode(False)  # slots made inside of it could not be trained with
 def assemble(model: nn.Module) -> Root:
     """The engine of everything that is sharded in ``model``, which becomes the root. A collective on some backends.
 

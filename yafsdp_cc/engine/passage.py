@@ -57,6 +57,8 @@ class Passage:
         """Where the gates and the views of weights are made, and so where all of the engine's backward runs."""
         self.gated = False
         """Whether a backward may come."""
+        self.finished = False
+        """Whether one has come, and gone through all of it."""
 
     def anchor(self) -> Tensor:
         """What every unit's gate hangs on, so that the root gate comes after all of them."""
@@ -103,6 +105,7 @@ class Passage:
             while self._next < len(self._steps):
                 self._step()
             root.finish(self, gradients[inputs:])
+            self.finished = True
             self._settle()
         return (*gradients[:inputs], *(None for _ in self.trained))
 

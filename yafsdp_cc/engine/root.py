@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +73,9 @@ class Root:
         """Whether something was said since that takes another assembly."""
         self.passage: Passage | None = None
         """The forward under way."""
+        self._passages: weakref.WeakSet[Passage] = weakref.WeakSet()
+        """Those whose graphs there are."""
+        self._retired = False
         self._opener: FrameType | None = None
         """What called it."""
         self.units: tuple[Unit, ...] = ()
@@ -134,12 +138,14 @@ class Root:
 
     @property
     def may_retire(self) -> bool:
-        """Whether nothing is under way, and no gradient held that was not reduced to the end."""
+        """Whether nothing is under way, no backward awaited and no gradient held that was not reduced to the end."""
         idle = self.passage is None and _graph_task() == -1 and self.reductions.is_idle
-        return idle and all(unit.gradient_space is None for unit in self.units)
+        awaited = any(passage.gated and not passage.finished for passage in self._passages)
+        return idle and not awaited and all(unit.gradient_space is None for unit in self.units)
 
     def retire(self) -> None:
         """Let go of what is under way: another assembly takes the parameters over."""
+        self._retired = True
         self.recover()
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
@@ -179,6 +185,7 @@ class Root:
         else:
             self.gather_lane.after(event)
         self.passage = passage = Passage(self)
+        self._passages.add(passage)
         self._opener = _caller()
         self.order.begin()
         return passage
@@ -240,6 +247,11 @@ class Root:
 
     def arrive(self, passage: Passage) -> None:
         """A backward has come to ``passage``."""
+        if self._retired:
+            raise RuntimeError(
+                "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
+                "forward, ...): run the forward again"
+            )
         self._backward_passage = passage
         task = _graph_task()
         if task == self._task:
