@@ -212,7 +212,7 @@ def differences() -> None:
     model = bottom_up(reshard_after_forward=True)
     root = sum(p.numel() * 4 for name, p in model.named_parameters() if "blocks" not in name and p.ndim == 2) // 2
     assert gathered(model) - gathered(model) >= root  # which keeps its slot
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
     for refused, error in (
         (lambda: model.load_state_dict(model.state_dict(), assign=True), ValueError),
