@@ -55,7 +55,7 @@ def shard(
             launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
-        reshard_after_forward: False keeps whole weights from forward to backward: one slot per block instead of two,
+        reshard_after_forward: False keeps whole weights until they change: a slot for each unit instead of shared ones,
             and half of the gathers. None or True drops them. A number cuts them again across so many neighbouring
             ranks (of one machine, say), and gathers them again from there until they change.
         zero_stage: what is cut (Rajbhandari et al., "ZeRO", 2020, section 5): 1, optimizer state; 2, gradients too; 3,
@@ -136,7 +136,7 @@ def shard(
         Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
     )
     for draft in drafts:
-        draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role == "block"
+        draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role != "root"
         if zero_stage == 1:
             draft.settings.gradient_slots = blocks
         draft.settings.near = near if draft.role != "root" else 0

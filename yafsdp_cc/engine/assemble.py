@@ -53,7 +53,7 @@ def assemble(model: nn.Module) -> Root:
     for old in before:
         old.retire()
     settings = drafts[-1].settings
-    apart = settings.separate_reduce_group
+    apart = any(draft.settings.separate_reduce_group for draft in drafts)
     gather_lane = settings.lanes.gathers(ranks.device)
     root = Root(
         model,

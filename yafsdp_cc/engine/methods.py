@@ -69,10 +69,11 @@ class Methods(FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether weights are dropped after forward and gathered again in backward, or keep a slot to themselves.
 
-        The root's own weights have one anyway.
+        The root's own weights have one anyway. A second shard, asked for by a number, is given up.
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         self._say(recurse, "keeps_after_forward", not reshard_after_forward)
+        self._say(recurse, "near", 0)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether weights are dropped after backward, or kept for the next forward in a slot of their own.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling.spans import Handle
 
 _graph_task = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -58,7 +59,7 @@ class Passage:
         self.gated = False
         """Whether a backward may come."""
         self.finished = False
-        """Whether one has come, and gone through all of it."""
+        """Whether one has come, gone through all of it, and left no graph for another one."""
 
     def anchor(self) -> Tensor:
         """What every unit's gate hangs on, so that the root gate comes after all of them."""
@@ -105,7 +106,7 @@ class Passage:
             while self._next < len(self._steps):
                 self._step()
             root.finish(self, gradients[inputs:])
-            self.finished = True
+            self.finished = not _keeps_graph()
             self._settle()
         return (*gradients[:inputs], *(None for _ in self.trained))
 

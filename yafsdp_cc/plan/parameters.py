@@ -79,7 +79,8 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
             raise ValueError(
                 f"{owned.name!r} is already a DTensor: was this model, or this part of it, sharded twice? "
-                "Shard it once, or pass the parameters that are already sharded as ignored_params"
+                "Shard it once, or pass the parameters that are already sharded as ignored_params. "
+                "Tensor parallel parameters (parallelize_module) cannot be cut further yet"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
