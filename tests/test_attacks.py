@@ -196,6 +196,36 @@ def _edit_in_forward(grad: bool) -> None:
     assert kept or "weight" in refused or "unit '0'" in refused, refused
 
 
+class Counting(Block):
+    """Counts its calls in a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_edit_of_a_small_parameter_in_forward_is_kept_or_refused_by_name(dtype: torch.dtype) -> None:
+    on_ranks(2, _small_edit, dtype)
+
+
+def _small_edit(dtype: torch.dtype) -> None:
+    model, _ = twins(lambda: nn.Sequential(*(Counting() for _ in range(3))), mp_policy=MixedPrecisionPolicy(dtype))
+    with torch.no_grad():
+        said = refusal(lambda: model(mine(inputs())))
+    if dtype == torch.bfloat16:
+        assert "a forward has written in place to one of '0." in said, said
+    else:
+        assert not said
+        assert [whole(block.calls.detach()).item() for block in model] == [1, 1, 1]
+    assert "inplace" in refusal(lambda: model(mine(inputs()))) or dtype == torch.bfloat16  # autograd's own check
+
+
 def test_max_norm_of_an_embedding_is_kept_or_refused_by_name() -> None:
     on_ranks(2, _max_norm)
 

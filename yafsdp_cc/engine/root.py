@@ -197,6 +197,14 @@ class Root:
         self.passage = self._opener = None
         self.order.end()
         self.small.hide()
+        for block in self.small.blocks:
+            if block.edited():
+                block.forget()
+                names = ", ".join(f"'{piece.cut.name}'" for piece in block.pieces[:3])
+                raise RuntimeError(
+                    f"a forward has written in place to one of {names}, ..., whose values in {block.compute.dtype} are "
+                    "copies: the change is lost. Change parameters outside of the forward"
+                )
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""

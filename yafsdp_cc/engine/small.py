@@ -47,7 +47,7 @@ class SmallBlock:
         """Take ``master`` for the values of the parameters."""
         self.master = master
         self._cast = master.dtype != self._dtype
-        self._copied = -1
+        self._copied = self._seen = -1
         self.compute = master.to(self._dtype) if self._cast else master.detach()
         self.leaves = [
             self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
@@ -61,6 +61,15 @@ class SmallBlock:
         if self._cast and self._copied != self.master._version:
             self.compute.copy_(self.master)
             self._copied = self.master._version
+        self._seen = self.compute._version
+
+    def edited(self) -> bool:
+        """Whether somebody has written to the copies, and not to the masters, since they were refreshed."""
+        return self._cast and self.compute._version != self._seen
+
+    def forget(self) -> None:
+        """Have the copies made anew."""
+        self._copied = -1
 
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this block, made when its first parameter is to be trained."""
