@@ -22,7 +22,7 @@ from yafsdp_cc.engine.small import SmallGroup
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.unit import Unit
 from yafsdp_cc.plan.units import ROOT
-from yafsdp_cc.wire.exchange import Gather, rehearse
+from yafsdp_cc.wire.exchange import Gather, backend_of, rehearse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,9 @@ def assemble(model: nn.Module) -> Root:
     for old in before:
         old.retire()
     settings = drafts[-1].settings
-    apart = any(draft.settings.separate_reduce_group for draft in drafts)
+    # Over gloo a second communicator costs next to nothing, and two ranks need it (see wire.exchange).
+    swaps = ranks.group.size() == 2 and backend_of(ranks.group, ranks.device) == "gloo"
+    apart = swaps or any(draft.settings.separate_reduce_group for draft in drafts)
     gather_lane = settings.lanes.gathers(ranks.device)
     root = Root(
         model,

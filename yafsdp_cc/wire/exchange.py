@@ -6,8 +6,9 @@ because gloo's own reduce-scatter is a clone, an all-reduce and a copy; over NCC
 and in the dtype on the wire. gloo takes CUDA tensors too, by way of the host: slow, and for tests.
 
 Over gloo a gather is a broadcast of every rank's chunk, from buffer to buffer: gloo's all-gather receives into a buffer
-made for the occasion and copies, at up to twice the processor time. Two ranks send nothing to themselves. That gathers
-and sums are operations of different kinds also keeps ranks that have lost step from taking one for the other.
+made for the occasion and copies, at up to twice the processor time. Two ranks swap chunks, which is one operation where
+broadcasts are two. Gathers and sums should not share a group then: an operation of one rank that has lost step would
+meet one of another size, and gloo ends the process where it does.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
@@ -90,6 +91,7 @@ class Gather:
         self.rank: int = group.rank()
         self._is_gloo = backend_of(group, device) == "gloo"
         self._options = AllgatherOptions()
+        self._swap = AllToAllOptions()
         self._broadcasts = tuple(BroadcastOptions() for _ in range(self.world))
         for root, options in enumerate(self._broadcasts):
             options.rootRank = root
@@ -107,6 +109,9 @@ class Gather:
             return []
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
+        if self._is_gloo and self.world == 2:
+            self._swap.asyncOp = asynchronous
+            return _works(_swap(self.group, whole, self._swap))
         if self._is_gloo:
             return self._send_each(whole, asynchronous)
         self._options.asyncOp = asynchronous
@@ -235,3 +240,11 @@ class Reduce:
 
 def _works(work: dist.Work | None) -> Works:
     return [] if work is None else [work]
+
+
+def _swap(group: dist.ProcessGroup, whole: Tensor, options: AllToAllOptions) -> dist.Work | None:
+    """Of ``whole``, both ranks' chunks to both, by an all-to-all in which nobody sends anything to itself."""
+    chunk, rank = whole.numel() // 2, group.rank()
+    received, sent = whole.narrow(0, (1 - rank) * chunk, chunk), whole.narrow(0, rank * chunk, chunk)
+    parts = [chunk, 0] if rank == 1 else [0, chunk]
+    return group.alltoall_base(received, sent, parts, parts, options)
