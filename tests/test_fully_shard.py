@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -39,7 +39,18 @@ class Run:
             api.fully_shard(self.model.embed, **options)
             api.fully_shard([self.model.norm, self.model.head], **options)
         api.fully_shard(self.model, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self._start(self.model.parameters())
+
+    @classmethod
+    def of_sharded(cls, api: Api, model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Run:
+        """Of a model that the program has sharded itself."""
+        run = cls.__new__(cls)
+        run.api, run.model = api, model
+        run._start(parameter for parameter in model.parameters() if parameter not in ignored)
+        return run
+
+    def _start(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         self.figures: Figures = {}
         self.count = 0
 
@@ -117,9 +128,7 @@ def in_mixed_policies(api: Api) -> Run:
     for index, block in enumerate(model.blocks):
         api.fully_shard(block, mp_policy=RETURNING_FP32 if index == 1 else MixedPrecisionPolicy())
     api.fully_shard(model)
-    run = Run.__new__(Run)
-    run.api, run.model, run.figures, run.count = api, model, {}, 0
-    run.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = Run.of_sharded(api, model)
     run.steps()
     return run
 
@@ -315,9 +324,7 @@ def ignores_parameters(api: Api) -> Run:
     for block in model.blocks:
         api.fully_shard(block)
     api.fully_shard(model, ignored_params=ignored)
-    run = Run.__new__(Run)
-    run.api, run.model, run.figures, run.count = api, model, {}, 0
-    run.optimizer = torch.optim.AdamW([p for p in model.parameters() if p not in ignored], lr=1e-2)
+    run = Run.of_sharded(api, model, ignored)
     for _ in range(2):
         run.backward()
         for parameter in ignored:

@@ -41,7 +41,7 @@ def _run(name: str, check: Callable[[dict[str, Any]], Any]) -> Any:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole parameters of a sharded model."""
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[operator]
+    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
 
 
 def same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor] | nn.Module, within: float = 1e-5) -> None:
@@ -58,5 +58,5 @@ def accumulated(parts: list[tuple[float, Gradients]]) -> tuple[float, Gradients]
     """The mean of losses and gradients over micro-batches."""
     losses, gradients = zip(*parts, strict=True)
     names = gradients[0]
-    means = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in names}  # type: ignore[misc]
-    return sum(losses) / len(losses), means  # type: ignore[return-value]
+    means = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in names}
+    return sum(losses) / len(losses), means

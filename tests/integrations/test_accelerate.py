@@ -109,7 +109,7 @@ def _accumulate(each: bool) -> int:
         batches = list(zip(inputs[micro], targets[micro], strict=True))
         parts.append(reference.mean_gradients(plain, _loss, batches)[1])
     for name, parameter in plain.named_parameters():
-        parameter.grad = torch.stack([part[name] for part in parts]).mean(0)  # type: ignore[misc]
+        parameter.grad = torch.stack([part[name] for part in parts]).mean(0)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     same(whole(model), plain)
     return yafsdp_cc.counters_of(model).reduced_bytes

@@ -100,4 +100,4 @@ def _accumulate() -> None:
         for micro in range(3)
     ]
     found = {name: parameter.grad.full_tensor() for name, parameter in model.module.named_parameters()}
-    same(found, {name: sum(part[name] for part in parts) for name in found})  # type: ignore[misc]
+    same(found, {name: sum(part[name] for part in parts) for name in found})

@@ -86,8 +86,8 @@ def _meta() -> None:
     plain = Decoder()
     torch.manual_seed(3)
     for layer in (*plain.layers.values(), plain.lm_head):
-        layer._init_self_parameters()  # type: ignore[operator]
-        layer._init_self_buffers()  # type: ignore[operator]
+        layer._init_self_parameters()
+        layer._init_self_buffers()
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
