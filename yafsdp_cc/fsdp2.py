@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.api import after_forward, all_ranks
 from yafsdp_cc.engine.assemble import assembled
@@ -19,6 +19,7 @@ from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
 from yafsdp_cc.engine.ranks import Ranks
 from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.tensor_parallel import check_divided
 from yafsdp_cc.plan import check_no_optimizer
 from yafsdp_cc.plan.parameters import OwnedParameter, check_shardable, survey
 from yafsdp_cc.plan.units import is_small
@@ -105,6 +106,7 @@ def fully_shard(
     ignored = ignored_params or set()
     owned = _owned(modules, ignored)
     check_shardable(owned)
+    check_divided(owned, mesh)
     if shard_placement_fn is not None:
         for one in owned:
             _check_placement(one, shard_placement_fn(one.parameter))
@@ -114,7 +116,7 @@ def fully_shard(
 
     def prepare(members: Any) -> None:
         for one in members:
-            if not one.parameter.is_meta:
+            if not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(ranks.device)
 
     cutter = Cutter(ranks, mp_policy, prepare)
