@@ -340,6 +340,9 @@ def refusals() -> None:
         for shard in (yafsdp_cc.fully_shard, partial(yafsdp_cc.shard, units=[model[0]])):
             with pytest.raises(ValueError, match=already):
                 shard(model, mesh=over)
+    for shard in (yafsdp_cc.fully_shard, yafsdp_cc.shard):
+        with pytest.raises(ValueError, match=r"If it was sharded before, shard it once"):
+            shard(torch_fsdp.fully_shard(Net()))
     apart = init_device_mesh("cpu", (4,))
     with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be cut across"):
         yafsdp_cc.fully_shard(model, mesh=apart)

@@ -53,8 +53,9 @@ def shard(
     Args:
         model: any module; on the meta device it is materialised unit by unit.
         mesh: the ranks to cut across, or (replicate, shard): cut across the second dimension, the same along the
-            first, gradients summed over both. None: cut across all ranks; a process group is started from the
-            launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+            first, gradients summed over both. Parameters that ``parallelize_module`` has divided across another
+            dimension are cut further. None: cut across all ranks; a process group is started from the launcher's
+            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights until they change: a slot for each unit instead of shared ones,

@@ -85,7 +85,7 @@ def fully_shard(
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the wire, and of this module's output.
         offload_policy: ``CPUOffloadPolicy`` is what a mesh of CPUs has anyway.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: refused.
+        dp_mesh_dims: refused; parameters that are DTensors across other ranks than those of ``mesh`` are cut further.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of ``FSDPModule``.
@@ -98,7 +98,10 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp']")
+        raise NotImplementedError(
+            "dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp'], and divide parameters across the other "
+            "dimensions alone, parallelize_module(..., mesh['tp'])"
+        )
     mesh = all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
     keeps, near = after_forward(reshard_after_forward, mesh)
