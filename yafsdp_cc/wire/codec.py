@@ -1,0 +1,201 @@
+"""Codecs: how a chunk of numbers becomes fewer bytes, and back. One file each in ``codecs``; a new one is one more.
+
+    values    [messages, n] fp32        n is a multiple of the block
+    message   [messages, bytes] uint8   one row for each rank that is sent one
+
+A codec's ``encode`` and ``decode`` are plain torch and define its format to the byte; what is native does the same, bit
+for bit (``wire.kernels``). Nothing here communicates, and nothing knows of error feedback (``wire.feedback``).
+
+Formats are little-endian, version ``FORMAT``, and of a size known from ``n`` alone. A codec with scales has one fp32
+for each block, all of them first. What a block cannot say (its statistic is not finite) it says by the scale NaN, which
+decodes to NaN throughout the block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMAT = 1
+"""Version of all message formats: ranks compare it before they exchange anything."""
+
+BLOCK = 256
+"""Elements that share a scale, unless told otherwise."""
+
+BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""The sizes that a block may have."""
+
+_ROW = 64
+"""Bytes: every message is padded to a multiple."""
+
+_LANES = 64
+"""Running sums that a block's sum is made of: part of the format, so that every machine adds in one order."""
+
+_codecs: dict[str, type[Codec]] = {}
+
+
+class Noise(NamedTuple):
+    """Where the random numbers of stochastic rounding come from: a counter, not a generator with a state."""
+
+    seed: int
+    """32 bits: of the run, the rank, the unit and the step."""
+    first: int = 0
+    """The number of the first element among those of the unit."""
+
+    def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """Numbers in [0, 1), multiples of 2⁻²⁴, for elements ``first``, ``first + 1``, ... in row-major order."""
+        index = torch.arange(self.first, self.first + shape.numel(), device=device).bitwise_and_(_WORD)
+        return (hashed(index ^ self.seed) >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def hashed(words: Tensor) -> Tensor:
+    """32-bit words mixed (int64 in, int64 out): two multiplications between three xor-shifts."""
+    words = words ^ (words >> 16)
+    words = (words * 0x7FEB352D) & _WORD
+    words = words ^ (words >> 15)
+    words = (words * 0x846CA68B) & _WORD
+    return words ^ (words >> 16)
+
+
+class Codec(ABC):
+    """One way to say numbers in fewer bytes.
+
+    Args:
+        block: elements that share a scale, a power of two from 64 to 4,096.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    name: ClassVar[str]
+    rounds_randomly: ClassVar[bool] = False
+    """Whether ``encode`` takes noise, and then is right on average."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        if block not in BLOCKS:
+            raise ValueError(f"block={block}: a block has a power of two of elements, from 64 to 4096")
+        self.block = block
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            _codecs[cls.name] = cls
+
+    @abstractmethod
+    def body_bytes(self, n: int) -> int:
+        """Bytes that say ``n`` elements."""
+
+    def message_bytes(self, n: int) -> int:
+        """Bytes of a message of ``n`` elements, padding at its end included."""
+        return -(-self.body_bytes(n) // _ROW) * _ROW
+
+    @abstractmethod
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        """Write ``values`` into ``message``.
+
+        Args:
+            values: [messages, n] fp32; zero where there is no element.
+            counts: [messages, blocks] int32, how many elements each block has (its first ones); None: all.
+            message: [messages, message_bytes(n)] uint8.
+            noise: for stochastic rounding, if ``rounds_randomly``; None: to nearest.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        """Fill ``values`` [messages, n] fp32 with what ``message`` says."""
+
+    @abstractmethod
+    def is_said(self, message: Tensor, n: int) -> Tensor:
+        """Of each block, whether the message could say all of it: [messages, blocks] bool."""
+
+
+def codec_of(name: str, block: int = BLOCK) -> Codec:
+    """The codec of a name.
+
+    Raises:
+        ValueError: there is none, or it cannot have this block.
+    """
+    if name not in _codecs:
+        raise ValueError(f"there is no codec {name!r}, only {', '.join(sorted(_codecs))}")
+    return _codecs[name](block)
+
+
+# What codecs share
+
+
+class Scaled(Codec):
+    """A codec whose message is ``[scales | payload]``, one fp32 scale for each block."""
+
+    @abstractmethod
+    def payload_bytes(self, n: int) -> int:
+        """Bytes of the payload of ``n`` elements."""
+
+    def body_bytes(self, n: int) -> int:
+        return 4 * (n // self.block) + self.payload_bytes(n)
+
+    def parts(self, message: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The scales [messages, blocks] fp32 and the payload [messages, bytes] uint8 of messages."""
+        first = 4 * (n // self.block)
+        return message[:, :first].view(torch.float32), message[:, first : first + self.payload_bytes(n)]
+
+    def blocks(self, values: Tensor) -> Tensor:
+        """``values`` as [messages, blocks, block]."""
+        blocks: Tensor = values.unflatten(1, (-1, self.block))
+        return blocks
+
+    def is_said(self, message: Tensor, n: int) -> Tensor:
+        scales, _ = self.parts(message, n)
+        said: Tensor = scales.isnan().logical_not_()
+        return said
+
+
+def block_sum(magnitudes: Tensor) -> Tensor:
+    """Sums over the last dimension of [..., block], in the order of the format.
+
+    64 lanes: lane l adds elements l, l + 64, l + 128, ... one after another; then the upper half of the lanes is added
+    to the lower half until one is left.
+    """
+    lanes = magnitudes.unflatten(-1, (-1, _LANES))
+    total = lanes[..., 0, :]
+    for row in range(1, lanes.shape[-2]):
+        total = total + lanes[..., row, :]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    summed: Tensor = total[..., 0]
+    return summed
+
+
+def sizes(blocks: Tensor, counts: Tensor | None) -> Tensor:
+    """How many elements each block has, as fp32, at least 1."""
+    if counts is None:
+        return blocks.new_full(blocks.shape[:-1], float(blocks.shape[-1]))
+    return counts.clamp(min=1).to(torch.float32)
+
+
+_SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+
+def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
+    """Scale and inverse scale with which ``largest`` becomes ``levels``; both 0 where the scale would be denormal."""
+    scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32)
+    scale = torch.where(scale < _SMALLEST, 0.0, scale)
+    return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+def largest_of(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block; not finite if one of them is not."""
+    bits = blocks.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    largest: Tensor = bits.amax(-1).view(torch.float32)
+    return largest
+
+
+def say(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and codes, or NaN and zeros where the scale is not finite."""
+    bad = scale.isfinite().logical_not_()
+    return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)

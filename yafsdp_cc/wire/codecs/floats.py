@@ -1,0 +1,43 @@
+"""``fp32`` and ``bf16``: the numbers themselves, or rounded to nearest even.
+
+byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.wire.codec import Codec, Noise
+
+
+class _Float(Codec):
+    dtype: ClassVar[torch.dtype]
+
+    def body_bytes(self, n: int) -> int:
+        return n * self.dtype.itemsize
+
+    def _numbers(self, message: Tensor, n: int) -> Tensor:
+        return message[:, : self.body_bytes(n)].view(self.dtype)
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        self._numbers(message, values.shape[1]).copy_(values)
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        values.copy_(self._numbers(message, values.shape[1]))
+
+    def is_said(self, message: Tensor, n: int) -> Tensor:
+        said: Tensor = self._numbers(message, n).isfinite().unflatten(1, (-1, self.block)).all(-1)
+        return said
+
+
+class FP32(_Float):
+    name = "fp32"
+    dtype = torch.float32
+
+
+class BF16(_Float):
+    name = "bf16"
+    dtype = torch.bfloat16
