@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.load import load
     from yafsdp_cc.checkpoint.safetensors import load_safetensors, save_safetensors
     from yafsdp_cc.checkpoint.save import save
+    from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.module import register_forward_method
     from yafsdp_cc.engine.unshard import unshard_model
     from yafsdp_cc.engine.whole import whole_parameters
     from yafsdp_cc.fsdp2 import UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 __all__ = [
+    "Compression",
     "UnshardHandle",
     "counters_of",
     "full_state_dict",
@@ -36,6 +38,7 @@ __all__ = [
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _HOME = {
+    "Compression": "yafsdp_cc.compression",
     "UnshardHandle": "yafsdp_cc.fsdp2",
     "counters_of": "yafsdp_cc.api",
     "full_state_dict": "yafsdp_cc.checkpoint.full",

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from yafsdp_cc.compression import Compression, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
+from yafsdp_cc.engine.compressed import Compressed
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import Cutter
 from yafsdp_cc.engine.draft import Draft
@@ -27,6 +29,7 @@ from yafsdp_cc.engine.ranks import Ranks, groups
 from yafsdp_cc.engine.tensor_parallel import check_divided, held
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
+from yafsdp_cc.wire.codec import FORMAT
 from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,6 +47,7 @@ def shard(
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     separate_reduce_group: bool = False,
+    compression: Compression | str | None = None,
 ) -> Model:
     """Cut ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
 
@@ -73,6 +77,8 @@ def shard(
         param_init_fn: initialises the parameters that a module on the meta device owns itself.
         separate_reduce_group: a second communicator for gradients, so that a gather and a reduce can overlap each
             other; costs the memory of a communicator.
+        compression: how gradients and weights are encoded on their way: a codec of gradients by name (``"int8"``,
+            ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. None: sums are exact.
 
     Returns:
         The same object.
@@ -101,8 +107,10 @@ def shard(
             f"zero_stage={zero_stage} keeps weights whole, reshard_after_forward={reshard_after_forward} does not: "
             "leave one of them out"
         )
+    config = compression_of(compression)
     mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
     ranks = Ranks.of(mesh)
+    compressed = None if config is None else Compressed(config, ranks)
     group = ranks.group
     across = groups(mesh)
     with refused_together(*across):
@@ -119,6 +127,7 @@ def shard(
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
+        "compression": (config, FORMAT),
         "torch": torch.__version__,
     }
     check_settings(settings, across)
@@ -127,7 +136,7 @@ def shard(
     reduce_group = second_group(ranks) if separate_reduce_group else group
     rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
     policy = mp_policy or MixedPrecisionPolicy()
-    cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn))
+    cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn), config)
     inner = replace(policy, output_dtype=None)  # the model's output is meant
     keeps, near = after_forward(reshard_after_forward, mesh)
     blocks = sum(spec.role == "block" for spec in division.units)
@@ -140,6 +149,7 @@ def shard(
         Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
     )
     for draft in drafts:
+        draft.compressed = compressed
         draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role != "root"
         if zero_stage == 1:
             draft.settings.gradient_slots = blocks

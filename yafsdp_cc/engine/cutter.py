@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from yafsdp_cc.compression import EXACT
 from yafsdp_cc.engine.flat import Divisor, Flat, Piece
-from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout
 from yafsdp_cc.engine.small import SmallBlock
 from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 from yafsdp_cc.engine.tensor_parallel import TensorParallel, held
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.plan import OwnedParameter
 
@@ -42,13 +44,18 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     trainable: bool
     is_meta: bool
+    codec: str = EXACT
+    """Of gradients."""
 
 
 class Cutter:
     """Cuts parameters across ``ranks``; ``prepare`` first gives them their values, some at a time."""
 
-    def __init__(self, ranks: Ranks, policy: MixedPrecisionPolicy, prepare: Prepare) -> None:
+    def __init__(
+        self, ranks: Ranks, policy: MixedPrecisionPolicy, prepare: Prepare, compression: Compression | None = None
+    ) -> None:
         self._ranks = ranks
+        self._compression = compression
         self._policy = policy
         self._prepare = prepare
         self._world: int = ranks.group.size()
@@ -61,7 +68,8 @@ class Cutter:
         kinds: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
         for each in owned:
             parameter = each.parameter
-            kinds[_Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta)].append(each)
+            codec = EXACT if self._compression is None else self._compression.codec_for(each.name)
+            kinds[_Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta, codec)].append(each)
         return tuple(self._flat(kind, members) for kind, members in kinds.items())
 
     def small_blocks(self, owned: Sequence[OwnedParameter]) -> tuple[SmallBlock, ...]:
@@ -73,7 +81,7 @@ class Cutter:
         return tuple(self._small_block(kind, members) for kind, members in kinds.items())
 
     def _small_block(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> SmallBlock:
-        layout = Layout.of([held(each.parameter).shape for each in owned], 1)
+        layout = Layout.of([held(each.parameter).shape for each in owned], 1, VECTOR)
         master = self._master(layout.numel, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
@@ -84,7 +92,8 @@ class Cutter:
         return SmallBlock(pieces, master, self._compute(kind.dtype), self._divisor)
 
     def _flat(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> Flat:
-        layout = Layout.of([held(each.parameter).shape for each in owned], self._world)
+        block = 0 if self._compression is None else self._compression.block
+        layout = Layout.of([held(each.parameter).shape for each in owned], self._world, max(ALIGNMENT, block))
         master = self._master(layout.chunk, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
@@ -93,7 +102,9 @@ class Cutter:
             self._replace(piece, master, each.parameter)
             pieces.append(piece)
         compute = self._compute(kind.dtype)
-        return Flat(pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
+        flat = Flat(pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
+        flat.codec = kind.codec
+        return flat
 
     def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> Cut:
         parameter, mesh = owned.parameter, self._ranks.mesh

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.small import SmallBlock
@@ -62,6 +63,8 @@ class Draft:
     flats: tuple[Flat, ...]
     blocks: tuple[SmallBlock, ...]
     role: Role | None = None
+    compressed: Compressed | None = None
+    """The whole model's, once it is known."""
     outer: Draft | None = None
     """The next one around it."""
     settings: Settings = field(default_factory=Settings)

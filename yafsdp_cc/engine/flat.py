@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.compression import EXACT
 from yafsdp_cc.engine.tensor import FlatDTensor
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.tensor import Cut
+    from yafsdp_cc.wire.feedback import Residual
 
 
 _UNSHARED = 2
@@ -222,6 +224,10 @@ class Flat:
         self.wire = wire
         self.divisor = divisor
         self.gradients: Gradients | None = None
+        self.codec = EXACT
+        """What its gradients are encoded by."""
+        self.residual: Residual | None = None
+        """What of its gradients is still to be said; kept when the engine is put together again."""
 
     def use(self, master: Tensor) -> None:
         """Take ``master`` for this rank's chunk."""

@@ -4,7 +4,8 @@
     chunks   | rank 0          | rank 1          | rank 2     |      world × chunk elements
 
 Every piece and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads
-in any dtype and a chunk can be cut into codec blocks. A piece may straddle chunks; a chunk may hold none of it.
+in any dtype, and a block of a codec lies in one chunk and in one piece. A piece may straddle chunks; a chunk may hold
+none of it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALIGNMENT = 32
-"""Elements: 128 bytes in fp32, 64 bytes in bf16."""
+ALIGNMENT = 256
+"""Elements: a block of a codec, which so belongs to one piece."""
+
+VECTOR = 32
+"""Elements: 128 bytes in fp32, 64 bytes in bf16; what is not encoded needs no more."""
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
@@ -47,15 +51,15 @@ class Layout:
     chunk: int
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], world: int) -> Layout:
+    def of(cls, shapes: Sequence[Sequence[int]], world: int, alignment: int = ALIGNMENT) -> Layout:
         """Lay out parameters of ``shapes`` in the order given, for ``world`` ranks."""
         extents: list[Extent] = []
         offset = 0
         for shape in shapes:
             extent = Extent(tuple(shape), offset, math.prod(shape))
             extents.append(extent)
-            offset = align(extent.end)
-        return cls(tuple(extents), world, align(-(-offset // world)))
+            offset = align(extent.end, alignment)
+        return cls(tuple(extents), world, align(-(-offset // world), alignment))
 
     @property
     def numel(self) -> int:

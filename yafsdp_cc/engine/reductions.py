@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.engine.journal import Journal, Note
@@ -11,6 +12,7 @@ from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
+from yafsdp_cc.wire.encoded import EncodedReduce, Post
 from yafsdp_cc.wire.exchange import Reduce
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.counters import Counters
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.lanes import Lane
@@ -43,13 +46,17 @@ class Reductions:
         lane: Lane,
         journal: Journal,
         counters: Counters,
+        compressed: Compressed | None = None,
     ) -> None:
         self.device = device
+        self.compressed = compressed
         self.lane = lane
         self.journal = journal
         self.counters = counters
         self.exchange = Reduce(group, device)
-        self.replicas = None if replicas is None else Replicas(replicas, lane)
+        self.post = Post(group, device)
+        self._encoded: dict[Flat, EncodedReduce] = {}
+        self.replicas = None if replicas is None else Replicas(replicas, lane, compressed)
         self.rings: dict[Role, Ring] = {}
         self.concludes = True
         """Whether a backward waits for what it has sent, and reduces the small group."""
@@ -85,10 +92,31 @@ class Reductions:
         if flat not in self._trained:
             self._trained.add(flat)
             self._land()  # the receive buffer may have to grow
-            self.exchange.reserve(flat.layout.numel, flat.wire)
+            if not self._encode(flat):
+                self.exchange.reserve(flat.layout.numel, flat.wire)
             if self.replicas is not None:
-                self.replicas.reserve(flat)
+                self.replicas.reserve(flat, self.exchange.rank)
             flat.train(self.wrap)
+
+    def _encode(self, flat: Flat) -> bool:
+        """Make what encodes the gradients of ``flat``, if it is to be; whether they are never summed exactly."""
+        compressed = self.compressed
+        if compressed is None or compressed.over_replicas or not compressed.encodes(flat):
+            return False
+        name = flat.pieces[0].cut.name
+        self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
+        return compressed.is_warm
+
+    def encoded_of(self, flat: Flat) -> EncodedReduce | None:
+        """How the gradients of ``flat`` are summed once the warm-up is over, if they are encoded then."""
+        return self._encoded.get(flat)
+
+    def exchange_of(self, flat: Flat) -> Reduce | EncodedReduce:
+        """How the gradients of ``flat`` are summed over the ranks of a shard now."""
+        encoded = self._encoded.get(flat)
+        if encoded is None or self.compressed is None or not self.compressed.is_warm:
+            return self.exchange
+        return encoded
 
     @staticmethod
     def wrap(local: Tensor, piece: Piece) -> FlatDTensor:
@@ -117,15 +145,11 @@ class Reductions:
         ``used`` says of each flat's pieces whether this rank wrote them.
         """
         self.journal.write(note)
-        slot, exchange = space.slot, self.exchange
+        slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
-
-            def start(asynchronous: bool, whole: Tensor = whole) -> list[dist.Work]:
-                return exchange.send(whole, asynchronous)
-
-            def tail(flat: Flat = flat, whole: Tensor = whole, wrote: list[bool] = wrote) -> None:
-                self._take(flat, whole, wrote)
-
+            exchange = self.exchange_of(flat)
+            start = partial(exchange.send, whole)
+            tail = partial(self._take, exchange, flat, whole, wrote)
             if exchange.one_at_a_time:
                 self._land()
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
@@ -133,8 +157,8 @@ class Reductions:
             self.counters.reduced_bytes += exchange.sent_bytes(whole)
         slot.owner = None
 
-    def _take(self, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
-        totals = self.exchange.totals(whole)
+    def _take(self, exchange: Reduce | EncodedReduce, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
+        totals = exchange.totals(whole)
         if self.replicas is not None:
             self.counters.reduced_bytes += self.replicas.take(flat, totals, wrote, self._add)
         else:
@@ -224,7 +248,18 @@ class Reductions:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of the slots and of the exchange's own buffers."""
+        """Bytes of the slots, of the exchanges' own buffers, and of what is still to be said."""
         slots = sum(slot.buffer.nbytes for slot in self._own_slots)
-        partial = 0 if self.replicas is None else self.replicas.owned_bytes
-        return slots + partial + sum(ring.owned_bytes for ring in self.rings.values()) + self.exchange.owned_bytes
+        replicas = 0 if self.replicas is None else self.replicas.owned_bytes
+        rings = sum(ring.owned_bytes for ring in self.rings.values())
+        return slots + replicas + rings + self.receive_bytes + self.residual_bytes
+
+    @property
+    def receive_bytes(self) -> int:
+        """Bytes of the buffers that gradients are exchanged through."""
+        return self.exchange.owned_bytes + self.post.owned_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what is still to be said to the ranks of the shard."""
+        return sum(encoded.owned_bytes for encoded in self._encoded.values())

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.lanes import Lane, Ticket
+    from yafsdp_cc.wire.encoded import EncodedSum
 
 
 class Partial:
@@ -47,7 +49,9 @@ class Partial:
 class Replicas:
     """The ranks that hold the same part, and the partial sums that they have not shared yet."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
+    def __init__(self, group: dist.ProcessGroup, lane: Lane, compressed: Compressed | None = None) -> None:
+        self._compressed = compressed if compressed is not None and compressed.over_replicas else None
+        self._encoded: dict[Flat, EncodedSum] = {}
         self.group = group
         self.world: int = group.size()
         self.sums = True
@@ -56,10 +60,15 @@ class Replicas:
         self._options = AllreduceOptions()
         self._partials: dict[Flat, Partial] = {}
 
-    def reserve(self, flat: Flat) -> None:
-        """Make the partial sum of ``flat``, if there is none."""
-        if flat not in self._partials:
-            self._partials[flat] = Partial(flat, self._lane.ticket())
+    def reserve(self, flat: Flat, rank: int) -> None:
+        """Make the partial sum of ``flat``, if there is none, where this is ``rank`` of the shard."""
+        if flat in self._partials:
+            return
+        self._partials[flat] = Partial(flat, self._lane.ticket())
+        compressed = self._compressed
+        if compressed is not None and compressed.encodes(flat):
+            name, device = flat.pieces[0].cut.name, flat.master.device
+            self._encoded[flat] = compressed.sum_for(flat, self.group, rank, device, name)
 
     def take(
         self,
@@ -75,16 +84,22 @@ class Replicas:
         if not self.sums:
             return 0
 
+        encoded = self._encoded.get(flat)
+        if self._compressed is None or not self._compressed.is_warm:
+            encoded = None
+
         def start(asynchronous: bool) -> list[dist.Work]:
-            return self.send(partial.sum, asynchronous)
+            return self.send(partial.sum, asynchronous) if encoded is None else encoded.send(partial.sum, asynchronous)
 
         def tail() -> None:
             wrote, partial.used = partial.used, None
             assert wrote is not None
+            if encoded is not None:
+                encoded.finish(partial.sum)
             land(flat, partial.sum, wrote)
 
         self._lane.issue(partial.ticket, start, tail)
-        return self.sent_bytes(partial.sum)
+        return self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
 
     def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
         """Sum ``total`` over replicas, in place."""
@@ -114,4 +129,12 @@ class Replicas:
 
     @property
     def owned_bytes(self) -> int:
-        return sum(partial.sum.nbytes for partial in self._partials.values())
+        encoded = sum(each.owned_bytes for each in self._encoded.values())
+        return encoded + sum(partial.sum.nbytes for partial in self._partials.values())
+
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends to sum all partial sums once, when nothing is in its warm-up any more."""
+        return sum(
+            self._encoded[flat].sent_bytes() if flat in self._encoded else self.sent_bytes(partial.sum)
+            for flat, partial in self._partials.items()
+        )

@@ -18,6 +18,7 @@ from yafsdp_cc.engine.reductions import Reductions
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
+from yafsdp_cc.wire.encoded import EncodedGather
 from yafsdp_cc.wire.exchange import Gather
 
 if TYPE_CHECKING:
@@ -65,7 +66,14 @@ class Root:
         rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
         first = int(self.drafts[0].ranks.mesh.mesh.min())
         self.journal = Journal(rank, self.world * replicated, _get_default_store(), first)
-        self.reductions = Reductions(reduce_group, replicas, device, reduce_lane, self.journal, self.counters)
+        self.compressed = next((draft.compressed for draft in drafts if draft.compressed is not None), None)
+        self.reductions = Reductions(
+            reduce_group, replicas, device, reduce_lane, self.journal, self.counters, self.compressed
+        )
+        codec = None if self.compressed is None else self.compressed.weights
+        self.encoded_gather = None if codec is None or self.world == 1 else EncodedGather(self.gather, codec)
+        self._seen: tuple[tuple[int, ...], ...] = ()
+        """The versions of all weights when a pass was opened last; followed while compression is warming up."""
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
         self.post_optim_event: torch.Event | None = None
@@ -108,7 +116,7 @@ class Root:
             members = [unit for unit in self.units if unit.role == role]
             turns = [unit for unit in members if unit.flats and not unit.draft.settings.keeps]
             keeping = [unit for unit in members if unit.flats and unit.draft.settings.keeps]
-            size = max(weight_bytes(unit.flats) for unit in members)
+            size = max(weight_bytes(unit.flats, self.encoded_gather) for unit in members)
             depth = max((len(unit.draft.settings.forward_prefetch) for unit in turns), default=0)
             count = min(max(2, 1 + depth) if role == "block" else 1, len(turns))
             ring = Ring(role, count, len(keeping), size, self.device, self.gather_lane)
@@ -117,9 +125,9 @@ class Root:
             for index, unit in enumerate(members):
                 unit.index = index
             for index, unit in enumerate(turns):
-                unit.home = Weights(ring.home(index), unit.flats)
+                unit.home = Weights(ring.home(index), unit.flats, self.encoded_gather)
             for slot, unit in zip(ring.kept, keeping, strict=True):
-                unit.home = Weights(slot, unit.flats)
+                unit.home = Weights(slot, unit.flats, self.encoded_gather)
             for unit in members:
                 if not unit.flats:  # all it has is small
                     unit.home = Weights(Slot(0, self.device, self.gather_lane), ())
@@ -176,6 +184,7 @@ class Root:
             self._check_added(self._watched)
         for piece in self._pieces:
             piece.check()
+        self._count_step()
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -190,6 +199,20 @@ class Root:
         self._opener = _caller()
         self.order.begin()
         return passage
+
+    @property
+    def gathers_encoded(self) -> EncodedGather | None:
+        """By which weights are gathered now, if encoded."""
+        return self.encoded_gather if self.compressed is not None and self.compressed.is_warm else None
+
+    def _count_step(self) -> None:
+        """Notice that weights have changed since the last pass, as long as that means anything."""
+        if self.compressed is None or self.compressed.is_warm:
+            return
+        stamps = tuple(unit.stamp() for unit in self.units)
+        if self._seen and stamps != self._seen:
+            self.compressed.steps += 1
+        self._seen = stamps
 
     def close(self) -> None:
         """The forward of the pass is over."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.engine.flat import Divisor, Gradients, Piece
-from yafsdp_cc.engine.layout import ALIGNMENT, align
+from yafsdp_cc.engine.layout import VECTOR, align
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.profiling.spans import Span
 
@@ -109,7 +109,7 @@ class SmallGroup:
         self._words = words
         self._said = array("d", bytes(8 * words))
         self._saying = torch.frombuffer(self._said, dtype=torch.float64)
-        size = align(self._elements + words, ALIGNMENT * gather.world)
+        size = align(self._elements + words, VECTOR * gather.world)
         double = any(block.master.dtype == torch.float64 for block in blocks)
         self._wire = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
         self._mail = Mailbox(words, self._wire.dtype, device)

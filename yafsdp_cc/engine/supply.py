@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch.distributed as dist
+    from torch import Tensor
 
     from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.lanes import Start, Tail
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.second import SecondShard
+    from yafsdp_cc.wire.exchange import Gather
 
 
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -125,34 +128,55 @@ class Supply:
         slot.ready.settle()
         stamp = self.stamp()
         second = self.second
+        tails: list[Tail] = []
         if second is not None and second.stamp == stamp:
-            pairs = list(zip(weights.wholes, second.parts, strict=True))
-            gather, tail = second.gather, None
+            sends = [_exact(second.gather, *pair) for pair in zip(weights.wholes, second.parts, strict=True)]
         else:
             # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
-            pairs = [
-                (whole, flat.master)
-                for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
-                if slot.owner is not self or slot.stamp[place] != stamp[place]
-            ]
-            gather, tail = root.gather, None if second is None else partial(second.take, weights.wholes, stamp)
+            before = slot.stamp if slot.owner is self else (-1,) * len(stamp)
+            stale = [place for place, version in enumerate(stamp) if before[place] != version]
+            sends = [self._from_shard(weights, place, tails) for place in stale]
+            if second is not None:
+                tails.append(partial(second.take, weights.wholes, stamp))
         slot.owner, slot.stamp = self, stamp
         slot.fills += 1
 
         def start(asynchronous: bool) -> list[dist.Work]:
-            works = []
-            for whole, part in pairs:
-                works += gather.send(whole, part, asynchronous)
-            return works
+            return [work for send in sends for work in send.start(asynchronous)]
+
+        def tail() -> None:
+            for each in tails:
+                each()
 
         with self.gather_span:
-            root.gather_lane.issue(slot.ready, start, tail, after=slot.free)
+            root.gather_lane.issue(slot.ready, start, tail if tails else None, after=slot.free)
         root.journal.write(self.gather_note)
-        root.counters.gathered_bytes += sum(gather.sent_bytes(whole) for whole, _ in pairs)
+        root.counters.gathered_bytes += sum(send.sent_bytes for send in sends)
+
+    def _from_shard(self, weights: Weights, place: int, tails: list[Tail]) -> Send:
+        """Gather the ``place``-th flat from the shards of all ranks; ``tails`` gets what is to be done then."""
+        whole, shard = weights.wholes[place], self.flats[place].master
+        encoded, message = self.root.gathers_encoded, weights.messages[place] if weights.messages else None
+        if encoded is None or message is None:
+            return _exact(self.root.gather, whole, shard)
+        tails.append(partial(encoded.finish, message, whole))
+        return Send(partial(encoded.send, message, shard), encoded.sent_bytes(message))
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1
         with torch.inference_mode(False):  # a later backward may read it
-            slot = Slot(weight_bytes(self.flats), self.root.device, self.root.gather_lane)
+            size = weight_bytes(self.flats, self.root.encoded_gather)
+            slot = Slot(size, self.root.device, self.root.gather_lane)
             slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
-            return Weights(slot, self.flats, spilled=True)
+            return Weights(slot, self.flats, self.root.encoded_gather, spilled=True)
+
+
+class Send(NamedTuple):
+    """One flat's gather."""
+
+    start: Start
+    sent_bytes: int
+
+
+def _exact(gather: Gather, whole: Tensor, shard: Tensor) -> Send:
+    return Send(partial(gather.send, whole, shard), gather.sent_bytes(whole))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from yafsdp_cc.plan import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
 
 if TYPE_CHECKING:
+    from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.plan import Role
@@ -32,7 +33,7 @@ def plan_for(root: Root) -> Plan:
         wire=PlannedWire(
             gather_forward=forward,
             gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
-            reduce=sum(flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1) for flat in trainable),
+            reduce=sum(_reduced(root, flat) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
         ),
@@ -40,7 +41,8 @@ def plan_for(root: Root) -> Plan:
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
         replica_bytes=0 if replicas is None else replicas.owned_bytes,
         second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
-        receive_bytes=root.reductions.exchange.owned_bytes,
+        receive_bytes=root.reductions.receive_bytes,
+        residual_bytes=root.reductions.residual_bytes,
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
 
@@ -48,24 +50,40 @@ def plan_for(root: Root) -> Plan:
 def _shared(root: Root) -> int:
     """Bytes to sum over replicas what the shard's ranks have summed."""
     replicas = root.reductions.replicas
-    return 0 if replicas is None else 2 * replicas.owned_bytes // replicas.world * (replicas.world - 1)
+    return 0 if replicas is None else replicas.wire_bytes()
+
+
+def _reduced(root: Root, flat: Flat) -> int:
+    """Bytes to sum gradients over the ranks of a shard, when nothing is in its warm-up any more."""
+    encoded = root.reductions.encoded_of(flat)
+    if encoded is not None:
+        return encoded.sent_bytes()
+    return flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1)
 
 
 def _gathered(root: Root, unit: Unit) -> int:
-    return sum(root.gather.sent_bytes(whole) for whole in unit.home.wholes)
+    return sum(_sent(root, unit, place) for place in range(len(unit.flats)))
 
 
 def _gathered_again(root: Root, unit: Unit) -> int:
-    gather = root.gather if unit.second is None else unit.second.gather
-    return sum(gather.sent_bytes(whole) for whole in unit.home.wholes)
+    if unit.second is None:
+        return _gathered(root, unit)
+    return sum(unit.second.gather.sent_bytes(whole) for whole in unit.home.wholes)
+
+
+def _sent(root: Root, unit: Unit, place: int) -> int:
+    """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
+    message = unit.home.messages[place] if unit.home.messages else None
+    if root.encoded_gather is None or message is None:
+        return root.gather.sent_bytes(unit.home.wholes[place])
+    return root.encoded_gather.sent_bytes(message)
 
 
 def _kept(root: Root, unit: Unit) -> int:
     """Bytes for frozen weights that stay where the first step has gathered them: nobody else uses the slot."""
     if any(other.home.slot is unit.home.slot for other in root.units if other is not unit):
         return 0
-    wholes = zip(unit.home.wholes, unit.flats, strict=True)
-    return sum(root.gather.sent_bytes(whole) for whole, flat in wholes if not flat.trainable)
+    return sum(_sent(root, unit, place) for place, flat in enumerate(unit.flats) if not flat.trainable)
 
 
 def _regathered(root: Root) -> list[Unit]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from yafsdp_cc.engine.layout import align
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.slots import Slot
+    from yafsdp_cc.wire.encoded import EncodedGather
+
+ENCODED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that may be gathered encoded."""
 
 _START = 128
 """Bytes: where a flat may begin in a slot."""
@@ -27,9 +32,16 @@ def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def weight_bytes(flats: Sequence[Flat]) -> int:
-    """Bytes of a weight slot that holds these flats."""
-    return _starts([flat.layout.numel * flat.compute.itemsize for flat in flats])[1]
+def weight_bytes(flats: Sequence[Flat], encoded: EncodedGather | None) -> int:
+    """Bytes of a weight slot that holds these flats, and the messages that they are gathered by if ``encoded``."""
+    wholes = [flat.layout.numel * flat.compute.itemsize for flat in flats]
+    return _starts([*wholes, *_message_bytes(flats, encoded)])[1]
+
+
+def _message_bytes(flats: Sequence[Flat], encoded: EncodedGather | None) -> list[int]:
+    if encoded is None:
+        return []
+    return [encoded.message_bytes(flat.layout.numel) if flat.compute in ENCODED else 0 for flat in flats]
 
 
 def gradient_bytes(flats: Sequence[Flat]) -> int:
@@ -59,10 +71,17 @@ class Weights:
     again before a saved view is read.
     """
 
-    def __init__(self, slot: Slot, flats: Sequence[Flat], *, spilled: bool = False) -> None:
+    def __init__(
+        self, slot: Slot, flats: Sequence[Flat], encoded: EncodedGather | None = None, *, spilled: bool = False
+    ) -> None:
         self.slot = slot
         self.spilled = spilled
         self.wholes = _carve(slot, flats, [flat.compute for flat in flats])
+        sizes = _message_bytes(flats, encoded)
+        starts, _ = _starts([*(whole.nbytes for whole in self.wholes), *sizes])
+        places = zip(starts[len(flats) :], sizes, strict=True)
+        self.messages = [slot.typed(start, size, torch.uint8) if size else None for start, size in places]
+        """What each flat is gathered by, if encoded; else none."""
         self._aliases = [whole.data for whole in self.wholes]
         self._versions = [alias._version for alias in self._aliases]
         self.views = _views(flats, self._aliases)

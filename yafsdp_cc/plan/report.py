@@ -92,6 +92,8 @@ class Plan:
     """How often the ``world`` ranks of one shard are there."""
     replica_bytes: int = 0
     second_shard_bytes: int = 0
+    residual_bytes: int = 0
+    """What encoded gradients have still to say."""
 
     @property
     def parameters(self) -> int:
@@ -112,6 +114,7 @@ class Plan:
             "weight slots": sum(ring.weight_bytes for ring in self.rings),
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
             "receive buffer": self.receive_bytes,
+            **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
             **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
             **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
             "small group": self.small.bytes,

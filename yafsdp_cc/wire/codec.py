@@ -120,6 +120,8 @@ def codec_of(name: str, block: int = BLOCK) -> Codec:
     Raises:
         ValueError: there is none, or it cannot have this block.
     """
+    import yafsdp_cc.wire.codecs  # noqa: F401  (they register themselves, and import this module)
+
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join(sorted(_codecs))}")
     return _codecs[name](block)

@@ -111,11 +111,11 @@ class Gather:
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
         if self._is_gloo and self.world == 2:
             self._swap.asyncOp = asynchronous
-            return _works(_swap(self.group, whole, self._swap))
+            return works_of(_swap(self.group, whole, self._swap))
         if self._is_gloo:
             return self._send_each(whole, asynchronous)
         self._options.asyncOp = asynchronous
-        return _works(self.group._allgather_base(whole, shard, self._options))
+        return works_of(self.group._allgather_base(whole, shard, self._options))
 
     def _send_each(self, whole: Tensor, asynchronous: bool) -> Works:
         works = []
@@ -185,15 +185,15 @@ class Reduce:
         if self._in_place:
             self._scatter.asyncOp = asynchronous
             own = whole.narrow(0, self.rank * chunk, chunk)
-            return _works(self.group._reduce_scatter_base(own, whole, self._scatter))
+            return works_of(self.group._reduce_scatter_base(own, whole, self._scatter))
         self._exchange.asyncOp = asynchronous
         received = self._chunks(whole)
         if self.world > 2:
-            return _works(self.group.alltoall_base(received, whole, [], [], self._exchange))
+            return works_of(self.group.alltoall_base(received, whole, [], [], self._exchange))
         peer = 1 - self.rank
         parts = [chunk, 0] if peer == 0 else [0, chunk]
         sent = whole.narrow(0, peer * chunk, chunk)
-        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange))
+        return works_of(self.group.alltoall_base(received, sent, parts, parts, self._exchange))
 
     def total(self, whole: Tensor) -> Tensor:
         """The sum over ranks of this rank's chunk of fp32 or fp64 (n), in one piece."""
@@ -238,7 +238,8 @@ class Reduce:
         return self._received.narrow(0, 0, received).view(whole.dtype)
 
 
-def _works(work: dist.Work | None) -> Works:
+def works_of(work: dist.Work | None) -> Works:
+    """What is to be waited for, of what a process group has returned."""
     return [] if work is None else [work]
 
 

@@ -1,0 +1,111 @@
+"""What a user says about compression: one frozen value, or just the name of a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from yafsdp_cc.wire.codec import BLOCK, Codec, codec_of
+
+EXACT = "fp32"
+"""The name of no codec at all, where the engine sums in fp32 anyway."""
+
+Scope: TypeAlias = Literal["auto", "shard", "replicate"]
+
+
+class Compression(BaseModel):
+    """How what crosses the network is encoded.
+
+    Raises:
+        ValueError: a name is no codec's, or the combination cannot work; the message says which.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gradients: str = "int8"
+    """The codec of gradients; ``"fp32"`` for none."""
+    weights: str | None = None
+    """The codec of weights that are gathered and dropped again, ``"int8"`` or ``"fp8"``; None: as they are."""
+    feedback: bool = True
+    """Whether what a message could not say is kept and said later. Without, rounding is random where it can be."""
+    residual: Literal["fp32", "bf16", "int8"] = "bf16"
+    """What is kept of each gradient for that: 4, 2, or just over 1 byte for each element and rank."""
+    carry: float = 1.0
+    """How much of the residual the next message is to say; less than 1 is LoCo's (``feedback.Recursion.carry``)."""
+    scope: Scope = "auto"
+    """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
+    warmup_steps: int = 0
+    """Optimizer steps before anything is encoded."""
+    block: int = BLOCK
+    """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
+    overrides: Mapping[str, str] = {}
+    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
+
+    @field_validator("gradients", "overrides")
+    @classmethod
+    def _are_codecs(cls, value: str | Mapping[str, str]) -> str | Mapping[str, str]:
+        for name in [value] if isinstance(value, str) else value.values():
+            codec_of(name)
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _fits_weights(cls, value: str | None) -> str | None:
+        if value not in (None, "int8", "fp8"):
+            raise ValueError(
+                f"weights={value!r}: weights are rounded anew in every gather, with nothing to make up for it: int8 "
+                "or fp8, or None for their own dtype"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Compression:
+        codec_of(self.gradients, self.block)
+        if not 0 < self.carry <= 1:
+            raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
+        biased = [name for name in (self.gradients, *self.overrides.values()) if name in _NEEDS_FEEDBACK]
+        if biased and not self.feedback:
+            raise ValueError(
+                f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
+                "the same way. Leave feedback on, or take int8, int4 or ternary, which round at random without it"
+            )
+        return self
+
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """What residuals are kept in; None without feedback."""
+        return _DTYPES[self.residual] if self.feedback else None
+
+    def codec_for(self, name: str) -> str:
+        """The codec of the gradient of a parameter with this full name."""
+        return next((codec for pattern, codec in self.overrides.items() if fnmatchcase(name, pattern)), self.gradients)
+
+    def make(self, codec: str) -> Codec:
+        """The codec of a name, with this block."""
+        return codec_of(codec, self.block)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+_NEEDS_FEEDBACK = {"onebit", "topk"}
+
+
+def compression_of(value: Compression | str | None) -> Compression | None:
+    """What a ``compression`` argument says; None where that is nothing.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it names no codec.
+    """
+    if isinstance(value, str):
+        codec_of(value)
+        value = Compression(gradients=value)
+    if value is not None and not isinstance(value, Compression):
+        raise TypeError(f"compression takes a Compression, the name of a codec such as 'int8', or None; got {value!r}")
+    return value
