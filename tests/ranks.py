@@ -13,15 +13,17 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class RankError(AssertionError):
@@ -95,3 +97,10 @@ def _rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+@contextmanager
+def short_timeout(seconds: float) -> Iterator[None]:
+    """A process group that gives up after ``seconds``."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    yield
