@@ -121,7 +121,7 @@ def _one_refuses(spoil: Callable[[Any], Any]) -> str:
 
 
 def test_running_units_in_another_order_on_one_rank_is_an_error_in_time() -> None:
-    errors = on_ranks(2, _other_order)
+    errors = on_ranks(2, _other_order, patience=5)
     for error in errors:
         assert "rank 0: " in error, errors
         assert "rank 1: " in error, errors
@@ -142,13 +142,12 @@ class Turns(nn.Module):
 def _other_order() -> str:
     model, _ = twins(Turns, units=[nn.Linear])
     orders = [[0, 1, 2, 3], [0, 2, 1, 3]]
-    with short_timeout(5):
-        try:
-            for _ in range(3):
-                x = mine(inputs())
-                out = model(x, mine(orders))
-                out.square().mean().backward()
-                model.zero_grad()
-        except RuntimeError as error:
-            return str(error)
+    try:
+        for _ in range(3):
+            x = mine(inputs())
+            out = model(x, mine(orders))
+            out.square().mean().backward()
+            model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
     return ""
