@@ -161,7 +161,10 @@ def shard(
     buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
         broadcast(buffers, mesh)
-    assemble(model).watch()
+    root = assemble(model)
+    root.watch()
+    if config is not None:
+        _warn_of_residuals(root.plan)
     mark_optimizer_steps()
     return model
 
@@ -227,6 +230,19 @@ def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
     elif not division.units:
         warnings.warn(
             "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
+        )
+
+
+def _warn_of_residuals(plan: Plan) -> None:
+    """Say so where what is kept for error feedback outweighs what sharding saves."""
+    sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
+    if plan.residual_bytes > sharded:
+        least = plan.choices[0].residual["int8"]
+        warnings.warn(
+            f"residuals take {plan.residual_bytes:,} bytes per rank, more than the {sharded:,} of the shards and an "
+            f"AdamW: residual='int8' takes {least:,}; a mesh (replicate, shard) divides them by the size of its second "
+            "dimension; int8 and int4 with feedback=False need none",
+            stacklevel=3,
         )
 
 

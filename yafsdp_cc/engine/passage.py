@@ -261,8 +261,8 @@ class Call:
             unit.let_go()
         for upcoming in unit.backward_prefetch or passage.upcoming():
             upcoming.prefetch()
-        if last and unit.draft.settings.synchronises:
-            unit.reduce()
+        if last:
+            unit.conclude()
 
     def _check_untouched(self) -> None:
         slot = self.weights.slot

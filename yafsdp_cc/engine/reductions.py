@@ -16,7 +16,7 @@ from yafsdp_cc.wire.encoded import EncodedReduce, Post
 from yafsdp_cc.wire.exchange import Reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     import torch.distributed as dist
@@ -111,6 +111,29 @@ class Reductions:
         """How the gradients of ``flat`` are summed once the warm-up is over, if they are encoded then."""
         return self._encoded.get(flat)
 
+    def accumulates(self, flat: Flat) -> bool:
+        """Whether gradients of ``flat`` can be kept in what its messages have still to say."""
+        exchange = self.exchange_of(flat)
+        return isinstance(exchange, EncodedReduce) and exchange.accumulates
+
+    def pends(self, flat: Flat) -> bool:
+        """Whether gradients of ``flat`` are kept there, to be sent."""
+        encoded = self._encoded.get(flat)
+        return encoded is not None and encoded.kept is not None
+
+    def keep(self, space: GradientSpace, used: list[list[bool]]) -> None:
+        """Take the gradients in ``space`` in, for a later ``send``."""
+        slot = space.slot
+        for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
+            take_in = partial(self._encoded[flat].accumulate, whole, wrote)
+
+            def start(_: bool, take_in: Callable[[], None] = take_in) -> list[dist.Work]:
+                take_in()
+                return []
+
+            self.lane.issue(slot.ready, start, after=self.lane.reached())
+        slot.owner = None
+
     def exchange_of(self, flat: Flat) -> Reduce | EncodedReduce:
         """How the gradients of ``flat`` are summed over the ranks of a shard now."""
         encoded = self._encoded.get(flat)
@@ -148,6 +171,8 @@ class Reductions:
         slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange = self.exchange_of(flat)
+            if isinstance(exchange, EncodedReduce) and exchange.kept is not None:
+                wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
             start = partial(exchange.send, whole)
             tail = partial(self._take, exchange, flat, whole, wrote)
             if exchange.one_at_a_time:
@@ -217,7 +242,8 @@ class Reductions:
     @property
     def is_idle(self) -> bool:
         """Whether nothing that was sent has still to land."""
-        return not self._sent and (self.replicas is None or self.replicas.is_idle)
+        kept = any(encoded.kept is not None for encoded in self._encoded.values())
+        return not self._sent and not kept and (self.replicas is None or self.replicas.is_idle)
 
     @property
     def ends(self) -> bool:
@@ -231,6 +257,8 @@ class Reductions:
         self._sent.clear()
         if self.replicas is not None:
             self.replicas.forget()
+        for encoded in self._encoded.values():
+            encoded.forget()
         for slot in (*(slot for ring in self.rings.values() for slot in ring.slots), *self._own_slots):
             slot.owner = None
 

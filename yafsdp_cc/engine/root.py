@@ -345,7 +345,7 @@ class Root:
         self.small.collect(passage.trained, gradients)
         if any(piece.parameter.requires_grad for piece in self._pieces):
             for unit in self.units:
-                if unit.draft.settings.synchronises and unit.gradient_space is not None:
+                if unit.draft.settings.synchronises and (unit.gradient_space is not None or unit.pends):
                     unit.reduce()  # kept from backwards that did not synchronise
             if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.plan import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.plan import Plan, PlannedChoice, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.wire.codec import codec_of
+
+CHOICES = ("bf16", "int8", "int4", "ternary", "onebit")
+"""Codecs of gradients whose cost a plan compares."""
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
@@ -43,6 +49,7 @@ def plan_for(root: Root) -> Plan:
         second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.receive_bytes,
         residual_bytes=root.reductions.residual_bytes,
+        choices=tuple(_choice(root, trainable, name) for name in CHOICES) if root.compressed is not None else (),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
     )
 
@@ -51,6 +58,22 @@ def _shared(root: Root) -> int:
     """Bytes to sum over replicas what the shard's ranks have summed."""
     replicas = root.reductions.replicas
     return 0 if replicas is None else replicas.wire_bytes()
+
+
+def _choice(root: Root, flats: Sequence[Flat], name: str) -> PlannedChoice:
+    """What it would cost to encode all gradients by the codec of a ``name``."""
+    assert root.compressed is not None
+    codec, config = codec_of(name, root.compressed.config.block), root.compressed.config
+    chunks = [flat.layout.chunk for flat in flats if root.compressed.encodes(flat)]
+    peers = root.world - 1
+    if root.compressed.over_replicas and root.reductions.replicas is not None:
+        peers = root.reductions.replicas.world - 1
+    kept = sum(chunks) * (1 if root.compressed.over_replicas else peers)
+    return PlannedChoice(
+        codec=name,
+        reduce=peers * sum(codec.message_bytes(chunk) for chunk in chunks),
+        residual={"fp32": 4 * kept, "bf16": 2 * kept, "int8": kept + 4 * kept // config.block},
+    )
 
 
 def _reduced(root: Root, flat: Flat) -> int:

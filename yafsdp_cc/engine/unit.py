@@ -277,7 +277,7 @@ class Unit(Supply):
 
     def _room(self) -> GradientSpace:
         root = self.root
-        if not self.draft.settings.synchronises and not self.alone:
+        if not self.draft.settings.synchronises and not self.alone and not self.accumulates:
             if self.carried is None or self.carried.flats != self.training:
                 self.carried = self._gradient_spill()
                 root.reductions.tell_carried(root.units)
@@ -299,24 +299,45 @@ class Unit(Supply):
         slot = Slot(gradient_bytes(self.training), root.device, root.reductions.lane)
         return GradientSpace(slot, self.training)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients that are not to be sent yet can be kept in what their messages have still to say."""
+        return all(self.root.reductions.accumulates(flat) for flat in self.flats if flat.trainable)
+
+    @property
+    def pends(self) -> bool:
+        """Whether gradients are kept there."""
+        return any(self.root.reductions.pends(flat) for flat in self.flats)
+
+    def conclude(self) -> None:
+        """All gradients of a backward are written: send them, or keep them for a later backward that does."""
+        if self.draft.settings.synchronises:
+            self.reduce()
+        elif self.gradient_space is not None and self.gradient_space is not self.carried and self.accumulates:
+            space, used = self._finished(self.gradient_space)
+            self.root.reductions.keep(space, used)
+
     def reduce(self) -> None:
         """Send the gradients; they land in the shard when the next reduce is issued, or at the end of the backward."""
         self.claim()
         space = self.gradient_space
         if space is None:
             return
-        root, flats = self.root, space.flats
         with self.reduce_span:
-            for piece in (piece for flat in flats for piece in flat.pieces):
-                if not piece.written:
-                    assert piece.target is not None
-                    piece.target.zero_()  # the slot holds another unit's gradient there
-            for gap in space.gaps:
-                gap.zero_()
-            used = [[piece.written for piece in flat.pieces] for flat in flats]
-            self.rest()
-            self.gradient_space = None
-            root.reductions.send(self.reduce_note, space, used)
+            self.root.reductions.send(self.reduce_note, *self._finished(space))
+
+    def _finished(self, space: GradientSpace) -> tuple[GradientSpace, list[list[bool]]]:
+        """The gradients in ``space``, zero where there are none; of each flat, which pieces this rank has written."""
+        for piece in (piece for flat in space.flats for piece in flat.pieces):
+            if not piece.written:
+                assert piece.target is not None
+                piece.target.zero_()  # the slot holds another unit's gradient there
+        for gap in space.gaps:
+            gap.zero_()
+        used = [[piece.written for piece in flat.pieces] for flat in space.flats]
+        self.rest()
+        self.gradient_space = None
+        return space, used
 
     def forget(self) -> None:
         """Drop what an interrupted forward or backward left behind."""

@@ -76,6 +76,15 @@ class PlannedWire:
 
 
 @dataclass(frozen=True)
+class PlannedChoice:
+    """A codec for all gradients that are encoded: bytes sent per step, and residual bytes, by what keeps them."""
+
+    codec: str
+    reduce: int
+    residual: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
 
@@ -94,6 +103,8 @@ class Plan:
     second_shard_bytes: int = 0
     residual_bytes: int = 0
     """What encoded gradients have still to say."""
+    choices: tuple[PlannedChoice, ...] = ()
+    """Where gradients are encoded, what each codec would cost instead."""
 
     @property
     def parameters(self) -> int:
@@ -148,6 +159,7 @@ class Plan:
                 *_table(_byte_rows("sent per rank and step", sent, self.wire.total), left=1),
                 "",
                 *_table(_byte_rows("held per rank", self.memory, self.owned_bytes), left=1),
+                *(["", *_table(_choice_rows(self.choices), left=1), ""] if self.choices else []),
                 f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes).",
             ]
         )
@@ -187,6 +199,13 @@ def _byte_rows(title: str, sizes: dict[str, int], total: int) -> Iterator[Row]:
     yield title, "", "bytes"
     for name, size in {**sizes, "total": total}.items():
         yield f"  {name}", human(size), f"{size:,}"
+
+
+def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
+    kinds = list(choices[0].residual)
+    yield "if all gradients were", "sent", *(f"residual {kind}" for kind in kinds)
+    for choice in choices:
+        yield f"  {choice.codec}", human(choice.reduce), *(human(choice.residual[kind]) for kind in kinds)
 
 
 def _runs(units: Sequence[PlannedUnit]) -> Iterator[tuple[PlannedUnit, list[str], str]]:

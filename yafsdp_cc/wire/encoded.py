@@ -116,7 +116,8 @@ class EncodedReduce:
         self._step = kernels.PART if kernels.is_native(codec, post.device) else self.chunk
         self._pending: Tensor | None = None
         """Of the own chunk, which has no residual: gradients that no sum has taken in yet."""
-        self._is_pending = False
+        self.kept: list[bool] | None = None
+        """Of which parameters there are gradients that wait for the next ``send``; None: of none."""
         post.reserve(self._message_bytes, min(self._step, self.chunk))
 
     @property
@@ -158,23 +159,24 @@ class EncodedReduce:
         """Whether the residual can take gradients in, for one message later."""
         return self.residual is not None and self._recursion == CLASSIC
 
-    def accumulate(self, whole: Tensor) -> None:
-        """Take gradients in, to be summed with those of the next ``send``."""
+    def accumulate(self, whole: Tensor, used: list[bool]) -> None:
+        """Take gradients of the parameters that are ``used`` in, to be summed with those of the next ``send``."""
         assert self.residual is not None
         for first, chunks in self._stretches(whole):
             kernels.accumulate(chunks, self.residual.rows(first, first + chunks.shape[0]))
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=whole.device)
         own = self._own(whole)
-        if self._is_pending:
-            self._pending.add_(own)
-        else:
+        if self.kept is None:
             self._pending.copy_(own)
-        self._is_pending = True
+            self.kept = used
+        else:
+            self._pending.add_(own)
+            self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
 
     def forget(self) -> None:
         """Drop gradients that were taken in and are still to be summed; those in the residual stay."""
-        self._is_pending = False
+        self.kept = None
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole.view(self._post.world, self.chunk)[self._post.rank]
@@ -198,10 +200,10 @@ class EncodedReduce:
                 kernels.decode_sum(self.codec, received, self.chunk, mine, post.rank, total, start)
             else:
                 total.copy_(mine)
-            if self._is_pending and self._pending is not None:
+            if self.kept is not None and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
-        self._is_pending = False
+        self.kept = None
 
 
 class EncodedSum:
