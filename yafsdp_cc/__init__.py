@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.unshard import unshard_model
     from yafsdp_cc.engine.whole import whole_parameters
     from yafsdp_cc.fsdp2 import UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+    from yafsdp_cc.integrations.ddp_wire import GradientWire, encoded_mean
+    from yafsdp_cc.integrations.fsdp2_wire import compress
 
 __all__ = [
     "Compression",
+    "GradientWire",
     "UnshardHandle",
+    "compress",
     "counters_of",
+    "encoded_mean",
     "full_state_dict",
     "fully_shard",
     "load",
@@ -40,7 +45,10 @@ __all__ = [
 _HOME = {
     "Compression": "yafsdp_cc.compression",
     "UnshardHandle": "yafsdp_cc.fsdp2",
+    "GradientWire": "yafsdp_cc.integrations.ddp_wire",
+    "compress": "yafsdp_cc.integrations.fsdp2_wire",
     "counters_of": "yafsdp_cc.api",
+    "encoded_mean": "yafsdp_cc.integrations.ddp_wire",
     "full_state_dict": "yafsdp_cc.checkpoint.full",
     "fully_shard": "yafsdp_cc.fsdp2",
     "load": "yafsdp_cc.checkpoint.load",

@@ -1,0 +1,44 @@
+"""The same wire under torch's DDP: ``ddp.register_comm_hook(GradientWire("int8"), encoded_mean)``."""
+
+# DDP reads the hook's annotations, and wants them to be the types themselves: no import of annotations here.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from yafsdp_cc.compression import Compression, compression_of
+from yafsdp_cc.integrations.fsdp2_wire import mean
+from yafsdp_cc.wire.encoded import EncodedSum
+
+
+class GradientWire:
+    """State of the DDP communication hook ``encoded_mean``.
+
+    Args:
+        compression: as of ``shard``; of gradients alone.
+        group: the ranks of the DDP; None: all.
+    """
+
+    def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:
+        config = compression_of(compression)
+        assert config is not None
+        self.config = config
+        self.group = group if group is not None else dist.group.WORLD
+        self.sums: dict[int, EncodedSum] = {}
+        self.sent_bytes = 0
+        """Bytes that this rank has sent through it so far."""
+
+
+def encoded_mean(state: GradientWire, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook: the mean of a bucket, from messages that every rank says to all others.
+
+    Buckets are put together anew after the first step; residuals start then.
+    """
+    total, future = bucket.buffer(), torch.futures.Future[Any]()
+    assert state.group is not None
+    key = total.numel() * 1024 + bucket.index()
+    state.sent_bytes += mean(total, state.config, state.group, state.sums, key, "ddp")
+    future.set_result(total)
+    return future

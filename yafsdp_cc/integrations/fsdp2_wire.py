@@ -1,0 +1,252 @@
+"""The same wire under torch's own FSDP2, through the hooks that it offers.
+
+    compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every gather
+
+A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
+hooks: they live as long as these, and start empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from yafsdp_cc.compression import EXACT, Compression, compression_of
+from yafsdp_cc.engine.module import ShardedModule
+from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, Post, counts_of
+from yafsdp_cc.wire.exchange import Gather
+from yafsdp_cc.wire.feedback import Recursion, Residual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.distributed_c10d import ReduceOp
+
+
+class Compressing:
+    """What ``compress`` has put in place: what it has sent, and the way back."""
+
+    def __init__(self, hooks: Sequence[_Reducing | _Gathering | _Summing]) -> None:
+        self._hooks = tuple(hooks)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent through it so far."""
+        return sum(hook.sent_bytes for hook in self._hooks)
+
+    def remove(self) -> None:
+        """Let torch's own exchanges do it from now on. What is still in residuals is lost."""
+        for hook in self._hooks:
+            hook.forget()
+
+
+def compress(
+    model: nn.Module, compression: Compression | str, *, replicas: dist.ProcessGroup | None = None
+) -> Compressing:
+    """Encode what a model that torch's ``fully_shard`` has sharded sends. (``shard`` takes a compression itself.)
+
+    Args:
+        model: with modules that ``fully_shard`` was called on.
+        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters cross together.
+        replicas: a group over which gradients are summed and averaged besides, encoded: those that hold the same part,
+            of a model that ``fully_shard`` was told the mesh of one replica only. What crosses within one is exact
+            then.
+
+    Raises:
+        ValueError: nothing in the model is sharded, or the compression asks for what cannot be done here.
+        TypeError: ``compression`` is none.
+    """
+    config = compression_of(compression)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if any(isinstance(module, ShardedModule) for module in modules):
+        raise ValueError("compress() on a model of this package: pass shard(model, compression=...)")
+    if config is None or not modules:
+        raise ValueError(f"compress() on a {type(model).__name__} in which fully_shard has sharded nothing")
+    if config.overrides:
+        raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
+    hooks: list[_Reducing | _Gathering | _Summing] = []
+    for number, module in enumerate(modules):
+        if replicas is not None:
+            summing = _Summing(config, replicas, f"{number}")
+            module.set_all_reduce_hook(summing)
+            hooks.append(summing)
+        else:
+            reducing = _Reducing(config, f"{number}")
+            module.set_custom_reduce_scatter(reducing)
+            hooks.append(reducing)
+        if config.weights is not None:
+            gathering = _Gathering(config)
+            module.set_custom_all_gather(gathering)
+            hooks.append(gathering)
+    return Compressing(hooks)
+
+
+class _Reducing(ReduceScatter):
+    """One group's reduce-scatter."""
+
+    def __init__(self, config: Compression, name: str) -> None:
+        self._config: Compression | None = config
+        self._name = name
+        self._encoded: EncodedReduce | None = None
+        self._padded: Tensor | None = None
+        self._calls = 0
+        self.sent_bytes = 0
+
+    def forget(self) -> None:
+        """Encode nothing any more."""
+        self._config = self._encoded = self._padded = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        config = self._config
+        self._calls += 1
+        if config is None or self._calls <= config.warmup_steps:
+            exact: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return exact
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(
+                f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
+                "that FSDP2 divides outside of it"
+            )
+        encoded = self._encoded or self._start(config, output_tensor, group)
+        world, n = group.size(), output_tensor.numel()
+        whole = input_tensor
+        if encoded.chunk != n:
+            if self._padded is None:
+                self._padded = input_tensor.new_zeros(world, encoded.chunk)
+            self._padded[:, :n].copy_(input_tensor.view(world, n))
+            whole = self._padded.view(-1)
+        for work in encoded.send(whole, asynchronous=False):
+            work.wait()
+        self.sent_bytes += encoded.sent_bytes()
+        for start, total in encoded.totals(whole):
+            if op == dist.ReduceOp.AVG:
+                total.div_(world)
+            part = min(total.numel(), n - start)
+            if part > 0:
+                output_tensor.narrow(0, start, part).copy_(total[:part])
+        return None
+
+    def _start(self, config: Compression, output: Tensor, group: dist.ProcessGroup) -> EncodedReduce:
+        world, n, block = group.size(), output.numel(), config.block
+        chunk = -(-n // block) * block
+        codec, post = config.make(config.gradients), Post(group, output.device)
+        dtype = None if config.gradients == EXACT else config.residual_dtype
+        residual = None if dtype is None else Residual(world - 1, chunk, dtype, block, output.device)
+        extents = [(rank * chunk, rank * chunk + n) for rank in range(world)]
+        counts = counts_of(extents, world * chunk, block, output.device)
+        counts = None if counts is None else counts.view(world, -1)
+        recursion = Recursion(carry=config.carry)
+        self._encoded = EncodedReduce(post, codec, world * chunk, counts, residual, self._name, recursion)
+        return self._encoded
+
+
+class _Gathering(AllGather):
+    """One group's all-gather."""
+
+    def __init__(self, config: Compression) -> None:
+        self._config: Compression | None = config
+        self.sent_bytes = 0
+
+    def forget(self) -> None:
+        """Encode nothing any more."""
+        self._config = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        config = self._config
+        if config is None or config.weights is None or not input_tensor.is_floating_point():
+            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            return work
+        world, n, block = group.size(), input_tensor.numel(), config.block
+        codec, chunk = config.make(config.weights), -(-n // block) * block
+        shard = input_tensor if chunk == n else torch.nn.functional.pad(input_tensor, (0, chunk - n))
+        messages = torch.empty(world, codec.message_bytes(chunk), dtype=torch.uint8, device=input_tensor.device)
+        own = messages[group.rank()]
+        kernels.encode(codec, shard.view(1, -1), own.unsqueeze(0))
+        gather = Gather(group, input_tensor.device)
+        for work in gather.send(messages.view(-1), own, asynchronous=False):
+            work.wait()
+        self.sent_bytes += gather.sent_bytes(messages.view(-1))
+        rows = output_tensor.view(world, n)
+        if chunk == n:
+            kernels.decode(codec, messages, rows)
+        else:
+            kernels.decode(codec, messages, padded := output_tensor.new_empty(world, chunk))
+            rows.copy_(padded[:, :n])
+        return None
+
+
+class _Summing:
+    """One group's mean over replicas, after its reduce-scatter."""
+
+    def __init__(self, config: Compression, replicas: dist.ProcessGroup, name: str) -> None:
+        self._config: Compression | None = config
+        self._replicas = replicas
+        self._name = name
+        self._encoded: dict[int, EncodedSum] = {}
+        self.sent_bytes = 0
+
+    def forget(self) -> None:
+        """Encode nothing any more."""
+        self._config = None
+        self._encoded.clear()
+
+    def __call__(self, total: Tensor) -> None:
+        config = self._config
+        if config is None:
+            dist.all_reduce(total, group=self._replicas)
+            total.div_(self._replicas.size())
+            return
+        self.sent_bytes += mean(total, config, self._replicas, self._encoded, total.numel(), self._name)
+
+
+def mean(
+    total: Tensor,
+    config: Compression,
+    group: dist.ProcessGroup,
+    sums: dict[int, EncodedSum],
+    key: int,
+    name: str,
+) -> int:
+    """Overwrite ``total`` with its mean over ``group``, encoded; the bytes sent.
+
+    ``sums`` keeps what has been left unsaid, by ``key``.
+    """
+    n, block = total.numel(), config.block
+    padded = -(-n // block) * block
+    encoded = sums.get(key)
+    if encoded is None:
+        codec = config.make(config.gradients)
+        dtype = None if config.gradients == EXACT else config.residual_dtype
+        residual = None if dtype is None else Residual(1, padded, dtype, block, total.device)
+        counts = counts_of([(0, n)], padded, block, total.device)
+        counts = None if counts is None else counts.unsqueeze(0)
+        recursion = Recursion(carry=config.carry)
+        encoded = EncodedSum(group, total.device, codec, padded, counts, residual, name, recursion)
+        sums[key] = encoded
+    work_on = torch.nn.functional.pad(total.to(torch.float32), (0, padded - n))
+    for work in encoded.send(work_on, asynchronous=False):
+        work.wait()
+    encoded.finish(work_on)
+    total.copy_(work_on[:n].div_(group.size()))
+    return encoded.sent_bytes()
