@@ -46,7 +46,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     """
     root_of(model)
     group = ranks_of(model).front
-    target = Path(path).absolute()
+    target = folders.place(path)
     files: Files | None = None
     with together(group):
         if place_in(group)[0] == 0:
