@@ -41,7 +41,7 @@ class Supply:
         self._kept = 0
         """How often the home slot is kept for what a recomputation has saved."""
         self.gather_note = Note.of("gather", name)
-        self.gather_span = Span("gather", name, sum(flat.layout.numel * flat.compute.itemsize for flat in self.flats))
+        self.gather_span = Span("gather", name)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the shard does, flat by flat."""
@@ -145,7 +145,7 @@ class Supply:
                 works += gather.send(whole, part, asynchronous)
             return works
 
-        with self.gather_span:
+        with self.gather_span.of(sum(whole.nbytes for whole, _ in pairs)):
             root.gather_lane.issue(slot.ready, start, tail, after=slot.free)
         root.journal.write(self.gather_note)
         root.counters.gathered_bytes += sum(gather.sent_bytes(whole) for whole, _ in pairs)

@@ -77,7 +77,7 @@ class Unit(Supply):
         self.reduce_note = Note.of("reduce", name)
         self.forward_span = Span("forward", name)
         self.backward_span = Span("backward", name)
-        self.reduce_span = Span("reduce", name, sum(flat.layout.numel * flat.wire.itemsize for flat in flats))
+        self.reduce_span = Span("reduce", name)
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Unit(Supply):
         if space is None:
             return
         root, flats = self.root, space.flats
-        with self.reduce_span:
+        with self.reduce_span.of(sum(whole.nbytes for whole in space.wholes)):
             for piece in (piece for flat in flats for piece in flat.pieces):
                 if not piece.written:
                     assert piece.target is not None
