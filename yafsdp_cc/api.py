@@ -133,6 +133,7 @@ def shard(
     drafts.append(
         Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
     )
+    drafts[-1].ignored = frozenset(ignored_params or ())
     for draft in drafts:
         draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role != "root"
         if zero_stage == 1:
@@ -145,7 +146,7 @@ def shard(
     buffers = place_buffers(model, ranks.device, param_init_fn)
     if sync_module_states:
         broadcast(buffers, mesh)
-    assemble(model).watch()
+    assemble(model)
     mark_optimizer_steps()
     return model
 

@@ -129,6 +129,7 @@ def fully_shard(
     large = [one for one in owned if one not in small]
     draft = Draft("", modules, ranks, mp_policy, cutter.flats(large), cutter.small_blocks(small))
     draft.settings.keeps_after_forward, draft.settings.near = keeps, near
+    draft.ignored = frozenset(ignored)
     draft.attach()
     for inner in drafts_below(modules[0]):
         if (root := assembled(inner.modules[0])) is not None:

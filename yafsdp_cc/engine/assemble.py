@@ -157,10 +157,12 @@ def _name(model: nn.Module, drafts: Sequence[Draft]) -> None:
     """Call units and parameters by what ``model`` calls them."""
     names = {module: name for name, module in model.named_modules()}
     for draft in drafts:
-        draft.name = names[draft.modules[0]] or ROOT
+        draft.name = next(names[module] for module in draft.modules if module in names) or ROOT
         for piece in draft.pieces:
-            module, attribute = next(site for site in piece.sites if site[0] in names)
-            piece.cut.rename(f"{names[module]}.{attribute}" if names[module] else attribute)
+            site = next((site for site in piece.sites if site[0] in names), None)
+            if site is not None:  # a module that was taken out of the model since keeps its name
+                module, attribute = site
+                piece.cut.rename(f"{names[module]}.{attribute}" if names[module] else attribute)
 
 
 def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:

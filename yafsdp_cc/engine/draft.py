@@ -64,6 +64,8 @@ class Draft:
     role: Role | None = None
     outer: Draft | None = None
     """The next one around it."""
+    ignored: frozenset[nn.Parameter] = frozenset()
+    """Parameters that were left as they are."""
     settings: Settings = field(default_factory=Settings)
 
     @property

@@ -97,7 +97,7 @@ class Reductions:
 
     def take_over(self, other: Reductions) -> None:
         """What was said to ``other`` holds here too."""
-        self.concludes = other.concludes
+        self.concludes, self._told = other.concludes, other._told
         if self.replicas is not None and other.replicas is not None:
             self.replicas.sums = other.replicas.sums
 
