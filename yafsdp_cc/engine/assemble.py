@@ -46,8 +46,8 @@ def assemble(model: nn.Module) -> Root:
         RuntimeError: parameters are still on the meta device, or gradients of micro-batches are held back.
     """
     drafts = drafts_below(model)
-    _check(model, drafts)
     _name(model, drafts)
+    _check(model, drafts)
     ranks = drafts[-1].ranks
     before = {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values()
     for old in before:
@@ -148,7 +148,7 @@ def _check(model: nn.Module, drafts: Sequence[Draft]) -> None:
             if part.master.is_meta:
                 name = part.pieces[0].cut.name
                 raise RuntimeError(
-                    f"'{name}' of '{draft.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    f"'{name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them, before the first forward"
                 )
 

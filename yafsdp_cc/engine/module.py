@@ -62,7 +62,12 @@ class ShardedModule(Methods):
             for ignored in module._parameters.values():
                 if ignored is not None and not isinstance(ignored, FlatDTensor):
                     with torch.no_grad():
-                        ignored.data = fn(ignored)
+                        moved = fn(ignored)
+                    if moved.is_meta is ignored.is_meta:
+                        ignored.data = moved
+                    else:
+                        fresh = nn.Parameter(moved, ignored.requires_grad)
+                        torch.utils.swap_tensors(ignored, fresh)  # remains the object that everybody knows
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = fn(buffer)
