@@ -89,16 +89,13 @@ def shard(
         TypeError: an argument is of the wrong type.
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
-    _check_types(
+    check_types(
         model=(model, nn.Module, "an nn.Module"),
         reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
-        **{
-            f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
-            for index, each in enumerate(ignored_params or ())
-        },
+        ignored_params=ignored_params,
     )
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
@@ -114,12 +111,13 @@ def shard(
     group = ranks.group
     across = groups(mesh)
     with refused_together(*across):
-        _check_model(model)
+        check_modules(model, "shard()")
+        _check_not_sharded(model)
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
         check_divided(owned, mesh)
-        _check_hooks(owned)
+        check_hooks(owned)
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
@@ -148,6 +146,7 @@ def shard(
     drafts.append(
         Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
     )
+    drafts[-1].ignored = frozenset(ignored_params or ())
     for draft in drafts:
         draft.compressed = compressed
         draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role != "root"
@@ -162,7 +161,6 @@ def shard(
     if sync_module_states:
         broadcast(buffers, mesh)
     root = assemble(model)
-    root.watch()
     if config is not None:
         _warn_of_residuals(root.plan)
     mark_optimizer_steps()
@@ -189,33 +187,46 @@ def counters_of(model: nn.Module) -> Counters:
     return root.counters
 
 
-def _check_types(**arguments: tuple[object, Any, str]) -> None:
-    for name, (value, kinds, wanted) in arguments.items():
+def check_types(
+    *, ignored_params: Collection[nn.Parameter] | None = None, **arguments: tuple[object, Any, str]
+) -> None:
+    """Raise a ``TypeError`` that names the first of ``arguments`` (value, types, what it takes) of a wrong type."""
+    ignored = {
+        f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
+        for index, each in enumerate(ignored_params or ())
+    }
+    for name, (value, kinds, wanted) in (arguments | ignored).items():
         if not isinstance(value, kinds):
             raise TypeError(f"{name} takes {wanted}; got {value!r}")
 
 
-def _check_hooks(owned: Sequence[OwnedParameter]) -> None:
+def check_hooks(owned: Sequence[OwnedParameter]) -> None:
+    """Raise a ``ValueError`` that names the first parameter with hooks."""
     for each in owned:
         if each.parameter._backward_hooks or each.parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"'{each.name}' has hooks, which would be lost with the whole parameter: after shard(), call "
+                f"'{each.name}' has hooks, which would be lost with the whole parameter: after sharding, call "
                 "register_post_accumulate_grad_hook on the sharded one"
             )
 
 
-def _check_model(model: nn.Module) -> None:
+def check_modules(model: nn.Module, call: str) -> None:
+    """Raise a ``ValueError`` where ``call`` would make something of ``model`` that cannot be trained."""
     if torch.is_inference_mode_enabled():
-        raise ValueError("shard() under torch.inference_mode() would make weights that cannot be trained")
+        raise ValueError(f"{call} under torch.inference_mode() would make weights that cannot be trained")
     for name, module in model.named_modules():
-        if isinstance(module, ShardedModule):
-            where = f"its module '{name}'" if name else "it"
-            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
                 "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
             )
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            where = f"its module '{name}'" if name else "it"
+            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
 
 
 def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.api import after_forward, all_ranks
+from yafsdp_cc.api import after_forward, all_ranks, check_hooks, check_modules, check_types
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
@@ -94,9 +94,15 @@ def fully_shard(
         ValueError: the module, the mesh or an argument cannot work.
         NotImplementedError: an argument has no counterpart here; the message says why.
     """
-    modules = tuple(module) if isinstance(module, list) else (module,)
-    for each in modules:
+    for each in module if isinstance(module, list) and module else [module]:
         _check_module(each)
+    modules = tuple(dict.fromkeys(module)) if isinstance(module, list) else (module,)
+    check_types(
+        mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
+        mp_policy=(mp_policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
+        ignored_params=ignored_params,
+    )
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             "dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp'], and divide parameters across the other "
@@ -115,6 +121,7 @@ def fully_shard(
             _check_placement(one, shard_placement_fn(one.parameter))
     for each in modules:
         check_no_optimizer(each, ignored)
+    check_hooks(owned)
     ranks = Ranks.of(mesh)
 
     def prepare(members: Any) -> None:
@@ -127,6 +134,7 @@ def fully_shard(
     large = [one for one in owned if one not in small]
     draft = Draft("", modules, ranks, mp_policy, cutter.flats(large), cutter.small_blocks(small))
     draft.settings.keeps_after_forward, draft.settings.near = keeps, near
+    draft.ignored = frozenset(ignored)
     draft.attach()
     for inner in drafts_below(modules[0]):
         if (root := assembled(inner.modules[0])) is not None:
@@ -161,6 +169,7 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     if draft_of(module) is not None:
         raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}: shard it once")
+    check_modules(module, "fully_shard()")
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -190,7 +199,12 @@ def _owned(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[O
         for owned, paths in survey(module, ignored).items():
             if all(any(draft_of(each) is not None for each in path) for path in paths):
                 continue
-            if isinstance(owned.parameter, FlatDTensor) or cut_of(owned.parameter) is not None:
+            if isinstance(owned.parameter, FlatDTensor):
+                raise ValueError(
+                    f"'{owned.name}' of this {type(module).__name__} was sharded by a call on a module around it: call "
+                    "fully_shard on the inner modules first, on tied ones together, fully_shard([one, other])"
+                )
+            if cut_of(owned.parameter) is not None:
                 raise ValueError(
                     f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
                     "fully_shard([one, other])"

@@ -168,6 +168,36 @@ def test_files_that_are_not_whole(saved):
         load(saved)
 
 
+def flipped(file, after):
+    """One bit is another one in ``file``, behind ``after``."""
+    content = bytearray(file.read_bytes())
+    content[content.index(after) + len(after) + 1] ^= 0x40
+    file.write_bytes(content)
+
+
+def test_a_bit_that_has_changed(saved):
+    [data] = saved.glob("*.distcp")
+    sound = data.read_bytes()
+    weight = nn.Linear(4, 4)
+    yafsdp_cc.load(saved, weight)
+    flipped(data, weight.weight.detach().numpy().tobytes()[:32])
+    with pytest.raises(RuntimeError, match=r"loading .*: rank 0: ValueError: .*\.distcp, from byte .* is damaged"):
+        yafsdp_cc.load(saved, nn.Linear(4, 4))
+    data.write_bytes(sound)
+    flipped(saved / "extra_0_of_1.pt", b"step")
+    with pytest.raises(ValueError, match=r"extra_0_of_1\.pt is damaged"):
+        load(saved)
+
+
+def test_files_without_sums(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        yafsdp_cc.save(tmp_path / "good", nn.Linear(4, 4), step=1)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert yafsdp_cc.load(tmp_path / "good", nn.Linear(4, 4)) == {"step": 1}
+
+
 def test_what_is_no_checkpoint(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "step-20")
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*step-30; checkpoints in .*: good, step-20"):

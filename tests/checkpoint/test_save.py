@@ -43,6 +43,35 @@ def test_in_the_background(tmp_path):
     on_ranks(2, in_the_background, tmp_path)
 
 
+# Where the path leads
+
+
+def through_links(folder):
+    model, optimizer = job("ours", steps=1)
+    disk = folder / "disk"
+    if dist.get_rank() == 0:
+        disk.mkdir()
+        (folder / "latest").symlink_to(disk / "step", target_is_directory=True)
+    dist.barrier()
+    for step in range(3):
+        expected = contents(model, optimizer)
+        yafsdp_cc.save(folder / "latest", model, optimizer, step=step)
+        train(model, optimizer, step)
+        assert yafsdp_cc.load(folder / "latest", model, optimizer) == {"step": step}
+        same(contents(model, optimizer), expected)
+        assert (folder / "latest").is_symlink()
+        assert [each.name for each in disk.iterdir()] == ["step"]
+    yafsdp_cc.save_safetensors(folder / "none" / ".." / "weights", model)
+    assert sorted(each.name for each in folder.iterdir()) == ["disk", "latest", "weights"]
+
+
+def test_links_are_followed(tmp_path):
+    on_ranks(2, through_links, tmp_path)
+
+
+# What goes wrong
+
+
 def failing(folder):
     model, optimizer = job("ours")
     yafsdp_cc.save(folder, model, optimizer, step=1)

@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
             m(torch.zeros(1, 2, dtype=torch.long)),
         ],
         ValueError,
-        "takes one mesh",
+        r"'\(root\)' is sharded across .* 'blocks.0' across .* takes one mesh",
     ),
     "an optimizer before": (
         lambda m: (torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def convert(
         ValueError: it is none, or an unfinished or damaged one; or there is something at ``out``.
         pickle.UnpicklingError: its table of contents wants code to be run.
     """
-    source, target = folders.complete(Path(checkpoint).absolute()), Path(out).absolute()
+    source, target = folders.complete(folders.place(checkpoint)), folders.place(out)
     reader = CheckpointReader(source)
     part = model_part(reader.contents, source)
     folder = folders.begin(target)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yafsdp_cc.checkpoint.sums import check_sums
+
 
 def packed(extra: dict[str, Any]) -> bytes:
     """The file's content: what ``extra`` is now."""
@@ -64,8 +66,10 @@ def _world(folder: Path) -> int:
 def _load(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint is damaged, load another one")
-    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return content
+    with file.open("rb") as content:
+        check_sums(content, file)
+        extra: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+    return extra
 
 
 def _holds(saved: dict[str, Any], name: str, value: object) -> bool:

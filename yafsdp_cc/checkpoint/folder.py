@@ -19,6 +19,11 @@ CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
 """The files of a checkpoint."""
 
 
+def place(path: str | os.PathLike[str]) -> Path:
+    """The folder that ``path`` means: where links lead, for a rename would replace a link and not what lies there."""
+    return Path(path).resolve()
+
+
 def unfinished(path: Path) -> Path:
     """Where a checkpoint for ``path`` is written."""
     return path.with_name(path.name + ".saving")

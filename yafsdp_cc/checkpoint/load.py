@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -49,7 +48,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     group = ranks_of(model).front
     rank, world = place_in(group)
     with together(group):
-        folder = folders.complete(Path(path).absolute())
+        folder = folders.complete(folders.place(path))
         reader = CheckpointReader(folder)
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
         check_model(reader.contents, state[MODEL], folder)

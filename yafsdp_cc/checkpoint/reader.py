@@ -19,6 +19,8 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
+from yafsdp_cc.checkpoint.sums import check_sums
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
@@ -82,6 +84,12 @@ class CheckpointReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.contents
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        # In memory, which is where it goes anyway: torch's view of a part of a file cannot be sought from its end.
+        content = io.BytesIO(super()._slice_file(file, sinfo).read(-1))
+        check_sums(content, f"{Path(self.path) / sinfo.relative_path}, from byte {sinfo.offset:,} on,")
+        return content
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -46,7 +46,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     """
     root_of(model)
     group = ranks_of(model).front
-    target = Path(path).absolute()
+    target = folders.place(path)
     files: Files | None = None
     with together(group):
         if place_in(group)[0] == 0:
@@ -85,7 +85,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     group = ranks_of(model).front
     with together(group):
-        state = get_model_state_dict(model)
+        # What a module's get_extra_state gives may be anything, and these files hold tensors.
+        state = {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)}
         files = _files_of(Path(path).absolute())
         opened: list[Any] = [safe_open(file, framework="pt") for file in files]
         places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118

@@ -73,9 +73,9 @@ def save(
         RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
     """
     ranks = ranks_of(model)
-    target = Path(path).absolute()
+    target = folders.place(path)
     if ranks.front is not None:
-        check_settings({"path": str(target), "asynchronous": asynchronous}, [ranks.front], "save()")
+        check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, [ranks.front], "save()")
     with together(ranks.front):
         check_extra(extra)
         state, content = state_of(model, optimizer), extras.packed(extra)

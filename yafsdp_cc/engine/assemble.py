@@ -46,8 +46,8 @@ def assemble(model: nn.Module) -> Root:
         RuntimeError: parameters are still on the meta device, or gradients of micro-batches are held back.
     """
     drafts = drafts_below(model)
-    _check(model, drafts)
     _name(model, drafts)
+    _check(model, drafts)
     ranks = drafts[-1].ranks
     before = {id(old): old for draft in drafts for module in draft.modules if (old := assembled(module))}.values()
     for old in before:
@@ -148,7 +148,7 @@ def _check(model: nn.Module, drafts: Sequence[Draft]) -> None:
             if part.master.is_meta:
                 name = part.pieces[0].cut.name
                 raise RuntimeError(
-                    f"'{name}' of '{draft.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    f"'{name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them, before the first forward"
                 )
 
@@ -157,10 +157,12 @@ def _name(model: nn.Module, drafts: Sequence[Draft]) -> None:
     """Call units and parameters by what ``model`` calls them."""
     names = {module: name for name, module in model.named_modules()}
     for draft in drafts:
-        draft.name = names[draft.modules[0]] or ROOT
+        draft.name = next(names[module] for module in draft.modules if module in names) or ROOT
         for piece in draft.pieces:
-            module, attribute = next(site for site in piece.sites if site[0] in names)
-            piece.cut.rename(f"{names[module]}.{attribute}" if names[module] else attribute)
+            site = next((site for site in piece.sites if site[0] in names), None)
+            if site is not None:  # a module that was taken out of the model since keeps its name
+                module, attribute = site
+                piece.cut.rename(f"{names[module]}.{attribute}" if names[module] else attribute)
 
 
 def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:

@@ -67,6 +67,8 @@ class Draft:
     """The whole model's, once it is known."""
     outer: Draft | None = None
     """The next one around it."""
+    ignored: frozenset[nn.Parameter] = frozenset()
+    """Parameters that were left as they are."""
     settings: Settings = field(default_factory=Settings)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -61,7 +62,12 @@ class ShardedModule(Methods):
             for ignored in module._parameters.values():
                 if ignored is not None and not isinstance(ignored, FlatDTensor):
                     with torch.no_grad():
-                        ignored.data = fn(ignored)
+                        moved = fn(ignored)
+                    if moved.is_meta is ignored.is_meta:
+                        ignored.data = moved
+                    else:
+                        fresh = nn.Parameter(moved, ignored.requires_grad)
+                        torch.utils.swap_tensors(ignored, fresh)  # remains the object that everybody knows
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = fn(buffer)
@@ -125,6 +131,7 @@ def adopt(module: nn.Module) -> None:
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         entered = entries.pop()
+        _explain(sys.exc_info()[1])
         if entered is None:
             if (root := assembled(module)) is not None:
                 root.interrupted = True
@@ -138,6 +145,16 @@ def adopt(module: nn.Module) -> None:
     refusal = module.register_load_state_dict_pre_hook(_refuse_assignment)
     for hook in (before, after, refusal):
         undo_later(module, hook.remove)
+
+
+def _explain(error: BaseException | None) -> None:
+    """Say what autograd means where it refuses a write to what came through a gate; ``error`` ends a forward."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
+        error.args = (
+            "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
+            "norm's, a bias): write x = x + y in place of x += y, and change parameters outside of the forward. "
+            f"Autograd says: {error}",
+        )
 
 
 def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:

@@ -141,6 +141,11 @@ class Reductions:
             return self.exchange
         return encoded
 
+    def payload(self, flat: Flat, whole: Tensor) -> int:
+        """Bytes that say the gradients of ``flat`` in ``whole`` to all ranks."""
+        exchange = self.exchange_of(flat)
+        return exchange.payload if isinstance(exchange, EncodedReduce) else whole.nbytes
+
     @staticmethod
     def wrap(local: Tensor, piece: Piece) -> FlatDTensor:
         """The ``.grad`` of a parameter whose range of the gradient shard is ``local``."""
@@ -148,7 +153,7 @@ class Reductions:
 
     def take_over(self, other: Reductions) -> None:
         """What was said to ``other`` holds here too."""
-        self.concludes = other.concludes
+        self.concludes, self._told = other.concludes, other._told
         if self.replicas is not None and other.replicas is not None:
             self.replicas.sums = other.replicas.sums
 

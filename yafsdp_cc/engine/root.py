@@ -16,6 +16,7 @@ from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.reductions import Reductions
 from yafsdp_cc.engine.slots import Ring, Slot
+from yafsdp_cc.engine.strangers import Strangers
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
 from yafsdp_cc.wire.encoded import EncodedGather
@@ -107,7 +108,7 @@ class Root:
         self.interrupted = False
         """A forward was given up before it could be entered in full."""
         self._backward_passage: Passage | None = None
-        self._watched: set[nn.Parameter] | None = None
+        self._strangers = Strangers(model, {each for draft in drafts for each in draft.ignored})
 
     def adopt(self, units: dict[Draft, Unit], small: SmallGroup, root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots."""
@@ -159,20 +160,10 @@ class Root:
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
                 slot.ready.settle()
-
-    def watch(self) -> None:
-        """Remember the model's parameters, to notice at its first forward what has been added since."""
-        self._watched = set(self.model.parameters())
-
-    def _check_added(self, known: set[nn.Parameter]) -> None:
-        added = [name for name, each in self.model.named_parameters() if each.requires_grad and each not in known]
-        if added:
-            others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
-            raise ValueError(
-                f"'{added[0]}'{others} was added after shard(), so every rank would train values of its own: add "
-                "adapters and layers first, then call shard()"
-            )
-        self._watched = None
+                slot.owner = None
+        # Units and this refer to each other: their buffers shall not wait for Python to look for cycles.
+        self.units, self.unit, self.order = (), None, Order(())
+        self.weight_rings.clear()
 
     # A forward of the root module --------------------------------------------------------------------------------
 
@@ -180,10 +171,9 @@ class Root:
         """Begin a pass: clear what an interrupted one left, see new weights, gather the first units."""
         if self._task != -1 or self.interrupted:
             self.recover()
-        if self._watched is not None:
-            self._check_added(self._watched)
         for piece in self._pieces:
             piece.check()
+        self._strangers.check()
         self._count_step()
         self.small.refresh()
         if not torch.is_grad_enabled():

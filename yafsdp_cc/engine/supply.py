@@ -44,7 +44,7 @@ class Supply:
         self._kept = 0
         """How often the home slot is kept for what a recomputation has saved."""
         self.gather_note = Note.of("gather", name)
-        self.gather_span = Span("gather", name, sum(flat.layout.numel * flat.compute.itemsize for flat in self.flats))
+        self.gather_span = Span("gather", name)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the shard does, flat by flat."""
@@ -148,7 +148,7 @@ class Supply:
             for each in tails:
                 each()
 
-        with self.gather_span:
+        with self.gather_span.of(sum(send.payload for send in sends)):
             root.gather_lane.issue(slot.ready, start, tail if tails else None, after=slot.free)
         root.journal.write(self.gather_note)
         root.counters.gathered_bytes += sum(send.sent_bytes for send in sends)
@@ -160,7 +160,7 @@ class Supply:
         if encoded is None or message is None:
             return _exact(self.root.gather, whole, shard)
         tails.append(partial(encoded.finish, message, whole))
-        return Send(partial(encoded.send, message, shard), encoded.sent_bytes(message))
+        return Send(partial(encoded.send, message, shard), message.nbytes, encoded.sent_bytes(message))
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1
@@ -175,8 +175,11 @@ class Send(NamedTuple):
     """One flat's gather."""
 
     start: Start
+    payload: int
+    """Bytes of all ranks' parts."""
     sent_bytes: int
+    """Bytes that this rank sends."""
 
 
 def _exact(gather: Gather, whole: Tensor, shard: Tensor) -> Send:
-    return Send(partial(gather.send, whole, shard), gather.sent_bytes(whole))
+    return Send(partial(gather.send, whole, shard), whole.nbytes, gather.sent_bytes(whole))

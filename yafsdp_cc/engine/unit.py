@@ -77,7 +77,7 @@ class Unit(Supply):
         self.reduce_note = Note.of("reduce", name)
         self.forward_span = Span("forward", name)
         self.backward_span = Span("backward", name)
-        self.reduce_span = Span("reduce", name, sum(flat.layout.numel * flat.wire.itemsize for flat in flats))
+        self.reduce_span = Span("reduce", name)
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,8 @@ class Unit(Supply):
         space = self.gradient_space
         if space is None:
             return
-        with self.reduce_span:
+        payload = sum(map(self.root.reductions.payload, space.flats, space.wholes))
+        with self.reduce_span.of(payload):
             self.root.reductions.send(self.reduce_note, *self._finished(space))
 
     def _finished(self, space: GradientSpace) -> tuple[GradientSpace, list[list[bool]]]:

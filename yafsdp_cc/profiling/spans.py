@@ -84,15 +84,23 @@ class Span:
     ``byte_count`` is the NVTX payload, and in Kineto a keyword argument shown under ``record_shapes=True``.
     """
 
-    __slots__ = ("_attributes", "_bytes", "_entered", "title")
+    __slots__ = ("_attributes", "_bytes", "_entered", "_kind", "_name", "_sizes", "title")
 
     def __init__(self, kind: Kind, name: str = "", byte_count: int = 0) -> None:
+        self._kind, self._name = kind, name
+        self._sizes: dict[int, Span] = {}
         self.title = f"YaFSDP::{kind} ({name})" if name else f"YaFSDP::{kind}"
         self._bytes = {"bytes": byte_count}
         self._attributes = _domain.get_event_attributes(
             message=self.title, color=_COLORS[kind], category=kind, payload=byte_count
         )
         self._entered: list[Handle | None] = []
+
+    def of(self, byte_count: int) -> Span:
+        """This range with another number of bytes."""
+        if byte_count not in self._sizes:
+            self._sizes[byte_count] = Span(self._kind, self._name, byte_count)
+        return self._sizes[byte_count]
 
     def start(self) -> Handle | None:
         """Open a range that ``end`` closes elsewhere; None while no tool looks.

@@ -131,6 +131,11 @@ class EncodedReduce:
         pending = 0 if self._pending is None else self._pending.nbytes
         return pending + (0 if self.residual is None else self.residual.nbytes)
 
+    @property
+    def payload(self) -> int:
+        """Bytes that would say the buffer to all ranks."""
+        return self._message_bytes * self._post.world
+
     def sent_bytes(self, whole: Tensor | None = None) -> int:
         """Bytes that this rank sends: a message to every other, whatever it says."""
         return self._message_bytes * len(self._peers)

@@ -1,0 +1,53 @@
+"""What becomes of an engine that is put together anew."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import torch
+from torch import nn
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.module import root_of
+
+
+class Listener(logging.Handler):
+    """Takes down what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def test_what_an_assembly_leaves_behind() -> None:
+    on_ranks(2, _anew)
+
+
+def _anew() -> None:
+    heard = Listener()
+    logging.getLogger("yafsdp_cc").addHandler(heard)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), nn.Linear(32, 32))
+    for block in model:
+        yafsdp_cc.fully_shard(block)
+    sharded = yafsdp_cc.fully_shard(model)
+    gc.collect()
+    gc.disable()  # buffers are to go by themselves
+    before: list[weakref.ref[object]] = []
+    for keeps in (False, True, False):
+        sharded.set_reshard_after_forward(not keeps)
+        for last in (False, True):
+            sharded.set_requires_gradient_sync(last)
+            model(torch.ones(2, 32)).sum().backward()
+        assert [reference() for reference in before] == [None] * len(before), "buffers of an earlier assembly"
+        root = root_of(model)
+        rings = [*root.weight_rings.values(), *root.reductions.rings.values()]
+        slots = [slot for ring in rings for slot in (*ring.slots, *ring.kept)]
+        before = [weakref.ref(root), *(weakref.ref(slot.buffer) for slot in slots)]
+        del root, rings, slots
+    assert sum("keeps whole gradients" in each for each in heard.said) == (torch.distributed.get_rank() == 0)
