@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
 from yafsdp_cc.wire.exchange import backend_of
 
@@ -121,6 +121,20 @@ def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor 
 def _complete(messages: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
+
+
+def check_shows_shards(model: nn.Module, what: str) -> None:
+    """Raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    if not isinstance(model, ShardedModule):
+        return
+    root = root_of(model)
+    for piece in (piece for draft in root.drafts for piece in draft.pieces):
+        module, attribute = piece.sites[0]
+        if module._parameters.get(attribute) is not piece.parameter:
+            raise RuntimeError(
+                f"{what} inside whole_parameters, or after '{piece.cut.name}' was replaced, would write to what is not "
+                "the sharded parameter: do it outside"
+            )
 
 
 def check_at_rest(root: Root, what: str) -> None:
