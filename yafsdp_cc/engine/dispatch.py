@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.elementwise import admit, admit_at, elementwise, first_cut, grown, is_elementwise, lists, refuse
 from yafsdp_cc.engine.norms import MAX, MIN, NORMS, Kind, LazyNorm, norm_call, norms_of, reduced
-from yafsdp_cc.engine.ranks import of_first
+from yafsdp_cc.engine.ranks import of_first, reduce_shares
 from yafsdp_cc.engine.tensor import Cut, FlatDTensor, wrap
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _equal(func: Any) -> Handler:
             return False
         ours = func(admit(func, cut, one), admit(func, cut, other), *rest, **kwargs)
         differs = torch.tensor(float(not ours), device=one.device)
-        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=cut.group)
+        reduce_shares(differs, dist.ReduceOp.MAX, cut.mesh)
         return not differs.item()
 
     return equal
@@ -260,8 +260,8 @@ def _unscale(func: Any) -> Handler:
         locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        for group in dict.fromkeys(x._cut.group for x in tensors if type(x) is FlatDTensor):
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+        for mesh in dict.fromkeys(x._cut.mesh for x in tensors if type(x) is FlatDTensor):
+            reduce_shares(found_inf, dist.ReduceOp.MAX, mesh)
 
     return unscale
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
-from yafsdp_cc.engine.ranks import shard_group, shard_rank
+from yafsdp_cc.engine.ranks import reduce_shares, shard_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,15 +82,14 @@ class Shares:
         return self._whole
 
     def _reduced(self) -> torch.Tensor:
-        group = shard_group(self.mesh)
         if self.kind.is_sum:
             total = self.local.clone()
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+            reduce_shares(total, dist.ReduceOp.SUM, self.mesh)
             return total
         # A maximum may lose a NaN on the way (how backends compare it is anyone's guess): it travels as a flag beside.
         is_nan = self.local.isnan()
         both = torch.stack([self.local.masked_fill(is_nan, -math.inf), is_nan.to(self.local.dtype)])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        reduce_shares(both, dist.ReduceOp.MAX, self.mesh)
         return both[0].masked_fill(both[1] > 0, math.nan)
 
 

@@ -42,10 +42,27 @@ def groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [shard_group(mesh), *([] if replicas is None else [replicas])]
 
 
+def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``tensor`` itself, or a copy where the ranks of ``mesh`` can exchange it: what is offloaded is in host memory,
+    and the mesh's process group may know GPUs alone."""
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
+
+
+def reduce_shares(tensor: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> None:
+    """All-reduce ``tensor`` over the ranks that parameters are cut across, in place."""
+    carried = on_mesh(tensor, mesh)
+    dist.all_reduce(carried, op=op, group=shard_group(mesh))
+    if carried is not tensor:
+        tensor.copy_(carried)
+
+
 def of_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: bool = False) -> None:
     """Overwrite ``tensor`` with that of the mesh's first rank, or of the first that holds the same part."""
+    carried = on_mesh(tensor, mesh)
     for group in groups(mesh)[1 if replicas_only else 0 :]:
-        dist.broadcast(tensor, group=group, group_src=0)
+        dist.broadcast(carried, group=group, group_src=0)
+    if carried is not tensor:
+        tensor.copy_(carried)
 
 
 @dataclass(frozen=True, eq=False)

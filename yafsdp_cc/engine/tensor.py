@@ -27,7 +27,7 @@ from torch.optim.optimizer import _foreach_supported_types as _for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 
 from yafsdp_cc.engine.boxes import Box, boxes
-from yafsdp_cc.engine.ranks import shard_group, shard_rank
+from yafsdp_cc.engine.ranks import on_mesh, shard_group, shard_rank
 from yafsdp_cc.engine.scatter import teach_state_dicts
 
 if TYPE_CHECKING:
@@ -188,17 +188,17 @@ class FlatDTensor(DTensor):
         if widest == 0:
             return local.new_empty(cut.shape)
         # gloo gathers equal pieces only, and not every dtype: pieces padded to the widest, as bytes.
-        piece = local.contiguous()
+        piece = on_mesh(local.contiguous(), cut.mesh)
         if local.numel() < widest:
-            piece = local.new_zeros(widest)
+            piece = piece.new_zeros(widest)
             piece[: local.numel()].copy_(local)
-        gathered = local.new_empty(widest * len(widths))
+        gathered = piece.new_empty(widest * len(widths))
         _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=cut.group)
         if min(widths) < widest:
             gathered = torch.cat(
                 [part[:width] for part, width in zip(gathered.view(len(widths), widest), widths, strict=True)]
             )
-        return gathered.view(cut.shape)
+        return gathered.view(cut.shape).to(local.device)
 
     def redistribute(
         self,
