@@ -91,7 +91,7 @@ class HostBlock(SmallBlock):
         super().__init__(*rest)
 
     def _room(self, master: Tensor) -> Tensor:
-        return torch.empty_like(master, dtype=self._dtype, device="meta" if master.is_meta else self._device)
+        return torch.empty(master.numel(), dtype=self._dtype, device="meta" if master.is_meta else self._device)
 
     def _copy(self) -> None:
         self._host.crossings.small.bring(self.compute, self.master)

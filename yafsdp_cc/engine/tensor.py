@@ -188,10 +188,11 @@ class FlatDTensor(DTensor):
         if widest == 0:
             return local.new_empty(cut.shape)
         # gloo gathers equal pieces only, and not every dtype: pieces padded to the widest, as bytes.
-        piece = on_mesh(local.contiguous(), cut.mesh)
+        piece = local.contiguous()
         if local.numel() < widest:
-            piece = piece.new_zeros(widest)
+            piece = local.new_zeros(widest)
             piece[: local.numel()].copy_(local)
+        piece = on_mesh(piece, cut.mesh)
         gathered = piece.new_empty(widest * len(widths))
         _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=cut.group)
         if min(widths) < widest:

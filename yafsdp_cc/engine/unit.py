@@ -245,7 +245,7 @@ class Unit(Supply):
         if self._shows_held:
             self._shows_held = False
             self.hide()
-            for piece in self.small:
+            for piece in self.small if self.root.passage is None else ():  # a forward shows them until its own end
                 piece.hide()
 
     # Gradients ---------------------------------------------------------------------------------------------------
