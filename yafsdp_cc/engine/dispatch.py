@@ -258,9 +258,13 @@ def _unscale(func: Any) -> Handler:
     def unscale(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, found_inf, inverse_scale = args
         locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
+        meshes = dict.fromkeys(x._cut.mesh for x in tensors if type(x) is FlatDTensor)
+        for kind in {mesh.device_type for mesh in meshes} - {found_inf.device.type}:
+            # Gradients are in host memory, where GradScaler has sent its two numbers without waiting for them.
+            torch.get_device_module(kind).synchronize()
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        for mesh in dict.fromkeys(x._cut.mesh for x in tensors if type(x) is FlatDTensor):
+        for mesh in meshes:
             reduce_shares(found_inf, dist.ReduceOp.MAX, mesh)
 
     return unscale
