@@ -81,6 +81,8 @@ class Supply:
         self.let_hold_go()
         self.held, slot = self.home, self.home.slot
         if not self.holds(slot):
+            lane = self.root.gather_lane
+            lane.follow(lane.reached())  # where weights may just have been written: no pass has followed it so far
             if slot.users:
                 self.held = self._spill()
             self._gather(self.held)
