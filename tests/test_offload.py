@@ -14,7 +14,7 @@ import torch._dynamo  # by the optimizers, at a second for every rank if not bef
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
@@ -71,7 +71,7 @@ def keeps_gradients(api: Any) -> fsdp2.Run:
 def offloads_in_part(api: Any) -> fsdp2.Run:
     model: Any = seeded(Transformer)
     for index, block in enumerate(model.blocks):
-        api.fully_shard(block, **({"offload_policy": None} if index == 1 else {}))
+        api.fully_shard(block, **({"offload_policy": OffloadPolicy()} if index == 1 else {}))
     api.fully_shard(model)
     run = fsdp2.Run.of_sharded(api, model)
     run.steps()
@@ -169,17 +169,17 @@ def _each(world: int) -> list[int]:
 
 
 def without_holding_the_host() -> None:
-    lanes.CudaLane.hold_host = lambda self, marker: None  # type: ignore[method-assign]
+    lanes.CudaLane.hold_host = lambda self, marker: None
     run(steps, Mlp, None)
 
 
 def without_marks() -> None:
-    host.Crossing.mark = lambda self: None  # type: ignore[method-assign]
+    host.Crossing.mark = lambda self: None
     run(steps, Mlp, None)
 
 
 def without_waiting_for_weights() -> None:
-    Root.wait_for_copies = lambda self: None  # type: ignore[method-assign]
+    Root.wait_for_copies = lambda self: None
     run(edits, Mlp, None)
 
 
@@ -189,7 +189,7 @@ def with_one_room() -> None:
     def share(self: Any, weights: Any, gradients: Any, small: Any) -> None:
         make(self, weights, gradients, weights)
 
-    host.Crossings.__init__ = share  # type: ignore[method-assign]
+    host.Crossings.__init__ = share
     run(edits, Mlp, BF16)
 
 
@@ -369,5 +369,6 @@ def _refused() -> None:
     yafsdp_cc.fully_shard(model, offload_policy=OFFLOADED)
     with pytest.raises(RuntimeError, match=r"'.*weight' was sharded with CPUOffloadPolicy .* belongs to host memory"):
         model.to_empty(device="meta")
-    with pytest.raises(TypeError, match=r"offload_policy takes CPUOffloadPolicy\(\); got True"):
-        yafsdp_cc.shard(Mlp(), offload_policy=True)  # type: ignore[arg-type]
+    for call in (yafsdp_cc.shard, yafsdp_cc.fully_shard):
+        with pytest.raises(TypeError, match=r"offload_policy takes CPUOffloadPolicy\(\); got True"):
+            call(Mlp(), offload_policy=True)

@@ -19,13 +19,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-    from torch.distributed.fsdp import OffloadPolicy
 
     from yafsdp_cc.engine.lanes import Lane, Marker
 
@@ -105,7 +104,13 @@ class Host:
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> Host | None:
-        """What ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU itself nothing is pinned."""
+        """What ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU itself nothing is pinned.
+
+        Raises:
+            TypeError: it is no policy.
+        """
+        if policy is not None and not isinstance(policy, OffloadPolicy):
+            raise TypeError(f"offload_policy takes CPUOffloadPolicy(); got {policy!r}")
         if not isinstance(policy, CPUOffloadPolicy):
             return None
         return cls(policy.pin_memory and device.type != "cpu")
