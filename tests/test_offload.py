@@ -79,15 +79,11 @@ def offloads_in_part(api: Any) -> fsdp2.Run:
 
 
 PROGRAMS = [
-    [fsdp2.in_bf16, fsdp2.tied, keeps_gradients, offloads_in_part, fsdp2.with_frozen_parameters, fsdp2.from_meta],
-    [fsdp2.accumulates_without_communication, fsdp2.accumulates_without_the_end, fsdp2.recovers, fsdp2.scales],
+    [fsdp2.in_bf16, fsdp2.tied, keeps_gradients, offloads_in_part, fsdp2.with_frozen_parameters],
+    [fsdp2.accumulates_without_communication, fsdp2.accumulates_without_the_end, fsdp2.from_meta],
     [fsdp2.unshards_by_hand, fsdp2.changes_its_mind_about_resharding],
 ]
-WITH_REPLICAS = [
-    fsdp2.with_replicas_in_bf16,
-    fsdp2.with_replicas_summed_at_the_end,
-    fsdp2.gathers_from_a_second_shard,
-]
+WITH_REPLICAS = [fsdp2.with_replicas_summed_at_the_end, fsdp2.gathers_from_a_second_shard]
 
 
 @pytest.mark.parametrize("programs", PROGRAMS, ids=lambda programs: programs[0].__name__)
