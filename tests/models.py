@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +115,62 @@ class MixtureModel(nn.Module):
             x = block(x)
         out: Tensor = self.head(x)
         return out
+
+
+class Block(nn.Module):
+    """A residual block around ``inner``."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def stack(blocks: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(blocks)))
+
+
+class Part(nn.Module):
+    def __init__(self, recompute: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.recompute, self.reentrant = recompute, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            y: Tensor = checkpoint(self.mlp, x, use_reentrant=self.reentrant)
+            return x + y
+        return x + self.mlp(x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        y = torch.tanh(self.into(x))
+        if depth:
+            y = self(y, depth - 1)
+        return x + self.out(y)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar, self.one = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.randn(1))
+        self.pair, self.none = nn.Parameter(torch.randn(1, 2)), nn.Parameter(torch.empty(0, 3))
+        self.odd = nn.Parameter(torch.randn(3, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:, :3] @ self.odd
+        return torch.tanh(x * self.scalar + self.one * self.pair.sum() + y.sum() + self.none.sum())
 
 
 @dataclass(frozen=True)

@@ -3,40 +3,60 @@
 With another ``backend`` they are spawned, and each takes a GPU, the same one where there are too few. The parent
 imports torch and computes nothing (threads do not survive a fork). A rank that raises ends the others, and the test
 fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+
+What ranks import lazily is imported here, before the fork, and the objects that they inherit are hidden from their
+garbage collectors: looking at those would copy most of the parent's memory into each rank.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # by the optimizers
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+
+import yafsdp_cc.api  # by the first of yafsdp_cc's names
+import yafsdp_cc.engine.dispatch  # noqa: F401 - by the first operation on a sharded parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class RankError(AssertionError):
     """A rank failed; the message holds its traceback."""
 
 
-def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 120.0, backend: str = "") -> list[Any]:
-    """Run ``body(*args)`` on ``world`` ranks of one group; its picklable results, in rank order."""
+def on_ranks(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    patience: float | None = None,
+    backend: str = "",
+) -> list[Any]:
+    """Run ``body(*args)`` on ``world`` ranks of one group; its picklable results, in rank order.
+
+    A collective waits for ``patience`` seconds, as long as the whole job if it is None.
+    """
     context: Any = multiprocessing.get_context("spawn" if backend else "fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(rank, world, folder, timeout, sender, body, args, backend), daemon=True
+                target=_rank, args=(rank, world, folder, patience or timeout, sender, body, args, backend), daemon=True
             )
             process.start()
             sender.close()
@@ -58,9 +78,9 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
         if not ready:
             raise RankError(f"ranks {[r for r in range(len(pipes)) if r not in results]} did not finish in time")
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            rank = pipes.index(pipe)
             try:
-                failed, value = pipe.recv()  # type: ignore[union-attr]
+                failed, value = pipe.recv()
             except EOFError:
                 raise RankError(f"rank {rank} died without a word") from None
             if failed:
@@ -73,12 +93,13 @@ def _rank(
     rank: int,
     world: int,
     folder: str,
-    timeout: float,
+    patience: float,
     sender: Any,
     body: Callable[..., Any],
     args: Any,
     backend: str,
 ) -> None:
+    gc.freeze()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -86,7 +107,7 @@ def _rank(
         if backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            backend or "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            backend or "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience)
         )
         sender.send((False, body(*args)))
     except BaseException:
@@ -94,4 +115,11 @@ def _rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        multiprocessing.parent_process().join()  # is killed: an end of its own would break the others' connections
+
+
+@contextmanager
+def short_timeout(seconds: float) -> Iterator[None]:
+    """A process group that gives up after ``seconds``."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    yield

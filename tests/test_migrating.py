@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
@@ -24,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import on_ranks
-from tests.test_training import seeded, whole
+from tests.twins import seeded, whole
 from yafsdp_cc.engine.methods import Methods
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")

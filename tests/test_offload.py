@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -18,14 +17,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
-from tests import test_fully_shard as fsdp2
 from tests.checkpoint.jobs import contents, grouped, same, train
 from tests.engine import test_streams
 from tests.engine.test_streams import BF16, Checkpointed, steps
+from tests.fully_shard import programs as fsdp2
+from tests.fully_shard.run import Run
 from tests.models import WIDTH, Mlp, Transformer
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
-from tests.test_training import seeded
+from tests.twins import seeded
 from yafsdp_cc.engine import host, lanes, ranks, tensor
 from yafsdp_cc.engine.root import Root
 
@@ -50,9 +50,9 @@ def offloading() -> Iterator[None]:
         yafsdp_cc.fully_shard = plain
 
 
-def keeps_gradients(api: Any) -> fsdp2.Run:
+def keeps_gradients(api: Any) -> Run:
     """Zeroes them in place, holds on to some, replaces others."""
-    run = fsdp2.Run(api)
+    run = Run(api)
     kept = []
     for step in range(3):
         run.backward()
@@ -68,12 +68,12 @@ def keeps_gradients(api: Any) -> fsdp2.Run:
     return run
 
 
-def offloads_in_part(api: Any) -> fsdp2.Run:
+def offloads_in_part(api: Any) -> Run:
     model: Any = seeded(Transformer)
     for index, block in enumerate(model.blocks):
         api.fully_shard(block, **({"offload_policy": OffloadPolicy()} if index == 1 else {}))
     api.fully_shard(model)
-    run = fsdp2.Run.of_sharded(api, model)
+    run = Run.of_sharded(api, model)
     run.steps()
     return run
 

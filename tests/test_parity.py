@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 from torch import Tensor, nn
 

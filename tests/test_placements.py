@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import yafsdp_cc
 from tests.models import Mlp, Transformer
 from tests.ranks import on_ranks
-from tests.test_training import added, inputs, means, mine, same_gradients, sgd, square, step_both, trains_on, twins
+from tests.twins import added, inputs, means, mine, same_gradients, sgd, square, step_both, trains_on, twins
 
 
 def owned_as_planned(model: nn.Module) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.models import WIDTH, Block, stack
 from tests.ranks import on_ranks
+from tests.twins import refusal
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "assigned state": (lambda m: m.load_state_dict(m.state_dict(), assign=True), ValueError, "leave assign out"),
@@ -192,3 +194,31 @@ def _second_communicator() -> None:
             model(torch.ones(2, 32)).sum().backward()
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
+    on_ranks(1, _wrong_kind)
+
+
+def _wrong_kind() -> None:
+    wrong: dict[str, Any] = {
+        "units": 3,
+        "mp_policy": torch.bfloat16,
+        "ignored_params": ["0.inner.weight"],
+        "mesh": dist.group.WORLD,
+        "param_init_fn": 3,
+    }
+    for name, value in wrong.items():
+        message = refusal(lambda: yafsdp_cc.shard(stack(), **{"units": [Block], name: value}))  # noqa: B023
+        assert name in message, f"{name}: {message!r}"
+
+
+def test_a_module_in_two_sharded_models_is_refused_by_name() -> None:
+    on_ranks(2, _shared_module)
+
+
+def _shared_module() -> None:
+    one = stack()
+    two = nn.Sequential(one[0].inner, nn.Linear(WIDTH, WIDTH))
+    yafsdp_cc.shard(one)
+    assert "0.weight" in refusal(lambda: yafsdp_cc.shard(two, units=[nn.Linear]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
@@ -24,6 +25,7 @@ from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
 from yafsdp_cc.engine.ranks import Ranks, groups
+from yafsdp_cc.engine.tensor_parallel import check_divided, held
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
@@ -53,8 +55,9 @@ def shard(
     Args:
         model: any module; on the meta device it is materialised unit by unit.
         mesh: the ranks to cut across, or (replicate, shard): cut across the second dimension, the same along the
-            first, gradients summed over both. None: cut across all ranks; a process group is started from the
-            launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+            first, gradients summed over both. Parameters that ``parallelize_module`` has divided across another
+            dimension are cut further. None: cut across all ranks; a process group is started from the launcher's
+            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps whole weights until they change: a slot for each unit instead of shared ones,
@@ -112,6 +115,7 @@ def shard(
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
+        check_divided(owned, mesh)
         _check_hooks(owned)
     _warn_of_wholes(mesh, division)
     settings = {
@@ -210,7 +214,8 @@ def _check_model(model: nn.Module) -> None:
 
 def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
     """Say so where every rank is left with the whole model."""
-    if mesh.size() == 1:
+    parallel = any(isinstance(each.parameter, DTensor) for unit in division.units for each in unit.parameters)
+    if mesh.size() == 1 and not parallel:
         world = dist.get_world_size()
         what = "start more ranks (--nproc-per-node=2)"
         if world > 1:
@@ -291,8 +296,9 @@ def _preparation(
         fresh = materialize(owned, model, ranks.device, initialize)
         if sync:
             for each in owned:
-                each.parameter.data = each.parameter.data.to(ranks.device)
-            broadcast([each.parameter.data for each in owned], ranks.mesh)
+                if not isinstance(each.parameter, DTensor):
+                    each.parameter.data = each.parameter.data.to(ranks.device)
+            broadcast([held(each.parameter) for each in owned], ranks.mesh)
         elif fresh:
             check_equal(owned, groups(ranks.mesh), values=True)
 

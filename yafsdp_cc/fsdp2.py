@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.api import after_forward, all_ranks
 from yafsdp_cc.engine.assemble import assembled
@@ -20,6 +20,7 @@ from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
 from yafsdp_cc.engine.ranks import Ranks
 from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.tensor_parallel import check_divided
 from yafsdp_cc.plan import check_no_optimizer
 from yafsdp_cc.plan.parameters import OwnedParameter, check_shardable, survey
 from yafsdp_cc.plan.units import is_small
@@ -86,7 +87,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
             Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: refused.
+        dp_mesh_dims: refused; parameters that are DTensors across other ranks than those of ``mesh`` are cut further.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of ``FSDPModule``.
@@ -99,13 +100,17 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp']")
+        raise NotImplementedError(
+            "dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp'], and divide parameters across the other "
+            "dimensions alone, parallelize_module(..., mesh['tp'])"
+        )
     mesh = all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
     keeps, near = after_forward(reshard_after_forward, mesh)
     ignored = ignored_params or set()
     owned = _owned(modules, ignored)
     check_shardable(owned)
+    check_divided(owned, mesh)
     if shard_placement_fn is not None:
         for one in owned:
             _check_placement(one, shard_placement_fn(one.parameter))
@@ -116,7 +121,7 @@ def fully_shard(
 
     def prepare(members: Any) -> None:
         for one in members:
-            if host is None and not one.parameter.is_meta:
+            if host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(ranks.device)
 
     cutter = Cutter(ranks, mp_policy, prepare, host)

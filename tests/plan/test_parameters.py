@@ -33,15 +33,6 @@ def test_complex_parameters_may_only_be_frozen() -> None:
     assert find_units(model, [model]).units[0].parameters[-1].name == "1.0.odd"
 
 
-def test_a_sharded_parameter() -> None:
-    class DTensor(torch.Tensor):
-        """Known by its name, since plans do without torch.distributed."""
-
-    model = model_with(nn.Parameter(torch.empty(32, 32).as_subclass(DTensor)))
-    with pytest.raises(ValueError, match=r"'1.0.odd' is already a DTensor: was this model.* sharded twice\?"):
-        find_units(model, [model])
-
-
 def test_a_lazy_parameter() -> None:
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet \(a lazy module\): run one forward"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.tensor import FlatDTensor
-from yafsdp_cc.engine.whole import check_at_rest, whole_units
+from yafsdp_cc.engine.whole import check_at_rest, first_of, whole_units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,10 +46,15 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
+    is_first = first_of(root)
     for piece, whole in whole_units(root, everywhere=False):
-        if whole is not None:
+        if whole is None:
+            continue
+        if (parallel := piece.cut.parallel) is not None:
+            whole = parallel.around(whole).full_tensor()
+        if is_first:
             yield names[piece.parameter], whole
-    if root.gather.rank == 0:
+    if is_first:
         for name, value in model.state_dict().items():
             if isinstance(value, Tensor) and not isinstance(value, FlatDTensor):
                 yield [name], value.detach()

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from yafsdp_cc.engine.agree import refused_together
 from yafsdp_cc.engine.module import ShardedModule, root_of
+from yafsdp_cc.engine.whole import ranks_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,7 @@ def ranks_of(model: nn.Module) -> Ranks:
         return Ranks(None, None)
     members = list(range(dist.get_world_size()))
     if isinstance(model, ShardedModule):
-        members = root_of(model).drafts[0].ranks.mesh.mesh.flatten().tolist()
+        members = ranks_of_model(root_of(model))
     world = dist.group.WORLD
     assert world is not None
     known = _known.get(tuple(members))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.engine.ranks import of_first
+from yafsdp_cc.engine.tensor_parallel import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
             tuple(each.parameter.shape),
             str(each.parameter.dtype).removeprefix("torch."),
             each.parameter.requires_grad,
-            _checksum(each.parameter.detach()) if values and not each.parameter.is_meta else 0,
+            _checksum(held(each.parameter)) if values and not each.parameter.is_meta else 0,
         )
         for each in owned
     ]

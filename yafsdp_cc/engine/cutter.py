@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.flat import Divisor, Flat, Piece
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.engine.small import SmallBlock
 from yafsdp_cc.engine.tensor import Cut, flat_dtensor
+from yafsdp_cc.engine.tensor_parallel import TensorParallel, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,31 +79,34 @@ class Cutter:
         return tuple(self._small_block(kind, members) for kind, members in kinds.items())
 
     def _small_block(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> SmallBlock:
-        layout = Layout.of([each.parameter.shape for each in owned], 1)
+        layout = Layout.of([held(each.parameter).shape for each in owned], 1)
         master = self._master(layout.numel, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
-            piece = Piece(Cut(each.name, each.parameter.shape, self._ranks.mesh, None), each.sites, extent)
+            piece = Piece(self._cut(each, None), each.sites, extent)
             piece.span = (extent.offset, extent.end)
-            self._replace(piece, master, each.parameter, each.parameter.detach())
+            self._replace(piece, master, each.parameter)
             pieces.append(piece)
         rest = (pieces, master, self._compute(kind.dtype), self._divisor)
         return SmallBlock(*rest) if self._host is None else HostBlock(self._host, self._ranks.device, *rest)
 
     def _flat(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> Flat:
-        layout = Layout.of([each.parameter.shape for each in owned], self._world)
+        layout = Layout.of([held(each.parameter).shape for each in owned], self._world)
         master = self._master(layout.chunk, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
-            cut = Cut(each.name, each.parameter.shape, self._ranks.mesh, layout.bounds(extent))
-            piece = Piece(cut, each.sites, extent)
+            piece = Piece(self._cut(each, layout.bounds(extent)), each.sites, extent)
             piece.span = layout.owned(extent, self._rank)
-            first, last = cut.owned
-            self._replace(piece, master, each.parameter, each.parameter.detach().reshape(-1)[first:last])
+            self._replace(piece, master, each.parameter)
             pieces.append(piece)
         compute = self._compute(kind.dtype)
         rest = (pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
         return Flat(*rest) if self._host is None else HostFlat(self._host, *rest)
+
+    def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> Cut:
+        parameter, mesh = owned.parameter, self._ranks.mesh
+        parallel = TensorParallel.of(owned.name, parameter, mesh) if isinstance(parameter, DTensor) else None
+        return Cut(owned.name, held(parameter).shape, mesh, bounds, parallel)
 
     def _master(self, numel: int, kind: _Kind) -> Tensor:
         if self._host is not None and not kind.is_meta:
@@ -112,13 +117,16 @@ class Cutter:
         return self._policy.param_dtype or dtype if dtype.is_floating_point else dtype
 
     @torch.no_grad()
-    def _replace(self, piece: Piece, master: Tensor, whole: nn.Parameter, values: Tensor) -> None:
+    def _replace(self, piece: Piece, master: Tensor, whole: nn.Parameter) -> None:
         """Put the sharded parameter where the whole one was, and free that."""
         local = piece.range_of(master)
-        local.copy_(values)
+        local.copy_(piece.cut.range_of(held(whole)))
         parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=whole.requires_grad)
         parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
         piece.parameter, piece.local = parameter, local
         piece.install(parameter)
-        whole.data = whole.new_empty(0)
+        if isinstance(whole, DTensor):
+            whole._local_tensor = whole._local_tensor.new_empty(0)
+        else:
+            whole.data = whole.new_empty(0)
         whole.__dict__[_GONE] = piece.cut

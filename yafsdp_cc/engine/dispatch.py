@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.elementwise import admit, admit_at, elementwise, first_cut, grown, is_elementwise, lists, refuse
 from yafsdp_cc.engine.norms import MAX, MIN, NORMS, Kind, LazyNorm, norm_call, norms_of, reduced
-from yafsdp_cc.engine.ranks import of_first, reduce_shares
+from yafsdp_cc.engine.ranks import of_first, reduce_over
 from yafsdp_cc.engine.tensor import Cut, FlatDTensor, wrap
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _same_shape(func: Any) -> Handler:
 
     def view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
         flat, size = args[0], args[1]
-        if tuple(size) != tuple(flat._cut.shape):
+        if tuple(size) != tuple(flat._cut.global_shape):
             refuse(func, flat._cut)
         return wrap(flat._local_tensor, flat._cut)
 
@@ -80,11 +80,18 @@ def _like(func: Any) -> Handler:
         flat = args[0]
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         local = func(flat._local_tensor, *args[1:], **kwargs)
-        if random and flat._cut.bounds is None:
-            of_first(local, flat._cut.mesh)
+        if random:
+            _same_where_held_twice(local, flat._cut)
         return wrap(local, flat._cut)
 
     return like
+
+
+def _same_where_held_twice(local: torch.Tensor, cut: Cut) -> None:
+    """Give ranks that hold the same elements what the first of them has drawn."""
+    of_first(local, cut.mesh, replicas_only=cut.bounds is not None)
+    if cut.parallel is not None:
+        cut.parallel.of_first(local)
 
 
 def _draw(func: Any) -> Handler:
@@ -94,10 +101,8 @@ def _draw(func: Any) -> Handler:
     def draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
         flat, *rest = args
         cut, local = flat._cut, flat._local_tensor
-        first, last = cut.owned
-        whole = func(local.new_empty(cut.shape), *rest, **kwargs)
-        local.copy_(whole.reshape(-1)[first:last].view(local.shape))
-        of_first(local, cut.mesh, replicas_only=cut.bounds is not None)
+        local.copy_(cut.part_of(func(local.new_empty(cut.global_shape), *rest, **kwargs)))
+        _same_where_held_twice(local, cut)
         grown((local,))
         return cast("FlatDTensor", flat)
 
@@ -109,7 +114,7 @@ def _new(func: Any) -> Handler:
 
     def new(args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
         flat, size, *rest = args
-        if tuple(size) != tuple(flat._cut.shape):
+        if tuple(size) != tuple(flat._cut.global_shape):
             refuse(func, flat._cut, what=f" of shape {list(size)}")
         if func is aten.new_empty_strided.default:
             rest = [flat._local_tensor.stride()]
@@ -121,13 +126,12 @@ def _new(func: Any) -> Handler:
 def _source(func: Any, cut: Cut, value: torch.Tensor) -> torch.Tensor:
     """What to copy into a local tensor: ranges cut alike, this rank's range of a whole tensor, or one number."""
     if isinstance(value, DTensor) and not isinstance(value, (FlatDTensor, LazyNorm)):
+        if cut.parallel is not None and cut.parallel.holds(value):
+            return cut.range_of(value._local_tensor)
         # As torch.distributed.checkpoint hands out parts of a full state dict. All ranks load the same.
         value = value.full_tensor()
-    if not isinstance(value, DTensor) and value.shape == cut.shape:
-        if cut.bounds is None:
-            return value
-        start, stop = cut.owned
-        return value.reshape(-1)[start:stop]
+    if not isinstance(value, DTensor) and value.shape == cut.global_shape:
+        return cut.part_of(value)
     source: torch.Tensor = admit(func, cut, value)
     return source
 
@@ -236,7 +240,7 @@ def _equal(func: Any) -> Handler:
             return False
         ours = func(admit(func, cut, one), admit(func, cut, other), *rest, **kwargs)
         differs = torch.tensor(float(not ours), device=one.device)
-        reduce_shares(differs, dist.ReduceOp.MAX, cut.mesh)
+        reduce_over(cut.groups, differs, dist.ReduceOp.MAX, cut.mesh)
         return not differs.item()
 
     return equal
@@ -258,14 +262,15 @@ def _unscale(func: Any) -> Handler:
     def unscale(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, found_inf, inverse_scale = args
         locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
-        meshes = dict.fromkeys(x._cut.mesh for x in tensors if type(x) is FlatDTensor)
-        for kind in {mesh.device_type for mesh in meshes} - {found_inf.device.type}:
+        cuts = [x._cut for x in tensors if type(x) is FlatDTensor]
+        for kind in {cut.mesh.device_type for cut in cuts} - {found_inf.device.type}:
             # Gradients are in host memory, where GradScaler has sent its two numbers without waiting for them.
             torch.get_device_module(kind).synchronize()
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        for mesh in meshes:
-            reduce_shares(found_inf, dist.ReduceOp.MAX, mesh)
+        reduce_over(
+            dict.fromkeys(group for cut in cuts for group in cut.groups), found_inf, dist.ReduceOp.MAX, cuts[0].mesh
+        )
 
     return unscale
 

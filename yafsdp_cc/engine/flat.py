@@ -98,6 +98,8 @@ class Piece:
 
     def show(self, view: Tensor) -> None:
         """Let the owner modules see ``view`` as their parameter."""
+        if self.cut.parallel is not None:
+            view = self.cut.parallel.around(view)
         for place, attribute in self._places:
             place[attribute] = view
         for weights, index in self._lists:

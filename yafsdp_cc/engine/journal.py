@@ -39,11 +39,12 @@ class Journal:
     in fp32 up to 4,096 ranks. All ranks agree on a digit if and only if N·Σd² = (Σd)².
     """
 
-    def __init__(self, rank: int, world: int, store: Store) -> None:
+    def __init__(self, rank: int, world: int, store: Store, first: int) -> None:
+        """``first`` is the first of the ``world`` ranks among all."""
         self._rank = rank
         self._world = world
         self._store = store
-        self._key = f"yafsdp_cc/journal/{next(_ids)}"
+        self._key = f"yafsdp_cc/journal/{first}/{next(_ids)}"
         self._count = 0
         self._hash = 0
         self._last: deque[str] = deque(maxlen=64)

@@ -9,6 +9,7 @@ however many parameters it is given.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
-from yafsdp_cc.engine.ranks import reduce_shares, shard_rank
+from yafsdp_cc.engine.ranks import reduce_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,31 +67,61 @@ class Kind(NamedTuple):
 MAX, MIN = Kind(math.inf, signed=True), Kind(-math.inf, signed=True)
 
 
+class Across(NamedTuple):
+    """The ranks that have a share: their mesh, and groups to reduce over one after another."""
+
+    mesh: DeviceMesh
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first in every group: the one that counts what all of them know."""
+        return all(group.rank() == 0 for group in self.groups)
+
+
 class Shares:
     """This rank's shares of some numbers, and the numbers themselves once they are known."""
 
-    def __init__(self, local: torch.Tensor, kind: Kind, mesh: DeviceMesh) -> None:
+    def __init__(self, local: torch.Tensor, kind: Kind, across: Across) -> None:
         self.local = local
         self.kind = kind
-        self.mesh = mesh
+        self.across = across
         self._whole: torch.Tensor | None = None
 
+    def derived(self, local: torch.Tensor) -> Shares:
+        """Shares of the same kind, across the same ranks."""
+        return Shares(local, self.kind, self.across)
+
     def whole(self) -> torch.Tensor:
-        """The numbers, float64; the first call is one all-reduce over the mesh."""
+        """The numbers, float64; the first call is one all-reduce over each group."""
         if self._whole is None:
             self._whole = self.kind.whole(self._reduced())
         return self._whole
 
     def _reduced(self) -> torch.Tensor:
         if self.kind.is_sum:
-            total = self.local.clone()
-            reduce_shares(total, dist.ReduceOp.SUM, self.mesh)
-            return total
+            return self._over_groups(self.local.clone(), dist.ReduceOp.SUM)
         # A maximum may lose a NaN on the way (how backends compare it is anyone's guess): it travels as a flag beside.
         is_nan = self.local.isnan()
         both = torch.stack([self.local.masked_fill(is_nan, -math.inf), is_nan.to(self.local.dtype)])
-        reduce_shares(both, dist.ReduceOp.MAX, self.mesh)
+        self._over_groups(both, dist.ReduceOp.MAX)
         return both[0].masked_fill(both[1] > 0, math.nan)
+
+    def _over_groups(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        reduce_over(self.across.groups, tensor, op, self.across.mesh)
+        return tensor
+
+    @staticmethod
+    def settle(unknown: Sequence[Shares]) -> None:
+        """Learn all these numbers: one all-reduce over each group, however many there are."""
+        alike: defaultdict[tuple[Kind, Across], list[Shares]] = defaultdict(list)
+        for shares in unknown:
+            alike[shares.kind, shares.across].append(shares)
+        for members in alike.values():
+            joined = members[0].derived(torch.cat([shares.local.reshape(-1) for shares in members]))
+            parts = joined.whole().split([shares.local.numel() for shares in members])
+            for shares, part in zip(members, parts, strict=True):
+                shares._whole = part.view(shares.local.shape)
 
 
 class LazyNorm(DTensor):
@@ -130,7 +161,7 @@ class LazyNorm(DTensor):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
         """A plain replicated DTensor of the value."""
-        mesh = self._shares.mesh
+        mesh = self._shares.across.mesh
         return DTensor.from_local(self.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -164,7 +195,8 @@ def reduced(
         norms = [next(present) if counts else nothing for counts in counted]
     rows = kind.share(torch.stack(list(norms))).unbind()
     return [
-        _lazy(Shares(row, kind, flat._cut.mesh), dtype) for row, flat, dtype in zip(rows, tensors, dtypes, strict=True)
+        _lazy(Shares(row, kind, Across(flat._cut.global_mesh, flat._cut.groups)), dtype)
+        for row, flat, dtype in zip(rows, tensors, dtypes, strict=True)
     ]
 
 
@@ -237,10 +269,10 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
     if func in _SAME_SHARES:
         return _lazy(shares, first.dtype)
     if func in _VIEWS:
-        return _lazy(Shares(func(shares.local, *args[1:], **kwargs), shares.kind, shares.mesh), first.dtype)
+        return _lazy(shares.derived(func(shares.local, *args[1:], **kwargs)), first.dtype)
     if func is aten._to_copy.default:
         device = kwargs.get("device") or shares.local.device
-        moved = shares if device == shares.local.device else Shares(shares.local.to(device), shares.kind, shares.mesh)
+        moved = shares if device == shares.local.device else shares.derived(shares.local.to(device))
         return _lazy(moved, kwargs.get("dtype") or first.dtype)
     if (
         func in NORMS
@@ -249,32 +281,35 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         and call.order != 0
     ):
         local = shares.local.sum() if shares.kind.is_sum else shares.local.max()
-        return _lazy(Shares(local, shares.kind, shares.mesh), call.dtype or first.dtype)
+        return _lazy(shares.derived(local), call.dtype or first.dtype)
     return None
 
 
 def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
-    """Stacked or concatenated shares. What all ranks know already is rank 0's to count."""
+    """Stacked or concatenated shares. What all ranks know already is the first rank's to count."""
     unknown = [x._shares for x in tensors if isinstance(x, LazyNorm) and x._value is None]
-    if not unknown or any((shares.kind, shares.mesh) != (unknown[0].kind, unknown[0].mesh) for shares in unknown):
+    if not unknown:
         return None
-    kind, mesh = unknown[0].kind, unknown[0].mesh
+    kind, across = unknown[0].kind, unknown[0].across
+    if any((shares.kind, shares.across) != (kind, across) for shares in unknown):
+        Shares.settle(unknown)
+        return None
     rows = []
     for x in tensors:
         if isinstance(x, LazyNorm) and x._value is None:
             rows.append(x._shares.local)
             continue
         known = x.value() if isinstance(x, LazyNorm) else x
-        rows.append(kind.share(known if shard_rank(mesh) == 0 else torch.full_like(known, kind.of_nothing)))
+        rows.append(kind.share(known if across.is_first else torch.full_like(known, kind.of_nothing)))
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
-    return _lazy(Shares(func(rows, dim), kind, mesh), dtype)
+    return _lazy(unknown[0].derived(func(rows, dim)), dtype)
 
 
 def _lazy(shares: Shares, dtype: torch.dtype) -> LazyNorm:
     local = shares.local
-    shell, spec = _outside(shares.mesh, local.shape, dtype, local.device)
+    shell, spec = _outside(shares.across.mesh, local.shape, dtype, local.device)
     lazy = cast("LazyNorm", _shell(LazyNorm, shell, spec, requires_grad=False))
     lazy._shares = shares
     lazy._value = None

@@ -64,7 +64,8 @@ class Root:
         self.counters = counters
         replicated = 1 if replicas is None else replicas.size()
         rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
-        self.journal = Journal(rank, self.world * replicated, _get_default_store())
+        first = int(self.drafts[0].ranks.mesh.mesh.min())
+        self.journal = Journal(rank, self.world * replicated, _get_default_store(), first)
         self.reductions = Reductions(reduce_group, replicas, device, reduce_lane, self.journal, self.counters)
         self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
         self.input_dtype: torch.dtype | None = None

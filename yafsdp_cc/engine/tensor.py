@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
@@ -29,12 +30,15 @@ from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 from yafsdp_cc.engine.boxes import Box, boxes
 from yafsdp_cc.engine.ranks import on_mesh, shard_group, shard_rank
 from yafsdp_cc.engine.scatter import teach_state_dicts
+from yafsdp_cc.engine.tensor_parallel import joint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+    from yafsdp_cc.engine.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +47,11 @@ class Cut:
 
     Args:
         name: the parameter's full name, for errors.
-        shape: its global shape.
+        shape: the shape of what is cut: the parameter's own, or that of this rank's box where ``parallel``.
         mesh: the mesh it is cut across, along its last dimension.
         bounds: ``world + 1`` offsets: rank r of that dimension owns the row-major elements
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
+        parallel: how tensor parallelism has divided the parameter before; None where it has not.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or the bounds do not cut the tensor into one range per rank.
@@ -56,6 +61,7 @@ class Cut:
     shape: torch.Size
     mesh: DeviceMesh
     bounds: tuple[int, ...] | None
+    parallel: TensorParallel | None = None
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,21 +97,46 @@ class Cut:
         return torch.Size(self.shape if self.bounds is None else (stop - start,))
 
     @cached_property
+    def global_shape(self) -> torch.Size:
+        """The parameter's shape, as users see it."""
+        return self.shape if self.parallel is None else self.parallel.shape
+
+    @cached_property
+    def global_mesh(self) -> DeviceMesh:
+        """All ranks among which the parameter is divided."""
+        return self.mesh if self.parallel is None else joint(self.mesh, self.parallel.mesh)
+
+    @cached_property
     def counts(self) -> bool:
-        """Whether a reduction over the group counts this rank's elements: a replicated tensor counts once."""
+        """Whether a reduction over the groups counts this rank's elements: a replicated tensor counts once."""
         return self.bounds is not None or shard_rank(self.mesh) == 0
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that together hold the whole tensor once."""
-        return shard_group(self.mesh)
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """A step over each of these in turn reaches every element once."""
+        return (shard_group(self.mesh), *(() if self.parallel is None else self.parallel.groups))
 
     @cached_property
     def boxes(self) -> list[Box]:
         """This rank's range as boxes of the whole tensor. A tensor without elements is one empty box: it exists too."""
-        if self.bounds is None or self.numel == 0:
-            return [Box((0,) * len(self.shape), tuple(self.shape))]
-        return boxes(self.shape, *self.owned)
+        if self.bounds is None or math.prod(self.global_shape) == 0:
+            found = [Box((0,) * len(self.shape), tuple(self.shape))]
+        else:
+            found = boxes(self.shape, *self.owned)
+        if self.parallel is None:
+            return found
+        offsets, _ = self.parallel.box
+        return [Box(tuple(map(operator.add, offsets, box.offsets)), box.sizes) for box in found]
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements that this rank holds of a whole tensor, in the local shape."""
+        box = whole if self.parallel is None else self.parallel.part_of(whole)
+        return self.range_of(box)
+
+    def range_of(self, box: torch.Tensor) -> torch.Tensor:
+        """The elements that this rank keeps of what is cut, in the local shape."""
+        start, stop = self.owned
+        return box.reshape(-1)[start:stop].view(self.local_shape)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What DTensor says of such a tensor: ``Shard(0)`` or ``Replicate()``, of the global shape, contiguous.
@@ -115,31 +146,35 @@ class Cut:
         if (known := self._specs.get(dtype)) is not None:
             return known
         placement: Placement = Replicate() if self.bounds is None else Shard(0)
-        strides = tuple(math.prod(max(size, 1) for size in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        placements = (*self.replicated[:-1], placement)
-        spec = DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(self.shape, strides, dtype))
+        shape = self.global_shape
+        strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        placements = (*(Replicate(),) * (self.mesh.ndim - 1), placement)
+        if self.parallel is not None:
+            placements += self.parallel.placements
+        spec = DTensorSpec(self.global_mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
         return self._specs.setdefault(dtype, spec)
 
     @property
     def replicated(self) -> tuple[Placement, ...]:
-        """The placements of a whole tensor on this mesh."""
-        return (Replicate(),) * self.mesh.ndim
+        """The placements of a whole tensor on the global mesh."""
+        return (Replicate(),) * self.global_mesh.ndim
 
     def matches(self, other: Cut) -> bool:
         """Whether local tensors of both hold the same elements of tensors of one shape."""
         if self is other:
             return True
-        return self.shape == other.shape and self.bounds == other.bounds and self.mesh == other.mesh
+        divided = other.parallel is None if self.parallel is None else self.parallel.matches(other.parallel)
+        return divided and (self.shape, self.bounds, self.mesh) == (other.shape, other.bounds, other.mesh)
 
     def rename(self, name: str) -> None:
         """Call the parameter ``name`` from now on: what shards a part of a model does not know its full name."""
         object.__setattr__(self, "name", name)
 
     def __str__(self) -> str:
-        if self.bounds is None:
+        if self.bounds is None and self.parallel is None:
             return f"'{self.name}' (replicated {list(self.shape)})"
-        held = self.owned[1] - self.owned[0]
-        return f"'{self.name}' (sharded {list(self.shape)}, this rank holds {held} of {self.numel} elements)"
+        held, whole = self.owned[1] - self.owned[0], math.prod(self.global_shape)
+        return f"'{self.name}' (sharded {list(self.global_shape)}, this rank holds {held} of {whole} elements)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         return self  # Immutable, and a mesh has no second copy.
@@ -180,6 +215,20 @@ class FlatDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, a new one, on every rank of the mesh; outside of autograd. A collective unless replicated:
         call it on all ranks."""
+        whole, parallel = self._gathered(), self._cut.parallel
+        if parallel is not None:
+            whole = parallel.around(on_mesh(whole, self._cut.mesh)).full_tensor()
+        return whole.to(self.device)
+
+    @torch.no_grad()
+    def uncut(self) -> torch.Tensor:
+        """The tensor as it was before it was cut, a new one: whole, or the DTensor of tensor parallelism; outside of
+        autograd. A collective of the ranks that it is cut across, unless they all hold it whole."""
+        whole, parallel = self._gathered().to(self.device), self._cut.parallel
+        return whole if parallel is None else parallel.around(whole)
+
+    def _gathered(self) -> torch.Tensor:
+        """What is cut, put together; where the mesh is, unless this rank holds all of it."""
         cut, local = self._cut, self._local_tensor
         if cut.bounds is None:
             return local.clone()
@@ -194,12 +243,12 @@ class FlatDTensor(DTensor):
             piece[: local.numel()].copy_(local)
         piece = on_mesh(piece, cut.mesh)
         gathered = piece.new_empty(widest * len(widths))
-        _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=cut.group)
+        _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=shard_group(cut.mesh))
         if min(widths) < widest:
             gathered = torch.cat(
                 [part[:width] for part, width in zip(gathered.view(len(widths), widest), widths, strict=True)]
             )
-        return gathered.view(cut.shape).to(local.device)
+        return gathered.view(cut.shape)
 
     def redistribute(
         self,
@@ -223,7 +272,7 @@ class FlatDTensor(DTensor):
         whole = self.full_tensor()
         if forward_dtype is not None:
             whole = whole.to(forward_dtype)
-        return DTensor.from_local(whole, self._cut.mesh, placements, run_check=False)
+        return DTensor.from_local(whole, self._cut.global_mesh, placements, run_check=False)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
         """Refused, because it would never run: gradients reach a sharded parameter by the engine, not by autograd."""
@@ -245,6 +294,8 @@ class FlatDTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self._cut.owned
         held = "replicated" if self._cut.bounds is None else f"holds {start}:{stop} of {self._cut.numel}"
+        if self._cut.parallel is not None:
+            held += f" in {list(self._cut.shape)} at {list(self._cut.parallel.box[0])}"
         return f"FlatDTensor('{self._cut.name}', {list(self.shape)}, {self.dtype}, {self.device}, {held})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
@@ -289,7 +340,7 @@ class FlatDTensor(DTensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._cut.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._cut.global_shape),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -62,6 +62,8 @@ def _replace_parameters(root: Root, rank0_only: bool, device: torch.device | str
             values = torch.empty(piece.cut.shape, dtype=sharded.dtype, device="meta")
         else:
             values = whole.to(device or sharded.device, copy=True)
+        if piece.cut.parallel is not None:
+            values = piece.cut.parallel.around(values)
         plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
         plain.__dict__.update({name: note for name, note in vars(sharded).items() if name not in _OURS})
         piece.install(plain)

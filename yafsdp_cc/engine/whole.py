@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """While it is open, the parameters of a sharded ``model`` are whole and plain, in their own dtype, on every rank.
 
+    Tensor-parallel ones are the DTensors that ``parallelize_module`` has made.
     ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies of the whole model, so mind
     the memory. A collective: enter on all ranks.
 
@@ -38,7 +39,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     root = root_of(model)
     check_at_rest(root, "whole_parameters")
     pieces = [*(piece for unit in root.units for piece in unit.pieces), *root.small.pieces]
-    wholes = [flat_dtensor(piece.local, piece.cut).full_tensor() for piece in pieces]
+    wholes = [flat_dtensor(piece.local, piece.cut).uncut() for piece in pieces]
     for piece, whole in zip(pieces, wholes, strict=True):
         piece.install(nn.Parameter(whole, requires_grad=piece.parameter.requires_grad))
     try:
@@ -55,6 +56,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor | None]]:
     """Every parameter with its whole value, unit by unit in module order, and the small ones last.
 
+    Of a tensor-parallel one, the box that this rank has held.
     Values are plain, in the parameter's own dtype and shape, on the engine's device (in host memory where gloo brings
     them to one rank), and gone when the next is asked for: take a copy. At any time a rank holds one buffer of a unit,
     or none where it receives nothing. A collective: go through it to the end, on all ranks.
@@ -76,6 +78,25 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
             del buffer  # before there is another
     for piece in root.small.pieces:
         yield piece, piece.local.detach() if receives else None
+
+
+def first_of(root: Root) -> bool:
+    """Whether this rank is the first of all that hold a part of the model."""
+    replicas = root.drafts[0].ranks.replicas
+    divided = [piece.cut.parallel for draft in root.drafts for piece in draft.pieces]
+    return (
+        root.gather.rank == 0
+        and (replicas is None or replicas.rank() == 0)
+        and all(parallel is None or parallel.is_first for parallel in divided)
+    )
+
+
+def ranks_of_model(root: Root) -> list[int]:
+    """The global ranks that hold a part of the model."""
+    meshes = [piece.cut.global_mesh for draft in root.drafts for piece in draft.pieces]
+    largest = max(meshes, key=lambda mesh: mesh.size(), default=root.drafts[0].ranks.mesh)
+    members: list[int] = largest.mesh.flatten().tolist()
+    return members
 
 
 def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:

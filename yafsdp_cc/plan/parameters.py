@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,13 @@ class OwnedParameter:
 
     @property
     def numel(self) -> int:
-        return self.parameter.numel()
+        return present(self.parameter).numel()
+
+
+def present(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a parameter: a part, where tensor parallelism has made a DTensor of it."""
+    part: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return part
 
 
 def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[str, Path]]:
@@ -76,12 +82,6 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         parameter = owned.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{owned.name!r} has no shape yet (a lazy module): run one forward pass before sharding")
-        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
-            raise ValueError(
-                f"{owned.name!r} is already a DTensor: was this model, or this part of it, sharded twice? "
-                "Shard it once, or pass the parameters that are already sharded as ignored_params. "
-                "Tensor parallel parameters (parallelize_module) cannot be cut further yet"
-            )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"{owned.name!r} is {parameter.dtype} and requires a gradient, but only floating-point gradients are "
@@ -90,8 +90,8 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"{owned.name!r} is {parameter.layout}, not dense: pass it in ignored_params")
-        if parameter.numel():
-            by_storage[parameter.untyped_storage()._cdata].append((*_extent(parameter), owned))
+        if (part := present(parameter)).numel():
+            by_storage[part.untyped_storage()._cdata].append((*_extent(part), owned))
     for tenants in by_storage.values():
         _check_apart(tenants)
 
@@ -118,11 +118,11 @@ def _optimizer_of(parameters: set[int]) -> tuple[str, int] | None:
     return None
 
 
-def _extent(parameter: nn.Parameter) -> tuple[int, int]:
-    """First and last byte of the storage that the parameter reaches, half-open."""
-    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-    first = parameter.storage_offset()
-    return int(first) * parameter.itemsize, int(first + reach) * parameter.itemsize
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First and last byte of the storage that the tensor reaches, half-open."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = tensor.storage_offset()
+    return int(first) * tensor.itemsize, int(first + reach) * tensor.itemsize
 
 
 def _check_apart(tenants: list[tuple[int, int, OwnedParameter]]) -> None:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from yafsdp_cc.plan.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
-from yafsdp_cc.plan.parameters import OwnedParameter, Path, check_shardable, survey, total, walk
+from yafsdp_cc.plan.parameters import OwnedParameter, Path, check_shardable, present, survey, total, walk
 
 Role = Literal["block", "edge", "root"]
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
@@ -86,7 +86,7 @@ def find_units(model: nn.Module, units: Units = "auto", ignored: Collection[nn.P
 
 def is_small(parameter: nn.Parameter) -> bool:
     """Whether the parameter is replicated in the small group rather than sharded in a unit."""
-    numel = parameter.numel()
+    numel = present(parameter).numel()
     return numel < SMALL or (parameter.ndim <= 1 and numel <= SMALL_VECTOR)
 
 

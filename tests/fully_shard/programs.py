@@ -1,96 +1,26 @@
-"""Programs of FSDP2's API, run with torch's ``fully_shard`` and with ours: equal losses, gradients and weights."""
+"""Programs of FSDP2's API: each runs with torch's ``fully_shard`` and with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # by the optimizers, at a second for every rank if not before the fork
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
-from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
-from tests.test_training import seeded, whole
+from tests.fully_shard.run import Api, Run
+from tests.models import Transformer
+from tests.twins import seeded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RETURNING_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-Api = Any
-Figures = dict[str, Tensor]
-
-
-class Run:
-    """One model sharded bottom-up through ``api``, its optimizer, and all that is to be compared."""
-
-    def __init__(self, api: Api, model: nn.Module | None = None, apart: bool = False, **options: Any) -> None:
-        self.api = api
-        self.model: Any = seeded(Transformer) if model is None else model
-        for block in self.model.blocks:
-            api.fully_shard(block, **options)
-        if apart:
-            api.fully_shard(self.model.embed, **options)
-            api.fully_shard([self.model.norm, self.model.head], **options)
-        api.fully_shard(self.model, **options)
-        self._start(self.model.parameters())
-
-    @classmethod
-    def of_sharded(cls, api: Api, model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Run:
-        """Of a model that the program has sharded itself."""
-        run = cls.__new__(cls)
-        run.api, run.model = api, model
-        run._start(parameter for parameter in model.parameters() if parameter not in ignored)
-        return run
-
-    def _start(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-        self.figures: Figures = {}
-        self.count = 0
-
-    def loss(self, model: Any = None) -> Tensor:
-        self.count += 1
-        draws = torch.Generator().manual_seed(100 * self.count + dist.get_rank())
-        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=draws)
-        logits = (self.model if model is None else model)(tokens)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    def backward(self) -> None:
-        loss = self.loss()
-        self.figures[f"loss {self.count}"] = loss.detach().clone()
-        loss.backward()
-
-    def look(self) -> None:
-        """Take down the gradients."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self.figures[f"{self.count} gradient of {name}"] = whole(parameter.grad).clone()
-
-    def step(self) -> None:
-        self.look()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.figures[f"{self.count} norm"] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def steps(self, count: int = 3) -> None:
-        for _ in range(count):
-            self.backward()
-            self.step()
-
-    def done(self) -> Figures:
-        for name, value in self.model.state_dict().items():
-            self.figures[f"weight {name}"] = whole(value).clone()
-        return self.figures
-
-
-# -- programs ---------------------------------------------------------------------------------------------------------
 
 
 def trains(api: Api) -> Run:
@@ -333,7 +263,7 @@ def ignores_parameters(api: Api) -> Run:
             parameter.grad = None
         run.optimizer.step()
         run.optimizer.zero_grad()
-    run.done = lambda: run.figures  # type: ignore[method-assign]
+    run.done = lambda: run.figures
     return run
 
 
@@ -449,120 +379,4 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     gathers_from_a_second_shard,
 ]
 
-
 IN_BF16 = (in_bf16, in_mixed_policies, with_replicas_in_bf16)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("world", [2, 4])
-def test_runs_as_with_fsdp2(program: Callable[[Api], Run], world: int) -> None:
-    on_ranks(world, side_by_side, program)
-
-
-def side_by_side(program: Callable[[Api], Run]) -> None:
-    truth, found = (program(api).done() for api in (torch_fsdp, yafsdp_cc))
-    assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
-    for name, value in truth.items():
-        distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
-        within = 2e-2 if program in IN_BF16 else 1e-5 if "weight" in name else 1e-6
-        assert distance <= within, f"{name} is off by {distance:.1e}"
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_sharded_parameters_are_initialised_as_plain_ones(replicas: int) -> None:
-    on_ranks(4, _initialised, replicas)
-
-
-def _initialised(replicas: int) -> None:
-    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
-        model: Any = Transformer()
-    for block in model.blocks:
-        yafsdp_cc.fully_shard(block, mesh=mesh)
-    yafsdp_cc.fully_shard(model, mesh=mesh)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    with pytest.raises(RuntimeError, match=r"'.*weight' of '.*' is still on the meta device: call model.to_empty"):
-        model(torch.zeros(1, 2, dtype=torch.long))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = Transformer()
-    model.to_empty(device="cpu")
-    for one in (model, plain):
-        torch.manual_seed(3)
-        for module in one.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter.detach()), plain.get_parameter(name)), name
-    tokens = torch.arange(12).view(2, 6)
-    assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
-    model(tokens).square().mean().backward()
-    optimizer.step()
-
-
-REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
-    "a list of modules without a forward": (
-        lambda m: yafsdp_cc.fully_shard(m.blocks),
-        ValueError,
-        "does not support containers",
-    ),
-    "what is no module": (lambda m: yafsdp_cc.fully_shard([m.blocks[0], 3]), ValueError, "got 3"),
-    "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], ValueError, "already been applied"),
-    "a tied parameter apart": (
-        lambda m: [setattr(m.head, "weight", m.embed.weight), *map(yafsdp_cc.fully_shard, (m.embed, m.head))],
-        ValueError,
-        "fully_shard\\(\\[one, other\\]\\)",
-    ),
-    "another dimension": (
-        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Shard(1)),
-        NotImplementedError,
-        "flat ranges",
-    ),
-    "a number of ranks": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3), ValueError, "a factor of 2"),
-    "a word": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward="yes"), ValueError, "a bool or an int"),
-    "another mesh inside": (
-        lambda m: [
-            yafsdp_cc.fully_shard(m.blocks[0]),
-            yafsdp_cc.fully_shard(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))),
-            m(torch.zeros(1, 2, dtype=torch.long)),
-        ],
-        ValueError,
-        "takes one mesh",
-    ),
-    "an optimizer before": (
-        lambda m: (torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m)),
-        ValueError,
-        "make it after",
-    ),
-    "a custom reduce-scatter": (
-        lambda m: yafsdp_cc.fully_shard(m).set_custom_reduce_scatter(None),
-        NotImplementedError,
-        "no meaning here",
-    ),
-    "no bool": (lambda m: yafsdp_cc.fully_shard(m).set_reshard_after_forward(1), ValueError, "should be a bool"),
-    "a divisor of nothing": (
-        lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor(0),
-        ValueError,
-        "other than 0",
-    ),
-    "a plain module to prefetch": (
-        lambda m: yafsdp_cc.fully_shard(m).set_modules_to_forward_prefetch([m.head]),
-        ValueError,
-        "Expects FSDPModule",
-    ),
-    "a reset inside": (
-        lambda m: [yafsdp_cc.fully_shard(m.blocks[0]), yafsdp_cc.fully_shard(m), m.blocks[0].reset_iter_state()],
-        RuntimeError,
-        "for the root module",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
-    on_ranks(2, _refused, case)
-
-
-def _refused(case: str) -> None:
-    attempt, error, said = REFUSED[case]
-    with pytest.raises(error, match=f"(?s){said}"):
-        attempt(seeded(Transformer))

@@ -1,0 +1,28 @@
+"""Programs of FSDP2's API, run with torch's ``fully_shard`` and with ours: equal losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+
+import yafsdp_cc
+from tests.fully_shard.programs import IN_BF16, PROGRAMS
+from tests.fully_shard.run import Api, Run
+from tests.ranks import on_ranks
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("world", [2, 4])
+def test_runs_as_with_fsdp2(program: Callable[[Api], Run], world: int) -> None:
+    on_ranks(world, side_by_side, program)
+
+
+def side_by_side(program: Callable[[Api], Run]) -> None:
+    truth, found = (program(api).done() for api in (torch_fsdp, yafsdp_cc))
+    assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
+    for name, value in truth.items():
+        distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
+        within = 2e-2 if program in IN_BF16 else 1e-5 if "weight" in name else 1e-6
+        assert distance <= within, f"{name} is off by {distance:.1e}"

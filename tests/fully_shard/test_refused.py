@@ -1,0 +1,85 @@
+"""What ``fully_shard`` refuses, in FSDP2's words where it has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import yafsdp_cc
+from tests.models import Transformer
+from tests.ranks import on_ranks
+from tests.twins import seeded
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+    "a list of modules without a forward": (
+        lambda m: yafsdp_cc.fully_shard(m.blocks),
+        ValueError,
+        "does not support containers",
+    ),
+    "what is no module": (lambda m: yafsdp_cc.fully_shard([m.blocks[0], 3]), ValueError, "got 3"),
+    "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], ValueError, "already been applied"),
+    "a tied parameter apart": (
+        lambda m: [setattr(m.head, "weight", m.embed.weight), *map(yafsdp_cc.fully_shard, (m.embed, m.head))],
+        ValueError,
+        "fully_shard\\(\\[one, other\\]\\)",
+    ),
+    "another dimension": (
+        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Shard(1)),
+        NotImplementedError,
+        "flat ranges",
+    ),
+    "a number of ranks": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3), ValueError, "a factor of 2"),
+    "a word": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward="yes"), ValueError, "a bool or an int"),
+    "another mesh inside": (
+        lambda m: [
+            yafsdp_cc.fully_shard(m.blocks[0]),
+            yafsdp_cc.fully_shard(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))),
+            m(torch.zeros(1, 2, dtype=torch.long)),
+        ],
+        ValueError,
+        "takes one mesh",
+    ),
+    "an optimizer before": (
+        lambda m: (torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m)),
+        ValueError,
+        "make it after",
+    ),
+    "a custom reduce-scatter": (
+        lambda m: yafsdp_cc.fully_shard(m).set_custom_reduce_scatter(None),
+        NotImplementedError,
+        "no meaning here",
+    ),
+    "no bool": (lambda m: yafsdp_cc.fully_shard(m).set_reshard_after_forward(1), ValueError, "should be a bool"),
+    "a divisor of nothing": (
+        lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor(0),
+        ValueError,
+        "other than 0",
+    ),
+    "a plain module to prefetch": (
+        lambda m: yafsdp_cc.fully_shard(m).set_modules_to_forward_prefetch([m.head]),
+        ValueError,
+        "Expects FSDPModule",
+    ),
+    "a reset inside": (
+        lambda m: [yafsdp_cc.fully_shard(m.blocks[0]), yafsdp_cc.fully_shard(m), m.blocks[0].reset_iter_state()],
+        RuntimeError,
+        "for the root module",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    on_ranks(2, _refused, case)
+
+
+def _refused(case: str) -> None:
+    attempt, error, said = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){said}"):
+        attempt(seeded(Transformer))

@@ -1,0 +1,153 @@
+"""Ranks that were given different models, arguments or orders: every rank says so, and what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import yafsdp_cc
+from tests.models import WIDTH, Block, Mlp, stack
+from tests.ranks import on_ranks, short_timeout
+from tests.twins import inputs, mine, refusal, seeded, twins
+
+
+@pytest.mark.parametrize("odd", [0, 2, 3])
+def test_weights_that_differ_between_ranks_are_named_on_every_rank(odd: int) -> None:
+    assert on_ranks(4, _differ, odd) == [True] * 4
+
+
+def _differ(odd: int) -> bool:
+    model = seeded(Mlp)
+    if dist.get_rank() == odd:
+        with torch.no_grad():
+            model.blocks[1][2].weight.view(-1)[77] += 1e-3
+    with pytest.raises((RuntimeError, ValueError), match=r"blocks\.1\.2\.weight"):
+        yafsdp_cc.shard(model)
+    return True
+
+
+def test_the_same_numbers_in_another_order_differ_too() -> None:
+    assert on_ranks(2, _permuted) == [True] * 2
+
+
+def _permuted() -> bool:
+    model = seeded(Mlp)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.leave.weight.copy_(model.leave.weight.flip(0).clone())
+    with pytest.raises((RuntimeError, ValueError), match=r"leave\.weight"):
+        yafsdp_cc.shard(model)
+    return True
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing"])
+def test_models_that_differ_between_ranks_are_refused(what: str) -> None:
+    assert on_ranks(2, _other_model, what) == [True] * 2
+
+
+def _other_model(what: str) -> bool:
+    model: Any = seeded(Mlp)
+    if dist.get_rank() == 1:
+        if what == "shape":
+            model.leave = nn.Linear(WIDTH, 6)
+        elif what == "dtype":
+            model.leave.bfloat16()
+        elif what == "frozen":
+            model.leave.weight.requires_grad_(False)
+        else:
+            model.leave.bias = None
+    with pytest.raises((RuntimeError, ValueError), match="leave"):
+        yafsdp_cc.shard(model)
+    return True
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "units": {"units": [nn.Linear]},
+    "mp_policy": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "reshard_after_forward": {"reshard_after_forward": False},
+    "separate_reduce_group": {"separate_reduce_group": True},
+    "sync_module_states": {"sync_module_states": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_arguments_that_differ_between_ranks_are_named_on_every_rank(option: str) -> None:
+    for message in on_ranks(2, _other_arguments, option, timeout=8):
+        assert option in message, message
+
+
+def _other_arguments(option: str) -> str:
+    with short_timeout(3):
+        given = OPTIONS[option] if dist.get_rank() == 1 else {}
+        return refusal(lambda: yafsdp_cc.shard(stack(), **{"units": [Block], **given}))
+
+
+def _optimizer_before(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _complex_parameter(model: Any) -> None:
+    model[1].inner.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex64))
+
+
+def _no_blocks(model: Any) -> None:
+    for index in range(len(model)):
+        model[index] = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(_optimizer_before, "SGD"), (_complex_parameter, "1.inner.bias"), (_no_blocks, "Block")],
+)
+def test_what_one_rank_refuses_every_rank_refuses(spoil: Callable[[Any], Any], says: str) -> None:
+    for message in on_ranks(2, _one_refuses, spoil, timeout=20):
+        assert says in message, message
+
+
+def _one_refuses(spoil: Callable[[Any], Any]) -> str:
+    model = seeded(stack)
+    spoilt = spoil(model) if dist.get_rank() == 1 else None
+    with short_timeout(2):
+        message = refusal(lambda: yafsdp_cc.shard(model, units=[Block]))
+        refusal(dist.barrier)  # so that the rank that refuses first does not end the other's wait by its own end
+    del spoilt
+    return message
+
+
+def test_running_units_in_another_order_on_one_rank_is_an_error_in_time() -> None:
+    errors = on_ranks(2, _other_order, patience=5)
+    for error in errors:
+        assert "rank 0: " in error, errors
+        assert "rank 1: " in error, errors
+        assert "blocks.2" in error, errors
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.blocks[index](x))
+        return x
+
+
+def _other_order() -> str:
+    model, _ = twins(Turns, units=[nn.Linear])
+    orders = [[0, 1, 2, 3], [0, 2, 1, 3]]
+    try:
+        for _ in range(3):
+            x = mine(inputs())
+            out = model(x, mine(orders))
+            out.square().mean().backward()
+            model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,72 @@
+"""Whole parameters, and state dicts of a sharded model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+import yafsdp_cc
+from tests.models import CASES, Transformer, next_token
+from tests.ranks import on_ranks
+from tests.twins import mine, same_weights, seeded, trains_on, twins, whole
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_whole_parameters(write: bool) -> None:
+    on_ranks(2, _whole, write)
+
+
+def _whole(write: bool) -> None:
+    model, plain = twins(lambda: Transformer(tied=True))
+    original = seeded(lambda: Transformer(tied=True))
+    batches = CASES["transformer"].batches(2)
+    trains_on(model, plain, next_token, [batches])
+    original.load_state_dict(plain.state_dict())
+    with yafsdp_cc.whole_parameters(model, write=write), torch.no_grad():
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in plain.named_parameters()]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, plain.get_parameter(name)), name
+            parameter.mul_(0.5)
+            plain.get_parameter(name).mul_(0.5)
+    same_weights(model, plain if write else original)
+    trains_on(model, plain if write else original, next_token, [batches])
+    with pytest.raises(ZeroDivisionError), yafsdp_cc.whole_parameters(model, write=write):
+        _ = 1 / 0
+    trains_on(model, plain if write else original, next_token, [batches])
+
+
+def test_state_dict_round_trip() -> None:
+    on_ranks(2, _state_dict)
+
+
+def _state_dict() -> None:
+    model, plain = twins(lambda: Transformer(tied=True))
+    trains_on(model, plain, next_token, [CASES["transformer"].batches(2)])
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in state.items():
+        assert torch.equal(whole(value), plain.state_dict()[name]), name
+    other = yafsdp_cc.shard(seeded(lambda: Transformer(tied=True), seed=1))
+    with torch.no_grad():
+        other(mine(CASES["transformer"].batches(2))["tokens"])
+    other.load_state_dict({name: value.clone() for name, value in state.items()})
+    same_weights(other, plain)
+    assert other.head.weight is other.embed.weight
+    trains_on(other, plain, next_token, [CASES["transformer"].batches(2, 1)])
+
+
+def test_full_state_dict_through_torch() -> None:
+    on_ranks(2, _full_state_dict)
+
+
+def _full_state_dict() -> None:
+    model, plain = twins(Transformer)
+    options = StateDictOptions(full_state_dict=True)
+    found = get_model_state_dict(model, options=options)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[name], value), name
+    other = seeded(Transformer, seed=1)
+    set_model_state_dict(model, other.state_dict(), options=options)
+    same_weights(model, other)

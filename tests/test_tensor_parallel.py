@@ -1,0 +1,356 @@
+"""Parameters that ``parallelize_module`` has divided, cut further across the other dimension of a mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import yafsdp_cc
+from tests.checkpoint.jobs import contents, grouped, same, whole
+from tests.ranks import on_ranks
+
+WIDTH, VOCABULARY, BATCH = 48, 66, 2
+Figures = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def divided(model: Any, mesh: DeviceMesh, *, everything: bool) -> None:
+    """Every module, activations by their sequence; or the MLPs alone, so that some parameters are in one mesh only."""
+    for block in model.blocks:
+        if everything:
+            plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+            parallelize_module(block, mesh, plan | {"norm": SequenceParallel()})
+        else:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if everything:
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, plan)
+
+
+class Job:
+    """A model on (dp, tp), or (replicate, dp, tp), or plain with the joined batch of all."""
+
+    def __init__(self, api: Any, shape: tuple[int, ...] = (), *, seed: int = 0, everything: bool = True, **more: Any):
+        torch.manual_seed(seed)
+        self.model: Any = Net()
+        self.batches = list(range(4))
+        if shape:
+            names = ("replicate", "dp", "tp")[-len(shape) :]
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            if shape[-1] > 1:
+                divided(self.model, mesh["tp"], everything=everything)
+            self.over = mesh[names[:-1]] if len(shape) > 2 else mesh["dp"]
+            count = self.over.size()
+            share = len(self.batches) // count
+            place = dist.get_rank() // shape[-1]
+            self.batches = self.batches[place * share : (place + 1) * share]
+            for block in self.model.blocks:
+                api.fully_shard(block, mesh=self.over, **more)
+            api.fully_shard(self.model, mesh=self.over, **more)
+        self.optimizer = grouped(self.model)
+        self.figures: Figures = {}
+
+    def train(self, steps: int, *, clip: bool = True) -> Figures:
+        for step in range(steps):
+            for batch in self.batches:
+                draws = torch.Generator().manual_seed(100 * step + batch)
+                tokens = torch.randint(VOCABULARY, (BATCH, 12), generator=draws)
+                loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
+                (loss / len(self.batches)).backward()
+            for name, parameter in self.model.named_parameters():
+                self.figures[f"{step} gradient of {name}"] = whole(parameter.grad).clone()
+            if clip:
+                self.figures[f"{step} norm"] = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.figures
+
+
+def close(ours: Figures, other: Figures, tolerance: float) -> None:
+    assert ours.keys() == other.keys()
+    for name, one in ours.items():
+        assert (one - other[name]).norm() <= tolerance * other[name].norm(), name
+
+
+def training(everything: bool) -> None:
+    clip = everything  # FSDP2 has no norm over parameters of two meshes
+    ours, theirs = (Job(api, (2, 2), everything=everything).train(3, clip=clip) for api in (yafsdp_cc, torch_fsdp))
+    close(ours, theirs, 1e-6)
+    job, plain = Job(yafsdp_cc, (2, 2), everything=everything), Job(None)
+    close(job.train(1), plain.train(1), 1e-6)
+    parameter = job.model.blocks[0].up.weight
+    assert parameter.shape == (4 * WIDTH, WIDTH)
+    assert parameter.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert parameter.placements == (Shard(0), Shard(0))
+    held = torch.tensor(parameter.to_local().numel())
+    dist.all_reduce(held)
+    assert held == parameter.numel()
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_training_is_that_of_fsdp2_and_of_one_process(everything):
+    on_ranks(4, training, everything)
+
+
+def other_ways() -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for more in ({"mp_policy": bf16}, {"reshard_after_forward": False}):
+        ours, theirs = (Job(api, (2, 2), **more).train(2) for api in (yafsdp_cc, torch_fsdp))
+        close(ours, theirs, 1e-6)
+    ours, theirs = (Job(api, (2, 1, 2)).train(2) for api in (yafsdp_cc, torch_fsdp))
+    close(ours, theirs, 1e-6)
+
+
+def test_in_half_precision_with_kept_weights_and_with_replicas():
+    on_ranks(4, other_ways)
+
+
+# State
+
+
+def saved(folder: Any, shape: tuple[int, ...]) -> None:
+    for name, api in (("ours", yafsdp_cc), ("fsdp2", torch_fsdp)):
+        job = Job(api, shape)
+        job.train(2)
+        if name == "ours":
+            yafsdp_cc.save(folder / name, job.model, job.optimizer)
+        else:
+            dcp.save(state_of(job), checkpoint_id=folder / name)
+        found = contents(job.model, job.optimizer)
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{name}.pt")
+
+
+def loaded(folder: Any, shape: tuple[int, ...]) -> None:
+    for saver in ("ours", "fsdp2"):
+        for api in (yafsdp_cc, torch_fsdp):
+            job = Job(api, shape, seed=1)
+            job.train(1)
+            if api is yafsdp_cc:
+                yafsdp_cc.load(folder / saver, job.model, job.optimizer)
+            else:
+                dcp.load(state := state_of(job), checkpoint_id=folder / saver)
+                model, optimizer = state["model"], state["optimizer"]
+                set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            same(contents(job.model, job.optimizer), torch.load(folder / f"{saver}.pt"))
+
+
+def state_of(job: Job) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [((2, 2), (2, 1)), ((2, 1), (2, 2)), ((1, 2), (2, 1, 2))])
+def test_checkpoints_are_exchanged_with_fsdp2(writers, readers, tmp_path):
+    """(dp, tp), or (replicate, dp, tp); bit for bit, both ways."""
+    on_ranks(torch.Size(writers).numel(), saved, tmp_path, writers)
+    on_ranks(torch.Size(readers).numel(), loaded, tmp_path, readers)
+
+
+def whole_states(folder: Any) -> None:
+    job, plain = Job(yafsdp_cc, (2, 2)), Job(None)
+    full = yafsdp_cc.full_state_dict(job.model)
+    if dist.get_rank() == 0:
+        same(full, plain.model.state_dict())
+    else:
+        assert full == {}
+
+    yafsdp_cc.save_safetensors(folder / "whole", job.model)
+    other = Job(yafsdp_cc, (2, 2), seed=1)
+    yafsdp_cc.load_safetensors(folder / "whole", other.model)
+    same({name: whole(value) for name, value in other.model.state_dict().items()}, plain.model.state_dict())
+
+    with yafsdp_cc.whole_parameters(job.model, write=True):
+        weight = job.model.blocks[1].down.weight
+        assert weight.placements == (Shard(1),)
+        with torch.no_grad():
+            weight.mul_(2)
+    assert whole(job.model.blocks[1].down.weight).equal(2 * plain.model.blocks[1].down.weight)
+
+    weight = yafsdp_cc.unshard_model(job.model).blocks[1].down.weight
+    assert type(weight) is nn.Parameter or weight.placements == (Shard(1),)
+    assert whole(weight).equal(2 * plain.model.blocks[1].down.weight)
+    job.model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert weight.grad.placements == (Shard(1),)
+
+
+def test_whole_states_and_the_way_back(tmp_path):
+    on_ranks(4, whole_states, tmp_path)
+
+
+# Parameters as users see them
+
+
+def as_users_see_them() -> None:
+    model = Job(yafsdp_cc, (2, 2)).model
+    weight, values = model.blocks[0].down.weight, torch.randn(WIDTH, 4 * WIDTH)
+    with torch.no_grad():
+        weight.copy_(values)
+        assert whole(weight).equal(values)
+        divided = distribute_tensor(values + 1, weight.device_mesh["tp"], [Shard(1)])
+        weight.copy_(divided)
+        assert whole(weight).equal(values + 1)
+        torch.manual_seed(7)
+        nn.init.normal_(weight)
+        torch.manual_seed(7)
+        assert whole(weight).equal(torch.empty_like(values).normal_())
+        torch.manual_seed(dist.get_rank())  # also where seeds differ, what two ranks hold is the same on both
+        bias = model.blocks[0].down.bias
+        assert bias.placements[1] == Replicate()
+        nn.init.uniform_(bias)
+    pair = [torch.empty(WIDTH) for _ in range(dist.get_world_size())]
+    dist.all_gather(pair, whole(bias))
+    assert all(each.equal(pair[0]) for each in pair)
+
+    for order in (1.0, 2.0, float("inf")):
+        norm = torch.linalg.vector_norm(whole(weight), order)
+        assert torch.allclose(whole(torch.linalg.vector_norm(weight, order)), norm)
+    everything = [parameter.detach() for parameter in model.parameters()]
+    total = torch.nn.utils.get_total_norm(everything)
+    assert torch.allclose(whole(total), torch.nn.utils.get_total_norm([whole(each) for each in everything]))
+    assert weight.max().full_tensor() == whole(weight).max()
+    assert torch.equal(weight, weight.clone())
+
+    weight.grad = torch.zeros_like(weight)
+    if dist.get_rank() == 3:
+        weight.grad.to_local()[:1] = float("inf")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    before = whole(weight)
+    scaler.step(optimizer)  # found on one rank, skipped on all
+    assert whole(weight).equal(before)
+    assert "holds" in repr(weight)
+    with pytest.raises(NotImplementedError, match=r"down.weight' \(sharded \[48, 192\]"):
+        weight @ weight
+
+
+def test_parameters_as_users_see_them():
+    on_ranks(4, as_users_see_them)
+
+
+# Other models
+
+
+def on_meta() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model: Any = Net()
+    divided(model, mesh["tp"], everything=True)
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block, mesh=mesh["dp"])
+    yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    twin = Job(yafsdp_cc, (2, 2)).model
+    model.load_state_dict(twin.state_dict())
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert model(tokens).equal(twin(tokens))
+
+
+def by_one_line() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Net()
+    divided(model, mesh["tp"], everything=True)
+    yafsdp_cc.shard(model, mesh=mesh["dp"], sync_module_states=True)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert torch.allclose(model(tokens), Job(None).model(tokens), atol=1e-6)
+    elements = sum(unit.elements for unit in yafsdp_cc.plan_of(model).units)
+    assert elements == sum(p.numel() // 2 for p in model.parameters() if Shard(0) == p.placements[0])
+
+
+def uneven() -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 90)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 90))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert whole(ours).equal(theirs.detach())
+        assert torch.allclose(whole(ours.grad), theirs.grad, atol=1e-5)
+    assert [p.to_local().numel() for p in model.parameters()] == [[23 * 64, 23], [21 * 64, 21]][dist.get_rank() == 3]
+
+
+def test_on_meta_by_one_line_and_uneven():
+    on_ranks(4, each_of, (on_meta, by_one_line, uneven))
+
+
+def each_of(bodies: Any) -> None:
+    for body in bodies:
+        body()
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    already = r"'0\.weight' is already a DTensor, across .* take both from one mesh"
+    for over in (mesh, mesh["tp"]):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        for shard in (yafsdp_cc.fully_shard, partial(yafsdp_cc.shard, units=[model[0]])):
+            with pytest.raises(ValueError, match=already):
+                shard(model, mesh=over)
+    for shard in (yafsdp_cc.fully_shard, yafsdp_cc.shard):
+        with pytest.raises(ValueError, match=r"If it was sharded before, shard it once"):
+            shard(torch_fsdp.fully_shard(Net()))
+    apart = init_device_mesh("cpu", (4,))
+    with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be cut across"):
+        yafsdp_cc.fully_shard(model, mesh=apart)
+    part = DTensor.from_local(torch.ones(64, 64), mesh["tp"], [Partial()], run_check=False)
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight = nn.Parameter(part)
+    with pytest.raises(ValueError, match=r"'0\.weight' is a DTensor placed as P"):
+        yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
+
+
+def test_what_cannot_be_cut_further():
+    on_ranks(4, refusals)

@@ -1,0 +1,130 @@
+"""Several backwards before a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import yafsdp_cc
+from tests.models import Mlp
+from tests.ranks import on_ranks
+from tests.twins import added, inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins, whole
+
+
+def test_each_micro_batch_is_reduced_into_the_shard() -> None:
+    on_ranks(2, _accumulate)
+
+
+def _accumulate() -> None:
+    model, plain = twins(Mlp)
+    batches = [inputs(step=step) for step in range(3)]
+    for micro in batches:
+        square(model, mine(micro)).backward()
+    same_gradients(model, added(*(means(plain, square, micro) for micro in batches)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_can_be_kept_whole_until_the_last_micro_batch(world: int) -> None:
+    on_ranks(world, _no_sync)
+
+
+def _no_sync() -> None:
+    model, plain = twins(Mlp)
+    optimizers = sgd(model, plain)
+    for round_ in range(2):
+        batches = [inputs(step=3 * round_ + micro) for micro in range(3)]
+        before = yafsdp_cc.counters_of(model).reduced_bytes
+        for micro in batches[:-1]:
+            model.set_requires_gradient_sync(False)
+            square(model, mine(micro)).backward()
+        assert yafsdp_cc.counters_of(model).reduced_bytes == before
+        for module in model.modules():  # as frameworks do
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(True, recurse=False)
+        square(model, mine(batches[-1])).backward()
+        truth = added(*(means(plain, square, micro) for micro in batches))
+        same_gradients(model, truth, within=1e-6)
+        step_both(model, plain, truth, optimizers)
+        reload(plain, model)
+
+
+def test_evaluation_between_held_micro_batches() -> None:
+    on_ranks(2, _evaluate_while_holding)
+
+
+def _evaluate_while_holding() -> None:
+    model, plain = twins(Mlp)
+    first, second = inputs(step=0), inputs(step=1)
+    model.set_requires_gradient_sync(False)
+    square(model, mine(first)).backward()
+    with torch.no_grad():
+        assert torch.equal(model(mine(second)), plain(mine(second)))
+    model.set_requires_gradient_sync(True)
+    square(model, mine(second)).backward()
+    same_gradients(model, added(means(plain, square, first), means(plain, square, second)), within=1e-6)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad(to_none: bool) -> None:
+    on_ranks(2, _zero_grad, to_none)
+
+
+def _zero_grad(to_none: bool) -> None:
+    model, plain = twins(Mlp)
+    for step in range(3):
+        batches = inputs(step=step)
+        square(model, mine(batches)).backward()
+        same_gradients(model, means(plain, square, batches))
+        model.zero_grad(set_to_none=to_none)
+        for parameter in model.parameters():
+            assert (parameter.grad is None) == to_none
+            assert to_none or not whole(parameter.grad).any()
+
+
+def test_an_exception_between_held_micro_batches_keeps_what_is_held() -> None:
+    on_ranks(2, _held)
+
+
+def _held() -> None:
+    model, plain = twins(Mlp)
+    model.set_requires_gradient_sync(False)
+    square(model, mine(inputs(step=0))).backward()
+    blow = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        square(model, mine(inputs(step=1)))
+    blow.remove()
+    model.set_requires_gradient_sync(True)
+    square(model, mine(inputs(step=2))).backward()
+    same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (0, 2))), within=1e-6)
+
+
+def test_synchronisation_switched_between_forward_and_backward() -> None:
+    on_ranks(2, _switched)
+
+
+def _switched() -> None:
+    model, plain = twins(Mlp)
+    for step, synchronises in enumerate((False, True)):
+        loss = square(model, mine(inputs(step=step)))
+        model.set_requires_gradient_sync(synchronises)
+        loss.backward()
+    same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in range(2))), within=1e-6)
+
+
+def test_gradients_that_the_user_keeps_stay_what_they_were() -> None:
+    on_ranks(2, _kept_gradients)
+
+
+def _kept_gradients() -> None:
+    model, plain = twins(Mlp)
+    kept: list[dict[str, Any]] = []
+    for step in range(2):
+        square(model, mine(inputs(step=step))).backward()
+        kept.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    for step in range(2):
+        for name, truth in means(plain, square, inputs(step=step)).items():
+            torch.testing.assert_close(whole(kept[step][name]), truth, msg=f"{name} of step {step}")

@@ -1,0 +1,138 @@
+"""Activations computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import CASES, WIDTH, Block, Part, import_models, llama
+from tests.ranks import on_ranks
+from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_before_forking() -> None:
+    import_models()
+
+
+class Spans(nn.Module):
+    """Recomputes spans of units, or parts of them."""
+
+    def __init__(self, how: str, reentrant: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Part(how == "inside", reentrant) for _ in range(5))
+        self.how, self.reentrant = how, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        if self.how == "spans":
+            for first in (0, 2, 4):
+                span = nn.Sequential(*self.blocks[first : first + 2])
+                x = checkpoint(span, x, use_reentrant=self.reentrant)
+        elif self.how == "all":
+            x = checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant) if self.how == "each" else block(x)
+        return x
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
+def test_non_reentrant_checkpointing_is_exact(how: str, reshard: bool) -> None:
+    on_ranks(2, _checkpointed, how, reshard)
+
+
+def _checkpointed(how: str, reshard: bool) -> None:
+    model, plain = twins(lambda: Spans(how), units=[Part], reshard_after_forward=reshard)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
+
+
+def test_a_unit_run_twice_in_one_checkpoint() -> None:
+    on_ranks(2, _twice_in_a_checkpoint)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Part(False, False) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        span = nn.Sequential(*(self.blocks[index] for index in order))
+        out: Tensor = checkpoint(span, x, use_reentrant=False)
+        return out
+
+
+def _twice_in_a_checkpoint() -> None:
+    model, plain = twins(Twice, units=[Part])
+    for order in ((0, 1, 0), (0, 0), (0, 2, 2), (0, 1, 2, 0, 3), (2, 0, 1, 0, 2), (0, 2, 0, 1, 3, 2)):
+        batches = inputs()
+        _ordered(model, mine(batches), order).backward()
+        same_gradients(model, means(plain, lambda m, x, o=order: _ordered(m, x, o), batches), within=1e-6)
+        model.zero_grad()
+
+
+def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    return model(x, order).square().mean()
+
+
+@pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
+def test_reentrant_checkpointing_is_right_or_refused_by_name(how: str) -> None:
+    on_ranks(2, _reentrant, how)
+
+
+def _reentrant(how: str) -> None:
+    model, plain = twins(lambda: Spans(how, reentrant=True), units=[Part])
+    batches = inputs()
+    try:
+        square(model, mine(batches)).backward()
+    except RuntimeError as refusal:
+        said = str(refusal)
+    else:
+        said = ""
+        same_gradients(model, means(plain, square, batches))
+    assert not said or "use_reentrant" in said
+
+
+def test_checkpointing_of_hugging_face_models() -> None:
+    on_ranks(2, _hugging_face_checkpoint)
+
+
+def _hugging_face_checkpoint() -> None:
+    def build() -> nn.Module:
+        model: Any = llama()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train()
+
+    model, plain = twins(build)
+    case = CASES["llama"]
+    trains_on(model, plain, case.loss, [case.batches(2, step) for step in range(2)])
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpoints_draw_the_same_dropout_again() -> None:
+    on_ranks(2, _dropout)
+
+
+def _dropout() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(int(1000 * x.abs().sum()))
+        return square(model, x)
+
+    model, plain = twins(Dropping, units=[Block])
+    trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)

@@ -1,0 +1,182 @@
+"""Graphs other than one forward and its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
+from tests.ranks import on_ranks
+from tests.twins import added, inputs, means, mine, numbers, same_gradients, square, trains_on, twins
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_two_forwards_before_one_backward(reshard: bool | None) -> None:
+    on_ranks(2, _two_forwards, reshard)
+
+
+def _two_forwards(reshard: bool | None) -> None:
+    model, plain = twins(Mlp, reshard_after_forward=reshard)
+
+    def both(each: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = (each(x) for x in batch)
+        return (one * other).mean()
+
+    steps = [list(zip(inputs(step=step), inputs(step=step + 50), strict=True)) for step in range(3)]
+    trains_on(model, plain, both, steps, within=1e-6)
+
+
+def test_retain_graph_adds_the_gradient_again() -> None:
+    on_ranks(2, _retain)
+
+
+def _retain() -> None:
+    model, plain = twins(Mlp)
+    for step in range(2):
+        batches = inputs(step=step)
+        loss = square(model, mine(batches))
+        loss.backward(retain_graph=True)
+        truth = means(plain, square, batches)
+        same_gradients(model, truth)
+        with torch.no_grad():
+            model(mine(batches))  # the slots are refilled in between
+        loss.backward()
+        same_gradients(model, added(truth, truth))
+        model.zero_grad()
+
+
+def test_two_losses_of_one_forward() -> None:
+    on_ranks(2, _two_losses)
+
+
+def _two_losses() -> None:
+    model, plain = twins(Mlp)
+    batches = inputs()
+    out = model(mine(batches))
+    out.sum().backward(retain_graph=True)
+    out.square().mean().backward()
+    one, other = means(plain, lambda m, x: m(x).sum(), batches), means(plain, square, batches)
+    same_gradients(model, added(one, other))
+
+
+def test_gradients_of_inputs_alone_leave_parameters_untouched() -> None:
+    on_ranks(2, _input_gradients)
+
+
+def _input_gradients() -> None:
+    model, plain = twins(Mlp)
+    x = mine(inputs()).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    expected = torch.autograd.grad(square(plain, twin), twin)[0]
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(square(model, x), x)[0], expected)
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss = square(model, x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    truth = means(plain, square, inputs())
+    same_gradients(model, truth)
+    torch.autograd.grad(square(model, x), x)
+    same_gradients(model, truth)
+
+
+def test_gradients_of_inputs_leave_no_trace_while_gradients_are_held() -> None:
+    on_ranks(2, _input_gradients_held)
+
+
+def _input_gradients_held() -> None:
+    model, plain = twins(Mlp)
+    first, second, third = (inputs(step=step) for step in range(3))
+    model.set_requires_gradient_sync(False)
+    square(model, mine(first)).backward()
+    x = mine(third).requires_grad_()
+    torch.autograd.grad(square(model, x), x)
+    model.set_requires_gradient_sync(True)
+    torch.autograd.grad(square(model, x), x)
+    square(model, mine(second)).backward()
+    same_gradients(model, added(means(plain, square, first), means(plain, square, second)), within=1e-6)
+
+
+def test_parameters_are_parameters_whatever_has_run() -> None:
+    on_ranks(2, _attributes)
+
+
+def _attributes() -> None:
+    model, _ = twins(Transformer)
+    table, tokens = numbers(1, LENGTH, WIDTH, grad=True), mine(CASES["transformer"].batches(2))["tokens"]
+    before = dict(model.named_parameters())
+
+    def unchanged(after: str) -> None:
+        for name, parameter in before.items():
+            assert model.get_parameter(name) is parameter, (after, name)
+
+    with torch.no_grad():
+        model(tokens)
+    unchanged("evaluation")
+    square(model, tokens).backward()
+    unchanged("a backward")
+    square(model, tokens)
+    unchanged("a forward alone")
+    torch.autograd.grad(square(model.blocks[0], table), table)
+    unchanged("a unit by itself")
+    model.embed.register_forward_hook(lambda _, __, out: out + table)
+    torch.autograd.grad(square(model, tokens), table)
+    unchanged("gradients of an input")
+
+
+def test_create_graph_is_refused_by_name() -> None:
+    on_ranks(2, _create_graph)
+
+
+def _create_graph() -> None:
+    model, plain = twins(Mlp)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        square(model, mine(inputs())).backward(create_graph=True)
+    model.zero_grad()
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+def test_a_gradient_penalty_is_refused_by_name() -> None:
+    on_ranks(2, _penalty)
+
+
+def _penalty() -> None:
+    model, _ = twins(Mlp)
+    x = mine(inputs()).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(square(model, x), x, create_graph=True)[0].square().sum().backward()
+
+
+def test_a_unit_called_by_itself_trains_or_is_refused_by_name() -> None:
+    on_ranks(2, _alone)
+
+
+def _alone() -> None:
+    model, plain = twins(Mlp, units=[nn.Sequential])
+    batches = inputs()
+
+    def alone(each: Any, x: Tensor) -> Tensor:
+        return each.blocks[1](x).square().mean()
+
+    try:
+        loss = alone(model, mine(batches))
+    except RuntimeError as refusal:
+        said = str(refusal)
+    else:
+        said = ""
+        loss.backward()
+        same_gradients(model, means(plain, alone, batches))
+    assert not said or "blocks.1" in said
+
+
+def test_a_unit_that_calls_itself() -> None:
+    on_ranks(2, _recursive)
+
+
+def _recursive() -> None:
+    model, plain = twins(lambda: nn.Sequential(Recursive(), Recursive()), units=[Recursive])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

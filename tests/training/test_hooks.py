@@ -1,0 +1,106 @@
+"""Hooks of users, on modules and on parameters."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import yafsdp_cc
+from tests.models import CASES, Mlp, Transformer, next_token, stack
+from tests.ranks import on_ranks
+from tests.twins import inputs, means, mine, refusal, reload, seeded, square, trains_on, twins, whole
+
+
+def test_hooks_that_run_when_a_gradient_is_final() -> None:
+    on_ranks(2, _post_accumulate)
+
+
+def _post_accumulate() -> None:
+    """The optimizer step in backward, as memory-saving loops do it."""
+    model, plain = twins(Transformer)
+    seen: list[str] = []
+
+    def step(name: str, parameter: Any) -> None:
+        seen.append(name)
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(step, name))
+    for number in range(2):
+        batches = CASES["transformer"].batches(2, number)
+        next_token(model, mine(batches)).backward()
+        truth = means(plain, next_token, batches)
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.add_(truth[name], alpha=-0.1)
+        assert sorted(seen) == sorted(name for name, _ in plain.named_parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        seen.clear()
+        reload(plain, model)
+
+
+def test_module_hooks_of_users() -> None:
+    on_ranks(2, _module_hooks)
+
+
+def _module_hooks() -> None:
+    model, plain = twins(stack)
+    for each in (model, plain):
+        for block in each:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+            block.register_forward_hook(lambda _, args, output: output * 0.5)
+            block.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
+            block.register_full_backward_hook(
+                lambda _, inputs, outputs: tuple(g if g is None else g * 2 for g in inputs)
+            )
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_tensor_hook_on_a_parameter_runs_or_is_refused_by_name(when: str) -> None:
+    on_ranks(2, _tensor_hook, when)
+
+
+def _tensor_hook(when: str) -> None:
+    model: Any = seeded(Mlp)
+
+    def register() -> None:
+        model.leave.weight.register_hook(lambda gradient: gradient * 0)
+
+    def run() -> None:
+        if when == "before":
+            register()
+        yafsdp_cc.shard(model)
+        if when == "after":
+            register()
+        square(model, mine(inputs())).backward()
+
+    if refused := refusal(run):
+        assert "leave.weight" in refused, refused
+    else:
+        assert whole(model.leave.weight.grad).abs().max() == 0
+
+
+def test_a_post_accumulate_hook_from_before_runs_or_is_refused_by_name() -> None:
+    on_ranks(2, _hook_from_before)
+
+
+def _hook_from_before() -> None:
+    model: Any = seeded(Mlp)
+    called: list[nn.Parameter] = []
+    model.leave.weight.register_post_accumulate_grad_hook(called.append)
+
+    def run() -> None:
+        yafsdp_cc.shard(model)
+        square(model, mine(inputs())).backward()
+
+    if refused := refusal(run):
+        assert "leave.weight" in refused, refused
+    else:
+        assert len(called) == 1

@@ -1,0 +1,101 @@
+"""What is freed, and when."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models import WIDTH, Block, stack
+from tests.ranks import on_ranks
+from tests.twins import inputs, mine, numbers, square, trains_on, twins
+from yafsdp_cc.engine.module import root_of
+
+
+def _tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_no_tensor_is_left_over_by_a_step(backward: bool) -> None:
+    on_ranks(2, _left_over, backward)
+
+
+def _left_over(backward: bool) -> None:
+    model, _ = twins(stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    counts = []
+    for step in range(60):
+        loss = square(model, mine(inputs()))
+        if backward:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del loss
+        if step in (9, 59):
+            for ring in root_of(model).weight_rings.values():
+                for slot in ring.slots:
+                    slot.ready.settle()  # what is under way holds on to its buffers
+            counts.append(_tensors())
+    assert counts[0] == counts[1]
+
+
+class Marked(torch.autograd.Function):
+    """Saves an object that can be watched."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Any) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_came_before_the_model_is_freed_with_its_output(backward: bool) -> None:
+    on_ranks(1, _freed_at_once, backward)
+
+
+def _freed_at_once(backward: bool) -> None:
+    model, _ = twins(stack)
+    gc.collect()
+    gc.disable()
+    mark = Block()
+    freed = weakref.ref(mark)
+    loss = square(model, Marked.apply(numbers(2, WIDTH, grad=True), mark))
+    if backward:
+        loss.backward()
+    del loss, mark
+    assert freed() is None
+
+
+def test_a_deleted_model_leaves_nothing_behind_and_another_takes_its_place() -> None:
+    on_ranks(2, _deleted)
+
+
+def _deleted() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, _ = twins(stack)
+    square(model, mine(inputs())).backward()
+    engine, slot = weakref.ref(root_of(model)), weakref.ref(root_of(model).units[0].home.slot)
+    del model
+    gc.collect()
+    assert engine() is None
+    assert slot() is None
+    path: list[Any] = [None]
+    if rank == 0:
+        path[0] = tempfile.mkstemp()[1]
+    dist.broadcast_object_list(path)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(path[0], world), rank=rank, world_size=world)
+    model, plain = twins(stack)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

@@ -1,0 +1,116 @@
+"""A sharded model next to others, in part of a model, on part of the ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.models import Block, Mlp, Recursive, stack
+from tests.ranks import on_ranks
+from tests.twins import inputs, means, mine, refusal, same_gradients, seeded, square, trains_on, twins, whole
+
+
+def test_two_sharded_models_in_one_graph() -> None:
+    on_ranks(2, _two_models)
+
+
+def _two_models() -> None:
+    one, plain_one = twins(lambda: nn.Sequential(*(Recursive() for _ in range(3))), units=[Recursive])
+    two, plain_two = twins(Mlp, units=[nn.Sequential])
+    plain = nn.Sequential(plain_one, plain_two)
+    for step in range(3):
+        batches = inputs(step=step)
+        two(one(mine(batches))).square().mean().backward()
+        truth = means(plain, square, batches)
+        for index, model in enumerate((one, two)):
+            prefix = f"{index}."
+            of = {name.removeprefix(prefix): g for name, g in truth.items() if name.startswith(prefix)}
+            same_gradients(model, of, within=1e-6)
+            model.zero_grad()
+
+
+def test_a_generator_and_its_critic() -> None:
+    on_ranks(2, _adversarial)
+
+
+def _adversarial() -> None:
+    maker, plain_maker = twins(stack)
+    critic, plain_critic = twins(Mlp)
+    sharded, plain = nn.ModuleList([maker, critic]), nn.ModuleList([plain_maker, plain_critic])
+
+    def judge(both: Any, x: Tensor) -> Tensor:
+        return (both[1](both[0](x).detach()) - 1).square().mean() + both[1](x).square().mean()
+
+    def fool(both: Any, x: Tensor) -> Tensor:
+        return both[1](both[0](x)).square().mean()
+
+    for step in range(2):
+        for loss, trainable in ((judge, True), (fool, False)):
+            for each in (critic, plain_critic):
+                each.requires_grad_(trainable)
+            loss(sharded, mine(inputs(step=step))).backward()
+            same_gradients(sharded, means(plain, loss, inputs(step=step)), within=1e-6)
+            sharded.zero_grad()
+
+
+def test_a_sharded_model_between_plain_layers() -> None:
+    on_ranks(2, _between)
+
+
+def _between() -> None:
+    middle, plain_middle = twins(stack)
+    model, plain = (nn.Sequential(seeded(Block), each, seeded(Block)) for each in (middle, plain_middle))
+    square(model, mine(inputs())).backward()
+    truth = means(plain, square, inputs())
+    same_gradients(middle, {name: truth[f"1.{name}"] for name, _ in middle.named_parameters()}, within=1e-6)
+    square(plain, mine(inputs())).backward()
+    torch.testing.assert_close(model[0].inner.weight.grad, plain[0].inner.weight.grad)
+    assert "0.inner" in refusal(lambda: model.bfloat16())
+    assert "copy the model before" in refusal(lambda: copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_two_groups_of_ranks_each_shard_a_model(separate: bool) -> None:
+    on_ranks(4, _two_groups, separate)
+
+
+def _two_groups(separate: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, plain = twins(stack, mesh=mesh["shard"], separate_reduce_group=separate)
+    square(model, mine(inputs())).backward()
+    first = dist.get_rank() // 2 * 2
+    same_gradients(model, means(plain, square, inputs()[first : first + 2]))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_worlds_of_one_and_of_three_with_a_second_communicator(world: int) -> None:
+    on_ranks(world, _worlds)
+
+
+def _worlds() -> None:
+    model, plain = twins(Mlp, separate_reduce_group=True)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(3)], within=1e-6)
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    on_ranks(2, _ignored)
+
+
+def _ignored() -> None:
+    model, plain = seeded(stack), seeded(stack)
+    yafsdp_cc.shard(model, ignored_params=[model[0].inner.weight])
+    square(model, mine(inputs())).backward()
+    truth = means(plain, square, inputs())
+    square(plain, mine(inputs())).backward()
+    for name, parameter in model.named_parameters():
+        if name == "0.inner.weight":
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        else:
+            torch.testing.assert_close(whole(parameter.grad), truth[name])

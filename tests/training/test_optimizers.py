@@ -1,0 +1,97 @@
+"""Torch's optimizers, clipping and gradient scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.models import CASES, Mlp, Transformer, next_token
+from tests.ranks import on_ranks
+from tests.twins import inputs, means, mine, same_gradients, same_weights, sgd, square, twins, whole
+
+FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_optimizers_with_groups_by_name(kind: str, form: str) -> None:
+    on_ranks(2, _optimizer, kind, FORMS[form])
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adam", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"]
+)
+def test_pointwise_optimizers(kind: str) -> None:
+    on_ranks(2, _optimizer, kind, {})
+
+
+def _optimizer(kind: str, form: dict[str, Any]) -> None:
+    model, plain = twins(Transformer)
+    more = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
+    optimizers = [
+        getattr(torch.optim, kind)(_groups(each, decays=kind != "Rprop"), lr=1e-3, **form, **more)
+        for each in (model, plain)
+    ]
+    for step in range(4):
+        batches = CASES["transformer"].batches(2, step)
+        next_token(model, mine(batches)).backward()
+        truth = means(plain, next_token, batches)
+        same_gradients(model, truth, within=1e-3)  # weights drift apart by rounding
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = truth[name]
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(
+            whole(found) if hasattr(found, "full_tensor") else found, expected, rtol=1e-4, atol=0
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        same_weights(model, plain, within=2e-5)
+
+
+def _groups(model: nn.Module, decays: bool) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    plain = [p for name, p in named.items() if name.endswith("bias") or "norm" in name]
+    rest = [p for name, p in named.items() if not (name.endswith("bias") or "norm" in name)]
+    decay = {"weight_decay": 0.1} if decays else {}
+    return [{"params": rest, **decay}, {"params": plain, "lr": 3e-3}]
+
+
+def test_grad_scaler_skips_the_step_on_every_rank() -> None:
+    on_ranks(2, _scaler)
+
+
+def _scaler() -> None:
+    model, plain = twins(Mlp)
+    optimizer = sgd(model)[0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    batches = inputs()
+    scaler.scale(square(model, mine(batches))).backward()
+    scaler.unscale_(optimizer)
+    same_gradients(model, means(plain, square, batches), within=1e-6)
+    before = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2048.0
+    assert not torch.equal(whole(model.leave.weight.detach()), before["leave.weight"])
+    for bad in ("blocks.1.0.weight", "leave.bias", "enter.weight"):
+        optimizer.zero_grad()
+        before = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        scaler.scale(square(model, mine(batches))).backward()
+        local = model.get_parameter(bad).grad.to_local()
+        if dist.get_rank() == 1 and local.numel():
+            local.view(-1)[-1] = float("inf")  # one element, on one rank
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        scales = [0.0] * 2
+        dist.all_gather_object(scales, scaler.get_scale())
+        assert scales[0] == scales[1], bad
+        if scales[0] < scale:
+            for name, parameter in model.named_parameters():
+                assert torch.equal(whole(parameter.detach()), before[name]), name

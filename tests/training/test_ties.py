@@ -1,0 +1,69 @@
+"""One weight in several places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import yafsdp_cc
+from tests.models import CASES, WIDTH, Block, Mlp, Transformer, next_token, stack
+from tests.ranks import on_ranks
+from tests.twins import inputs, refusal, seeded, square, trains_on, twins
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tied_weights(world: int) -> None:
+    on_ranks(world, _tied)
+
+
+def _tied() -> None:
+    model, plain = twins(lambda: Transformer(tied=True))
+    assert model.head.weight is model.embed.weight
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    case = CASES["transformer"]
+    trains_on(model, plain, next_token, [case.batches(dist.get_world_size(), step) for step in range(3)])
+    assert model.head.weight is model.embed.weight
+
+
+def test_weights_tied_across_units() -> None:
+    on_ranks(2, _tied_across)
+
+
+def _tied_across() -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.blocks[2][0].weight = model.blocks[0][0].weight
+        return model
+
+    model, plain = twins(build, units=[nn.Sequential])
+    assert model.blocks[2][0].weight is model.blocks[0][0].weight
+    trains_on(model, plain, square, [inputs(step=step) for step in range(3)], within=1e-6)
+
+
+def test_an_untied_weight_read_elsewhere_is_right_or_refused_by_name() -> None:
+    on_ranks(2, _used_elsewhere)
+
+
+class Elsewhere(nn.Module):
+    """Reads the weight of its embedding in a place of its own, without tying it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3000, WIDTH)
+        self.blocks = stack(3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.blocks(self.embed(tokens)), self.embed.weight)
+
+
+def _used_elsewhere() -> None:
+    tokens = [torch.arange(4) + rank for rank in range(2)]
+    model, plain = twins(Elsewhere, units=[Block])
+    if refused := refusal(lambda: trains_on(model, plain, square, [tokens], within=1e-6)):
+        assert "embed.weight" in refused, refused
+    model = seeded(Elsewhere)
+    yafsdp_cc.shard(model, units=[Block, model])
+    trains_on(model, plain, square, [tokens], within=1e-6)

@@ -1,0 +1,170 @@
+"""What goes into a unit and comes out of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import WIDTH
+from tests.ranks import on_ranks
+from tests.twins import inputs, means, mine, numbers, same_gradients, square, trains_on, twins
+
+
+class State(NamedTuple):
+    hidden: Tensor
+    masks: dict[str, Any]
+
+
+class Stateful(nn.Module):
+    """Takes tensors in containers, by keyword; returns the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.carry = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, state: State, more: list[Any], scale: float = 1.0) -> tuple[State, list[Any]]:
+        hidden = torch.tanh(self.mix(state.hidden)) * scale + more[0]["x"]
+        carry = self.carry(more[0]["x"]) * state.masks["keep"]
+        return State(hidden, state.masks), [{"x": carry}, None]
+
+
+class Machine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stateful() for _ in range(3))
+
+    def forward(self, *, state: State, more: list[Any]) -> dict[str, Any]:
+        for block in self.blocks:
+            state, more = block(state=state, more=more, scale=0.5)
+        return {"out": [state.hidden], "more": more}
+
+
+def machine(model: nn.Module, leaves: tuple[Tensor, Tensor]) -> Tensor:
+    keep = torch.ones(WIDTH, dtype=torch.bool)
+    out = model(state=State(leaves[0], {"keep": keep}), more=[{"x": leaves[1]}, None])
+    return out["out"][0].square().mean() + out["more"][0]["x"].mean()
+
+
+def test_containers_and_keywords_pass_gradients() -> None:
+    on_ranks(2, _containers)
+
+
+def _containers() -> None:
+    model, plain = twins(Machine, units=[Stateful])
+    for step in range(3):
+        batches = [
+            (
+                numbers(3, WIDTH, seed=10 * step + rank, grad=True),
+                numbers(3, WIDTH, seed=5 + 10 * step + rank, grad=True),
+            )
+            for rank in range(2)
+        ]
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in mine(batches)]
+        machine(model, tuple(leaves)).backward()
+        truth = means(plain, machine, batches)
+        same_gradients(model, truth)
+        for found, expected in zip(leaves, mine(batches), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+        model.zero_grad()
+
+
+class Passing(nn.Module):
+    """Hands on its input unchanged, None, and a view next to what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+        return x, None, (x.t(), self.inner(x))
+
+
+class Passed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            same, _, (view, y) = block(x)
+            x = same if index % 2 else view.t() + torch.sin(y.mul_(0.5))
+        return x
+
+
+def test_inputs_views_and_outputs_changed_in_place() -> None:
+    on_ranks(2, _passing)
+
+
+def _passing() -> None:
+    model, plain = twins(Passed, units=[Passing])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Wrapped:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Unwraps(nn.Module):
+    """Takes its input in an object that nobody can look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Wrapped) -> Tensor:
+        return torch.tanh(self.inner(x.tensor))
+
+
+class Unwrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unwraps() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(Wrapped(x))
+        return x
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_inputs_in_an_unknown_object(frozen: bool) -> None:
+    on_ranks(2, _unwrapping, frozen)
+
+
+def _unwrapping(frozen: bool) -> None:
+    model, plain = twins(Unwrapping, units=[Unwraps])
+    for each in (model, plain):
+        each.blocks[1:].requires_grad_(not frozen)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Auxiliary(nn.Module):
+    """Puts a loss aside, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = torch.sigmoid(self.gate(x)).square().mean()
+        return x + torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_losses_put_aside_in_units(frozen: bool) -> None:
+    on_ranks(2, _auxiliary, frozen)
+
+
+def _auxiliary(frozen: bool) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        total: Tensor = model(x).square().mean() + sum(block.loss for block in model[1:])
+        return total
+
+    model, plain = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Auxiliary() for _ in range(4))))
+    for each in (model, plain):
+        each[1:].requires_grad_(not frozen)
+    trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)

@@ -1,0 +1,207 @@
+"""Weights replaced, written or handed out behind the engine's back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import yafsdp_cc
+from tests.models import WIDTH, Block, Mlp, stack
+from tests.ranks import on_ranks
+from tests.twins import agrees, inputs, mine, refusal, seeded, sgd, square, trains_on, twins, whole
+
+
+def _assign_parameter(model: Any) -> None:
+    model.leave.weight = nn.Parameter(torch.zeros(5, WIDTH))
+
+
+def _tie_afterwards(model: Any) -> None:
+    model.blocks[0][0].weight = model.blocks[1][0].weight
+
+
+def _convert_a_part(model: Any) -> None:
+    model.leave.double().float()
+
+
+REPLACEMENTS = [_assign_parameter, _tie_afterwards, _convert_a_part]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_a_replaced_parameter_is_used_or_refused_by_name(replace: Callable[[Any], None]) -> None:
+    on_ranks(2, _replaced, replace)
+
+
+def _replaced(replace: Callable[[Any], None]) -> None:
+    model, plain = twins(Mlp)
+    x = mine(inputs())
+
+    def run() -> None:
+        replace(model)
+        square(model, x).backward()
+        sgd(model)[0].step()
+        model.zero_grad()
+        model(x)
+
+    if refused := refusal(run):
+        assert "weight" in refused, refused
+        assert "grad_dtype" not in refused, refused
+        return
+    for name, parameter in model.named_parameters():
+        value = whole(parameter.detach()) if hasattr(parameter, "full_tensor") else parameter.detach()
+        plain.get_parameter(name).data.copy_(value)
+    agrees(model, plain, x)
+
+
+def test_functional_call_uses_the_given_parameters_or_is_refused() -> None:
+    on_ranks(2, _functional_call)
+
+
+def _functional_call() -> None:
+    model, plain = twins(Mlp)
+    x = mine(inputs())
+    given = {name: torch.randn_like(parameter) for name, parameter in plain.named_parameters()}
+    truth = torch.func.functional_call(plain, given, x)
+    found: list[Tensor] = []
+    refused = refusal(lambda: found.append(torch.func.functional_call(model, given, x)))
+    assert "weight" in refused if refused else torch.equal(found[0], truth)
+    assert "weight" not in model.leave.__dict__
+    trains_on(model, plain, square, [inputs()])
+
+
+class Prompt(nn.Module):
+    """Hands out a part of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, rows: int) -> Tensor:
+        return self.weight[:rows]
+
+
+class Prompts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ModuleList(Prompt() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [prompt(8) for prompt in self.prompts]
+        return torch.stack([torch.tanh(x @ part.t()) for part in parts])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_unit_may_return_its_own_weight(grad: bool) -> None:
+    on_ranks(2, _own_weight, grad)
+
+
+def _own_weight(grad: bool) -> None:
+    model, plain = twins(Prompts, units=[Prompt])
+    with torch.set_grad_enabled(grad):
+        agrees(model, plain, mine(inputs()))
+    if grad:
+        trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Clamped(nn.Module):
+    """Edits its weight in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.05, 0.05)
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_edit_of_a_weight_in_forward_is_kept_or_refused_by_name(grad: bool) -> None:
+    on_ranks(2, _edit_in_forward, grad)
+
+
+def _edit_in_forward(grad: bool) -> None:
+    model, _ = twins(lambda: nn.Sequential(*(Clamped() for _ in range(3))), units=[Clamped])
+    with torch.set_grad_enabled(grad):
+        refused = refusal(lambda: model(mine(inputs())))
+    kept = all(whole(parameter.detach()).abs().max() <= 0.05 for parameter in model.parameters())
+    assert kept or "weight" in refused or "unit '0'" in refused, refused
+
+
+class Counting(Block):
+    """Counts its calls in a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_edit_of_a_small_parameter_in_forward_is_kept_or_refused_by_name(dtype: torch.dtype) -> None:
+    on_ranks(2, _small_edit, dtype)
+
+
+def _small_edit(dtype: torch.dtype) -> None:
+    model, _ = twins(lambda: nn.Sequential(*(Counting() for _ in range(3))), mp_policy=MixedPrecisionPolicy(dtype))
+    with torch.no_grad():
+        said = refusal(lambda: model(mine(inputs())))
+    if dtype == torch.bfloat16:
+        assert "a forward has written in place to one of '0." in said, said
+    else:
+        assert not said
+        assert [whole(block.calls.detach()).item() for block in model] == [1, 1, 1]
+    assert "inplace" in refusal(lambda: model(mine(inputs()))) or dtype == torch.bfloat16  # autograd's own check
+
+
+def test_max_norm_of_an_embedding_is_kept_or_refused_by_name() -> None:
+    on_ranks(2, _max_norm)
+
+
+def _max_norm() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(100, WIDTH, max_norm=0.5), *stack(3))
+
+    def run(model: nn.Module) -> None:
+        model(torch.arange(100)).square().mean().backward()
+
+    refused = refusal(lambda: run(yafsdp_cc.shard(seeded(build), units=[Block])))
+    if refused:
+        assert "max_norm" in refused or "0.weight" in refused, refused
+        return
+    model, plain = twins(build, units=[Block])
+    run(model), run(plain)
+    torch.testing.assert_close(whole(model[0].weight.detach()), plain[0].weight.detach())
+
+
+def test_sparse_gradients_are_right_or_refused_by_name() -> None:
+    on_ranks(2, _sparse)
+
+
+def _sparse() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(100, WIDTH, sparse=True), *stack(3))
+
+    def run(model: nn.Module) -> None:
+        model(torch.arange(5) + dist.get_rank()).square().mean().backward()
+
+    model: list[Any] = []
+    if refused := refusal(lambda: model.append(yafsdp_cc.shard(seeded(build), units=[Block])) or run(model[0])):
+        assert "sparse" in refused, refused
+        assert "0.weight" in refused or "'0'" in refused, refused
+        return
+    plain = seeded(build)
+    for rank in range(2):
+        (plain(torch.arange(5) + rank).square().mean() / 2).backward()
+    torch.testing.assert_close(whole(model[0][0].weight.grad), plain[0].weight.grad.to_dense())
