@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
@@ -78,12 +80,24 @@ def offloads_in_part(api: Any) -> Run:
     return run
 
 
+def divides_beforehand(api: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = seeded(Transformer)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        api.fully_shard(block, mesh=mesh["dp"])
+    api.fully_shard(model, mesh=mesh["dp"])
+    run = Run.of_sharded(api, model)
+    run.steps()
+    return run
+
+
 PROGRAMS = [
     [fsdp2.in_bf16, fsdp2.tied, keeps_gradients, offloads_in_part, fsdp2.with_frozen_parameters],
     [fsdp2.accumulates_without_communication, fsdp2.accumulates_without_the_end, fsdp2.from_meta],
     [fsdp2.unshards_by_hand, fsdp2.changes_its_mind_about_resharding],
 ]
-WITH_REPLICAS = [fsdp2.with_replicas_summed_at_the_end, fsdp2.gathers_from_a_second_shard]
+ON_MESHES = [fsdp2.with_replicas_summed_at_the_end, fsdp2.gathers_from_a_second_shard, divides_beforehand]
 
 
 @pytest.mark.parametrize("programs", PROGRAMS, ids=lambda programs: programs[0].__name__)
@@ -91,8 +105,8 @@ def test_numbers_are_those_without(programs: list[Any]) -> None:
     on_ranks(2, _side_by_side, programs)
 
 
-def test_numbers_are_those_without_replicas_and_second_shards() -> None:
-    on_ranks(4, _side_by_side, WITH_REPLICAS)
+def test_numbers_are_those_without_on_other_meshes() -> None:
+    on_ranks(4, _side_by_side, ON_MESHES)
 
 
 def _side_by_side(programs: list[Any]) -> None:
