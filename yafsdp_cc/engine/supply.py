@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.second import SecondShard
+    from yafsdp_cc.wire.exchange import Gather
 
 
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -34,6 +35,7 @@ class Supply:
         self.flats = tuple(flats)
         self.home: Weights
         """Where the weights are gathered unless that slot is in use."""
+        self.gather: Gather = root.gather
         self.second: SecondShard | None = None
         """A shard of whole weights within fewer, nearer ranks."""
         self.held: Weights | None = None
@@ -79,6 +81,8 @@ class Supply:
         self.let_hold_go()
         self.held, slot = self.home, self.home.slot
         if not self.holds(slot):
+            lane = self.root.gather_lane
+            lane.follow(lane.reached())  # where weights may just have been written: no pass has followed it so far
             if slot.users:
                 self.held = self._spill()
             self._gather(self.held)
@@ -135,7 +139,7 @@ class Supply:
                 for place, (whole, flat) in enumerate(zip(weights.wholes, self.flats, strict=True))
                 if slot.owner is not self or slot.stamp[place] != stamp[place]
             ]
-            gather, tail = root.gather, None if second is None else partial(second.take, weights.wholes, stamp)
+            gather, tail = self.gather, None if second is None else partial(second.take, weights.wholes, stamp)
         slot.owner, slot.stamp = self, stamp
         slot.fills += 1
 

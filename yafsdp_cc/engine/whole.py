@@ -16,7 +16,7 @@ from yafsdp_cc.wire.exchange import backend_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.flat import Piece
     from yafsdp_cc.engine.root import Root
 
 
@@ -71,7 +71,7 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
     for unit in root.units:
         for flat in unit.flats:
             takes_part = everywhere or is_first
-            buffer = _gathered(flat, root.gather.group, everywhere) if takes_part else None
+            buffer = _gathered(flat.master.to(root.device), root.gather.group, everywhere) if takes_part else None
             for piece in flat.pieces:
                 extent = piece.extent
                 yield piece, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
@@ -99,15 +99,14 @@ def ranks_of_model(root: Root) -> list[int]:
     return members
 
 
-def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    shard = flat.master
+def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
     if not everywhere and backend_of(group, shard.device) != "nccl":
         shard = shard.cpu()  # gloo sends messages from host memory only
     part = shard.view(torch.uint8)  # bytes: not every dtype is carried
     if not everywhere and group.rank() > 0:
         _complete([dist.P2POp(dist.isend, part, group=group, group_peer=0)])
         return None
-    buffer = shard.new_empty(flat.layout.numel)
+    buffer = shard.new_empty(shard.numel() * group.size())
     if everywhere:
         _all_gather(buffer.view(torch.uint8), part, group=group)
         return buffer

@@ -5,13 +5,14 @@ units, and ``report`` is the printed plan. Nothing here imports ``torch.distribu
 """
 
 from yafsdp_cc.plan.parameters import OwnedParameter, check_no_optimizer
-from yafsdp_cc.plan.report import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.plan.report import Plan, PlannedHost, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
 from yafsdp_cc.plan.units import Division, Role, Units, UnitSpec, find_units
 
 __all__ = [
     "Division",
     "OwnedParameter",
     "Plan",
+    "PlannedHost",
     "PlannedRing",
     "PlannedSmall",
     "PlannedUnit",
