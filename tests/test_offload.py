@@ -380,5 +380,5 @@ def _refused() -> None:
     with pytest.raises(RuntimeError, match=r"'.*weight' was sharded with CPUOffloadPolicy .* belongs to host memory"):
         model.to_empty(device="meta")
     for call in (yafsdp_cc.shard, yafsdp_cc.fully_shard):
-        with pytest.raises(TypeError, match=r"offload_policy takes CPUOffloadPolicy\(\); got True"):
+        with pytest.raises(TypeError, match=r"offload_policy takes OffloadPolicy\(\) or CPUOffloadPolicy\(\); got True"):
             call(Mlp(), offload_policy=True)

@@ -110,7 +110,7 @@ class Host:
             TypeError: it is no policy.
         """
         if policy is not None and not isinstance(policy, OffloadPolicy):
-            raise TypeError(f"offload_policy takes CPUOffloadPolicy(); got {policy!r}")
+            raise TypeError(f"offload_policy takes OffloadPolicy() or CPUOffloadPolicy(); got {policy!r}")
         if not isinstance(policy, CPUOffloadPolicy):
             return None
         return cls(policy.pin_memory and device.type != "cpu")
