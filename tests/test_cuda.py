@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 
 import yafsdp_cc
@@ -66,7 +66,8 @@ def in_bf16(plain: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def same(model: nn.Module, plain: nn.Module, within: float) -> None:
     for name, parameter in model.named_parameters():
-        off = reference.far_apart(parameter.full_tensor().detach(), plain.get_parameter(name).detach())  # type: ignore[operator]
+        whole: Any = parameter.full_tensor()
+        off = reference.far_apart(whole.cpu(), plain.get_parameter(name).detach().cpu())
         assert off <= within, f"{name}: off by {off:.1e}"  # also fails for NaN
 
 
@@ -84,8 +85,8 @@ def adamw(*models: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
 # -- parity -----------------------------------------------------------------------------------------------------------
 
 
-def trains(policy: MixedPrecisionPolicy | None, options: dict[str, Any]) -> None:
-    model, plain = twins(policy)
+def trains(policy: MixedPrecisionPolicy | None, options: dict[str, Any], **of_shard: Any) -> None:
+    model, plain = twins(policy, **of_shard)
     ours, theirs = adamw(model, plain, **options)
     forward = in_bf16(plain) if policy else plain
     for at in range(STEPS):
@@ -103,8 +104,8 @@ def test_steps_are_those_of_the_plain_model(policy: MixedPrecisionPolicy | None,
     on_ranks(1, trains, policy, options, backend=NCCL)
 
 
-def accumulates(synchronises: bool) -> None:
-    model, plain = twins()
+def accumulates(synchronises: bool, **of_shard: Any) -> None:
+    model, plain = twins(**of_shard)
     ours, theirs = adamw(model, plain)
     for at in range(STEPS):
         last = at % 3 == 2
@@ -123,8 +124,8 @@ def test_gradients_accumulate(synchronises: bool) -> None:
     on_ranks(1, accumulates, synchronises, backend=NCCL)
 
 
-def scales() -> None:
-    model, plain = twins()
+def scales(**of_shard: Any) -> None:
+    model, plain = twins(**of_shard)
     optimizers, scalers = adamw(model, plain), [torch.amp.GradScaler("cuda", init_scale=2.0**8) for _ in range(2)]
     for at in range(STEPS):
         for one, optimizer, scaler in zip((model, plain), optimizers, scalers, strict=True):
@@ -260,8 +261,8 @@ def test_the_host_never_waits_for_the_device() -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def two_ranks(apart: bool) -> None:
-    model, plain = twins(separate_reduce_group=apart)
+def two_ranks(apart: bool, **of_shard: Any) -> None:
+    model, plain = twins(separate_reduce_group=apart, **of_shard)
     ours, theirs = adamw(model, plain)
     for at in range(STEPS):
         loss_of(model, batch(at, dist.get_rank())).backward()
@@ -297,8 +298,8 @@ def test_a_group_without_cuda_is_refused() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def checkpoints(folder: Path) -> None:
-    model, fresh = twins()[0], twins()[0]
+def checkpoints(folder: Path, **of_shard: Any) -> None:
+    model, fresh = twins(**of_shard)[0], twins(**of_shard)[0]
     [ours] = adamw(model)
     for at in range(2):
         step(model, ours, loss_of(model, batch(at, dist.get_rank())))
@@ -324,3 +325,145 @@ def test_checkpoints_over_nccl(tmp_path: Path) -> None:
 
 def test_checkpoints_of_two_ranks_over_gloo(tmp_path: Path) -> None:
     on_ranks(2, checkpoints, tmp_path / "step", backend="gloo")
+
+
+# -- offloading to host memory ----------------------------------------------------------------------------------------
+
+OFFLOADED, PAGEABLE = CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)
+NCCL_ALONE = "nccl"
+"""No backend for tensors in host memory: whatever crosses ranks has to be brought to the GPU."""
+
+
+def offloads(policy: MixedPrecisionPolicy | None, options: dict[str, Any], offload: CPUOffloadPolicy) -> None:
+    trains(policy, options, offload_policy=offload)
+
+
+@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_offloaded_steps_are_those_of_the_plain_model(
+    policy: MixedPrecisionPolicy | None, options: dict[str, Any]
+) -> None:
+    on_ranks(1, offloads, policy, options, OFFLOADED, backend=NCCL_ALONE)
+
+
+def test_offloaded_steps_in_pageable_memory() -> None:
+    on_ranks(1, offloads, BF16, {}, PAGEABLE, backend=NCCL_ALONE)
+
+
+def offloads_otherwise() -> None:
+    accumulates(True, offload_policy=OFFLOADED)
+    accumulates(False, offload_policy=OFFLOADED)
+    scales(offload_policy=OFFLOADED)
+
+
+def test_offloaded_gradients_accumulate_and_scale() -> None:
+    on_ranks(1, offloads_otherwise, backend=NCCL_ALONE)
+
+
+def lies() -> None:
+    """Where everything is, and how much of it."""
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model: Any = Transformer(blocks=5, width=64)  # on the CPU
+    model.register_buffer("noted", torch.zeros(3))
+    mesh = init_device_mesh("cuda", (1,))
+    yafsdp_cc.shard(model, mesh=mesh, mp_policy=BF16, offload_policy=OFFLOADED)
+    plan, counters = yafsdp_cc.plan_of(model), yafsdp_cc.counters_of(model)
+    assert (counters.owned_bytes, counters.host_bytes) == (plan.owned_bytes, plan.host_bytes)
+    held = torch.cuda.memory_allocated() - before
+    assert plan.owned_bytes <= held <= plan.owned_bytes + (64 << 10)  # each is rounded up, and a few are tiny
+    (optimizer,) = adamw(model)
+    step(model, optimizer, loss_of(model, batch(0)))
+    loss_of(model, batch(1)).backward()
+    assert model.noted.is_cuda
+    for parameter in model.parameters():
+        assert parameter.is_cpu
+        assert parameter.device_mesh.device_type == "cuda"
+        assert parameter.to_local().is_pinned()
+        assert parameter.grad.to_local().is_pinned()
+        assert all(value.is_cpu for value in optimizer.state[parameter].values())
+        assert parameter.full_tensor().is_cpu
+        assert parameter.norm().isfinite()
+    with torch.device("meta"):
+        empty = Transformer(blocks=2)
+    yafsdp_cc.fully_shard(empty, mesh=mesh, offload_policy=OFFLOADED)
+    with pytest.raises(RuntimeError, match=r"'.*' was sharded with CPUOffloadPolicy and so belongs to host memory"):
+        empty.to_empty(device="cuda")
+    empty.to_empty(device="cpu")
+    assert all(parameter.to_local().is_pinned() for parameter in empty.parameters())
+
+
+def test_what_is_offloaded_lies_on_the_host() -> None:
+    on_ranks(1, lies, backend=NCCL_ALONE)
+
+
+def offloads_late(where: str) -> None:
+    """Streams are late, and the host reads and writes the moment that it may."""
+    for seed in range(3):
+        model, plain = twins(BF16, offload_policy=OFFLOADED)
+        ours, theirs = adamw(model, plain)
+        forward = in_bf16(plain)
+        with late(model, where, seed):
+            for at in range(STEPS):
+                with torch.no_grad():
+                    found = loss_of(model, batch(at))
+                    torch._foreach_mul_(list(model.parameters()), 0.999)
+                    truth = loss_of(forward, batch(at))
+                    torch._foreach_mul_(list(plain.parameters()), 0.999)
+                torch.testing.assert_close(found, truth, rtol=1e-2, atol=0)
+                loss_of(model, batch(at)).backward()
+                loss_of(model, batch(at + 1)).backward()
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+                ours.step()
+                ours.zero_grad(set_to_none=at % 2 == 0)
+                ((loss_of(forward, batch(at)) + loss_of(forward, batch(at + 1))) / 2).backward()
+                theirs.step()
+                theirs.zero_grad()
+        same(model, plain, 1e-2)
+
+
+@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+def test_the_host_waits_for_late_copies(where: str) -> None:
+    on_ranks(1, offloads_late, where, backend=NCCL_ALONE)
+
+
+def offloads_in_place() -> None:
+    """A pass takes no memory on either side for what it offloads, and no copy stops the host in its midst."""
+    model, other = twins(BF16, offload_policy=OFFLOADED)[0], twins(BF16)[0]
+    assert allocations(model) <= allocations(other)
+    pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
+    tokens = batch(3)
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
+
+
+def test_offloaded_passes_allocate_nothing_and_do_not_stop_for_a_copy() -> None:
+    on_ranks(1, offloads_in_place, backend=NCCL_ALONE)
+
+
+def two_ranks_offload(apart: bool) -> None:
+    two_ranks(apart, offload_policy=OFFLOADED)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_ranks_of_one_gpu_offload_over_gloo(apart: bool) -> None:
+    on_ranks(2, two_ranks_offload, apart, backend="gloo")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: two ranks cannot share it under NCCL")
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_ranks_offload_over_nccl(apart: bool) -> None:
+    on_ranks(2, two_ranks_offload, apart, backend=NCCL_ALONE)
+
+
+def checkpoints_offloaded(folder: Path) -> None:
+    checkpoints(folder, offload_policy=OFFLOADED)
+
+
+def test_checkpoints_of_what_is_offloaded(tmp_path: Path) -> None:
+    on_ranks(1, checkpoints_offloaded, tmp_path / "nccl", backend=NCCL_ALONE)
+    on_ranks(2, checkpoints_offloaded, tmp_path / "gloo", backend="gloo")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression import Compression, compression_of
@@ -23,6 +23,7 @@ from yafsdp_cc.engine.compressed import Compressed
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import Cutter
 from yafsdp_cc.engine.draft import Draft
+from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
 from yafsdp_cc.engine.ranks import Ranks, groups
@@ -43,6 +44,7 @@ def shard(
     reshard_after_forward: bool | int | None = None,
     zero_stage: Literal[1, 2, 3] = 3,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -72,6 +74,8 @@ def shard(
         mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
             parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
             CPU).
+        offload_policy: torch's ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host
+            memory, pinned unless it says ``pin_memory=False``. The optimizer then runs on the host.
         ignored_params: parameters to leave as they are, on every rank, unsynchronised.
         sync_module_states: take rank 0's parameters and buffers; otherwise the ranks' parameters are compared.
         param_init_fn: initialises the parameters that a module on the meta device owns itself.
@@ -94,6 +98,7 @@ def shard(
         reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "CPUOffloadPolicy()"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
         ignored_params=ignored_params,
     )
@@ -121,6 +126,7 @@ def shard(
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
         "reshard_after_forward": after_forward(reshard_after_forward, mesh),
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
@@ -134,17 +140,19 @@ def shard(
     reduce_group = second_group(ranks) if separate_reduce_group else group
     rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
     policy = mp_policy or MixedPrecisionPolicy()
-    cutter = Cutter(ranks, policy, _preparation(model, ranks, sync_module_states, param_init_fn), config)
+    host = Host.of(offload_policy, ranks.device)
+    prepare = _preparation(model, ranks, sync_module_states, param_init_fn)
+    cutter = Cutter(ranks, policy, prepare, host, config)
     inner = replace(policy, output_dtype=None)  # the model's output is meant
     keeps, near = after_forward(reshard_after_forward, mesh)
     blocks = sum(spec.role == "block" for spec in division.units)
     drafts = [
-        Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role)
+        Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role, host)
         for spec in division.units
     ]
     own = drafts.pop() if drafts and drafts[-1].modules == (model,) else None
     drafts.append(
-        Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root")
+        Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root", host)
     )
     drafts[-1].ignored = frozenset(ignored_params or ())
     for draft in drafts:
@@ -183,7 +191,7 @@ def counters_of(model: nn.Module) -> Counters:
         ValueError: ``model`` is not sharded.
     """
     root = root_of(model)
-    root.counters.owned_bytes = root.owned_bytes
+    root.counters.owned_bytes, root.counters.host_bytes = root.owned_bytes, root.host_bytes
     return root.counters
 
 

@@ -8,13 +8,14 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.api import after_forward, all_ranks, check_hooks, check_modules, check_types
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
+from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
 from yafsdp_cc.engine.ranks import Ranks
@@ -83,7 +84,8 @@ def fully_shard(
         shard_placement_fn: may return None or ``Shard(0)``. Parameters are cut into flat ranges, so that no dimension
             has to be divisible; other placements are refused.
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the wire, and of this module's output.
-        offload_policy: ``CPUOffloadPolicy`` is what a mesh of CPUs has anyway.
+        offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
+            Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: refused; parameters that are DTensors across other ranks than those of ``mesh`` are cut further.
 
@@ -111,7 +113,6 @@ def fully_shard(
     mesh = all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
     keeps, near = after_forward(reshard_after_forward, mesh)
-    _check_offload(offload_policy, mesh)
     ignored = ignored_params or set()
     owned = _owned(modules, ignored)
     check_shardable(owned)
@@ -123,16 +124,17 @@ def fully_shard(
         check_no_optimizer(each, ignored)
     check_hooks(owned)
     ranks = Ranks.of(mesh)
+    host = Host.of(offload_policy, ranks.device)
 
     def prepare(members: Any) -> None:
         for one in members:
-            if not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
+            if host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(ranks.device)
 
-    cutter = Cutter(ranks, mp_policy, prepare)
+    cutter = Cutter(ranks, mp_policy, prepare, host)
     small = [one for one in owned if is_small(one.parameter)]
     large = [one for one in owned if one not in small]
-    draft = Draft("", modules, ranks, mp_policy, cutter.flats(large), cutter.small_blocks(small))
+    draft = Draft("", modules, ranks, mp_policy, cutter.flats(large), cutter.small_blocks(small), host=host)
     draft.settings.keeps_after_forward, draft.settings.near = keeps, near
     draft.ignored = frozenset(ignored)
     draft.attach()
@@ -177,11 +179,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on the ranks of the mesh")
-
-
-def _check_offload(policy: OffloadPolicy, mesh: DeviceMesh) -> None:
-    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type != "cpu":
-        raise NotImplementedError("CPUOffloadPolicy on a mesh of GPUs is not there yet")
 
 
 def _check_placement(owned: OwnedParameter, placement: Any) -> None:

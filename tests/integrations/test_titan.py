@@ -74,15 +74,16 @@ def _settings(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_model_on_the_meta_device_is_initialised_and_sharded() -> None:
-    on_ranks(2, _meta)
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_model_on_the_meta_device_is_initialised_and_sharded(offloads: bool) -> None:
+    on_ranks(2, _meta, offloads)
 
 
-def _meta() -> None:
+def _meta(offloads: bool) -> None:
     with torch.device("meta"):
         model: Any = Decoder()
     torch.manual_seed(3)
-    assert parallelize(model, **_settings()) is model
+    assert parallelize(model, **_settings(enable_cpu_offload=offloads)) is model
     plain = Decoder()
     torch.manual_seed(3)
     for layer in (*plain.layers.values(), plain.lm_head):
@@ -95,15 +96,16 @@ def _meta() -> None:
     plan = yafsdp_cc.plan_of(model)
     assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "layers.2", "lm_head"]
     assert plan.wire.gather_backward == 0  # "never"
+    assert (plan.host_bytes > 0) is offloads
 
 
-@pytest.mark.parametrize("name", ["tp", "enable_cpu_offload", "spmd_backend"])
+@pytest.mark.parametrize("name", ["tp", "spmd_backend"])
 def test_what_it_cannot_do_is_refused_by_name(name: str) -> None:
     on_ranks(1, _refused, name)
 
 
 def _refused(name: str) -> None:
-    asked: dict[str, Any] = {"tp": 2, "enable_cpu_offload": True, "spmd_backend": "full_dtensor"}
+    asked: dict[str, Any] = {"tp": 2, "spmd_backend": "full_dtensor"}
     with pytest.raises(NotImplementedError, match=name):
         parallelize(Decoder(), **_settings(**{name: asked[name]}))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from yafsdp_cc.checkpoint import extra as extras
 from yafsdp_cc.checkpoint import folder as folders
-from yafsdp_cc.checkpoint.match import check_groups, check_model, check_optimizer
+from yafsdp_cc.checkpoint.match import aliases, check_groups, check_model, check_optimizer, check_tied
 from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
+from yafsdp_cc.engine.whole import check_shows_shards
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -42,7 +44,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         FileNotFoundError: there is nothing at ``path``.
         ValueError: it is no checkpoint, an unfinished or damaged one, or does not fit, by full names.
         pickle.UnpicklingError: a file wants code to be run.
-        RuntimeError: a rank could not read its part.
+        RuntimeError: a rank could not read its part; or called inside ``whole_parameters``.
     """
     wait_for_saves()
     group = ranks_of(model).front
@@ -50,12 +52,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     with together(group):
         folder = folders.complete(folders.place(path))
         reader = CheckpointReader(folder)
+        check_shows_shards(model, "load")
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
         check_model(reader.contents, state[MODEL], folder)
         if optimizer is not None:
             check_optimizer(reader.contents, model, folder)
             state[OPTIMIZER] = room_for_optimizer(model, reader.contents)
         extra = extras.read(folder, rank, world)
+    if tied := aliases(model):  # what is stored under each of their names, before one overwrites the other
+        values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
+        _read({MODEL: values}, reader, group)
+        with together(group):
+            check_tied(values, tied, folder)
     if optimizer is not None:  # the groups by themselves first: they may not fit
         groups = {OPTIMIZER: {"param_groups": state[OPTIMIZER]["param_groups"]}}
         _read(groups, reader, group)

@@ -72,6 +72,32 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
         )
 
 
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, each with the first one."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = plain_name(name)
+        if first.setdefault(parameter, plain) != plain:
+            found[plain] = first[parameter]
+    return found
+
+
+def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
+    """Compare what is stored under the names of tied parameters, this rank's parts of it.
+
+    Raises:
+        ValueError: it differs, so that one of the two would be lost.
+    """
+    for name, first in names.items():
+        one, other = (getattr(values[each], "_local_tensor", values[each]) for each in (first, name))
+        if not one.equal(other):
+            raise ValueError(
+                f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
+                "untie them as they were when it was saved"
+            )
+
+
 def check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
     """See that there is state for an optimizer, of this model's parameters.
 

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.full import whole_tensors
-from yafsdp_cc.checkpoint.match import check_shapes
+from yafsdp_cc.checkpoint.match import aliases, check_shapes, check_tied
 from yafsdp_cc.checkpoint.ranks import place_in, ranks_of, together
 from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.whole import check_shows_shards
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 5 * 10**9
@@ -79,12 +80,14 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        ValueError: names or shapes differ, by full names; on all ranks.
+        ValueError: names or shapes differ, or the values of a tied weight under its names, by full names; on all ranks.
+        RuntimeError: called inside ``whole_parameters``.
     """
     from safetensors import safe_open
 
     group = ranks_of(model).front
     with together(group):
+        check_shows_shards(model, "load_safetensors")
         # What a module's get_extra_state gives may be anything, and these files hold tensors.
         state = {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)}
         files = _files_of(Path(path).absolute())
@@ -92,6 +95,11 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         shapes = {name: list(file.get_slice(name).get_shape()) for name, file in places.items()}
         check_shapes(shapes, _without_aliases(model, state, shapes), Path(path))
+        tied = {name: first for name, first in aliases(model).items() if name in places and first in places}
+        values = {name: torch.zeros_like(state[name]) for name in {*tied, *tied.values()}}
+        for name, value in values.items():
+            _fill(value, name, places[name])
+        check_tied(values, tied, Path(path))
     with torch.no_grad():
         for name, file in places.items():
             _fill(state[name], name, file)

@@ -17,4 +17,6 @@ class Counters:
     reduced_bytes: int = 0
     spills: int = 0
     owned_bytes: int = 0
-    """Bytes of all buffers that the engine owned when ``counters_of`` was last called."""
+    """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
+    host_bytes: int = 0
+    """The same of those that were offloaded to host memory."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.compression import EXACT
 from yafsdp_cc.engine.flat import Divisor, Flat, Piece
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout
+from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.engine.small import SmallBlock
 from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 from yafsdp_cc.engine.tensor_parallel import TensorParallel, held
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.compression import Compression
+    from yafsdp_cc.engine.host import Host
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.plan import OwnedParameter
 
@@ -49,15 +51,24 @@ class _Kind(NamedTuple):
 
 
 class Cutter:
-    """Cuts parameters across ``ranks``; ``prepare`` first gives them their values, some at a time."""
+    """Cuts parameters across ``ranks``; ``prepare`` first gives them their values, some at a time.
+
+    Shards are in the memory of ``host``, or without one on the ranks' device.
+    """
 
     def __init__(
-        self, ranks: Ranks, policy: MixedPrecisionPolicy, prepare: Prepare, compression: Compression | None = None
+        self,
+        ranks: Ranks,
+        policy: MixedPrecisionPolicy,
+        prepare: Prepare,
+        host: Host | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self._ranks = ranks
         self._compression = compression
         self._policy = policy
         self._prepare = prepare
+        self._host = host
         self._world: int = ranks.group.size()
         self._rank: int = ranks.group.rank()
         self._divisor = Divisor(ranks.mesh.size(), ranks.device)
@@ -89,7 +100,8 @@ class Cutter:
             piece.span = (extent.offset, extent.end)
             self._replace(piece, master, each.parameter)
             pieces.append(piece)
-        return SmallBlock(pieces, master, self._compute(kind.dtype), self._divisor)
+        rest = (pieces, master, self._compute(kind.dtype), self._divisor)
+        return SmallBlock(*rest) if self._host is None else HostBlock(self._host, self._ranks.device, *rest)
 
     def _flat(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> Flat:
         block = 0 if self._compression is None else self._compression.block
@@ -102,7 +114,8 @@ class Cutter:
             self._replace(piece, master, each.parameter)
             pieces.append(piece)
         compute = self._compute(kind.dtype)
-        flat = Flat(pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
+        rest = (pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
+        flat = Flat(*rest) if self._host is None else HostFlat(self._host, *rest)
         flat.codec = kind.codec
         return flat
 
@@ -112,6 +125,8 @@ class Cutter:
         return Cut(owned.name, held(parameter).shape, mesh, bounds, parallel)
 
     def _master(self, numel: int, kind: _Kind) -> Tensor:
+        if self._host is not None and not kind.is_meta:
+            return self._host.zeros(numel, kind.dtype)
         return torch.zeros(numel, dtype=kind.dtype, device="meta" if kind.is_meta else self._ranks.device)
 
     def _compute(self, dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.elementwise import admit, admit_at, elementwise, first_cut, grown, is_elementwise, lists, refuse
 from yafsdp_cc.engine.norms import MAX, MIN, NORMS, Kind, LazyNorm, norm_call, norms_of, reduced
-from yafsdp_cc.engine.ranks import of_first
+from yafsdp_cc.engine.ranks import of_first, reduce_over
 from yafsdp_cc.engine.tensor import Cut, FlatDTensor, wrap
 
 if TYPE_CHECKING:
@@ -240,8 +240,7 @@ def _equal(func: Any) -> Handler:
             return False
         ours = func(admit(func, cut, one), admit(func, cut, other), *rest, **kwargs)
         differs = torch.tensor(float(not ours), device=one.device)
-        for group in cut.groups:
-            dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
+        reduce_over(cut.groups, differs, dist.ReduceOp.MAX, cut.mesh)
         return not differs.item()
 
     return equal
@@ -263,10 +262,15 @@ def _unscale(func: Any) -> Handler:
     def unscale(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, found_inf, inverse_scale = args
         locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
+        cuts = [x._cut for x in tensors if type(x) is FlatDTensor]
+        for kind in {cut.mesh.device_type for cut in cuts} - {found_inf.device.type}:
+            # Gradients are in host memory, where GradScaler has sent its two numbers without waiting for them.
+            torch.get_device_module(kind).synchronize()
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        for group in dict.fromkeys(group for x in tensors if type(x) is FlatDTensor for group in x._cut.groups):
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+        reduce_over(
+            dict.fromkeys(group for cut in cuts for group in cut.groups), found_inf, dist.ReduceOp.MAX, cuts[0].mesh
+        )
 
     return unscale
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.host import Host
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.small import SmallBlock
     from yafsdp_cc.plan import Role
@@ -63,6 +64,8 @@ class Draft:
     flats: tuple[Flat, ...]
     blocks: tuple[SmallBlock, ...]
     role: Role | None = None
+    host: Host | None = None
+    """Where the shards are if not on the device."""
     compressed: Compressed | None = None
     """The whole model's, once it is known."""
     outer: Draft | None = None
@@ -103,11 +106,22 @@ class Draft:
 
 @torch.no_grad()
 def materialize(draft: Draft, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give what is on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes."""
+    """Give what is on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes.
+
+    Raises:
+        RuntimeError: that is another device's, and the unit's shards are to be in host memory.
+    """
     for part in draft.parts:
         if not part.master.is_meta:
             continue
         master = fn(part.master)
+        if draft.host is not None:
+            if not master.is_cpu:
+                raise RuntimeError(
+                    f"'{part.pieces[0].cut.name}' was sharded with CPUOffloadPolicy and so belongs to host memory, not "
+                    f'to {master.device}: call model.to_empty(device="cpu"), and move the buffers where they are used'
+                )
+            master = draft.host.zeros(master.numel(), master.dtype)  # pinned, if it has to be
         part.use(master)
         for piece in part.pieces:
             piece.local = piece.range_of(master)

@@ -156,7 +156,7 @@ class Gradients:
         before = [piece.parameter.grad for piece in self.pieces]
         alike = all(gradient is None for gradient in before)
         if alike and any(sys.getrefcount(piece.gradient) > _UNSHARED for piece in self.pieces):
-            self._use(torch.zeros_like(self.buffer))  # somebody keeps the gradients of an earlier step
+            self._use(self._fresh())  # somebody keeps the gradients of an earlier step
         ours = not alike and all(g is piece.gradient for g, piece in zip(before, self.pieces, strict=True))
         for start, total in totals:
             if alike or ours:
@@ -186,15 +186,16 @@ class Gradients:
                 part, total.narrow(0, first - start, last - first), divisor
             )
 
-    @staticmethod
-    def _start(gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
+    def _fresh(self) -> Tensor:
+        return torch.zeros_like(self.buffer)
+
+    def _start(self, gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
         if gradient.dtype == total.dtype:
             torch.div(total, divisor.tensor, out=gradient)
         else:
             gradient.copy_(total.div_(divisor.tensor))
 
-    @staticmethod
-    def _add(gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
+    def _add(self, gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
         if gradient.dtype == total.dtype and divisor.inverse is not None:
             gradient.add_(total, alpha=divisor.inverse)
         else:
@@ -239,7 +240,13 @@ class Flat:
 
     @property
     def owned_bytes(self) -> int:
+        """Bytes on the engine's device."""
         return self.master.nbytes + (self.gradients.buffer.nbytes if self.gradients is not None else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, beside the device."""
+        return 0
 
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""

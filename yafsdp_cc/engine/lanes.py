@@ -64,6 +64,9 @@ class Lane(Protocol):
     def after(self, event: torch.Event) -> None:
         """Hold everything issued from now on until ``event`` has come."""
 
+    def hold_host(self, marker: Marker) -> None:
+        """Hold the calling thread until ``marker`` is reached."""
+
 
 class CpuTicket:
     """Works in flight on gloo's threads, and a tail for the thread that waits."""
@@ -114,6 +117,9 @@ class CpuLane:
 
     def after(self, event: torch.Event) -> None:
         event.synchronize()
+
+    def hold_host(self, marker: Marker) -> None:
+        pass
 
 
 class CudaTicket:
@@ -202,6 +208,10 @@ class CudaLane:
 
     def after(self, event: torch.Event) -> None:
         self.side.wait_event(event)
+
+    def hold_host(self, marker: Marker) -> None:
+        assert isinstance(marker, CudaMarker)
+        marker.event.synchronize()
 
 
 def lane_for(device: torch.device) -> Lane:

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
+from yafsdp_cc.engine.ranks import reduce_over
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -106,8 +108,7 @@ class Shares:
         return both[0].masked_fill(both[1] > 0, math.nan)
 
     def _over_groups(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        for group in self.across.groups:
-            dist.all_reduce(tensor, op=op, group=group)
+        reduce_over(self.across.groups, tensor, op, self.across.mesh)
         return tensor
 
     @staticmethod

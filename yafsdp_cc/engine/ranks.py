@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 
@@ -42,10 +44,35 @@ def groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [shard_group(mesh), *([] if replicas is None else [replicas])]
 
 
+def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``tensor`` itself, or a copy where the ranks of ``mesh`` can exchange it: what is offloaded is in host memory,
+    and the mesh's process group may know GPUs alone."""
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
+
+
+def reduce_over(
+    groups: Iterable[dist.ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+) -> None:
+    """All-reduce ``tensor`` over each of the groups in turn, in place; they are of ranks beside those of ``mesh``."""
+    carried = on_mesh(tensor, mesh)
+    for group in groups:
+        dist.all_reduce(carried, op=op, group=group)
+    if carried is not tensor:
+        tensor.copy_(carried)
+
+
+def send_first(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Overwrite ``tensor`` with that of the first rank of each of the groups in turn."""
+    carried = on_mesh(tensor, mesh)
+    for group in groups:
+        dist.broadcast(carried, group=group, group_src=0)
+    if carried is not tensor:
+        tensor.copy_(carried)
+
+
 def of_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: bool = False) -> None:
     """Overwrite ``tensor`` with that of the mesh's first rank, or of the first that holds the same part."""
-    for group in groups(mesh)[1 if replicas_only else 0 :]:
-        dist.broadcast(tensor, group=group, group_src=0)
+    send_first(groups(mesh)[1 if replicas_only else 0 :], tensor, mesh)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.counters import Counters
     from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.host import Crossings
     from yafsdp_cc.engine.lanes import Lane
     from yafsdp_cc.engine.small import SmallGroup
     from yafsdp_cc.engine.tensor import FlatDTensor
@@ -56,8 +57,10 @@ class Reductions:
         self.exchange = Reduce(group, device)
         self.post = Post(group, device)
         self._encoded: dict[Flat, EncodedReduce] = {}
-        self.replicas = None if replicas is None else Replicas(replicas, lane, compressed)
+        self.replicas = None if replicas is None else Replicas(replicas, device, lane, compressed)
         self.rings: dict[Role, Ring] = {}
+        self.crossings: Crossings | None = None
+        """By which gradients reach host memory, where some are there."""
         self.concludes = True
         """Whether a backward waits for what it has sent, and reduces the small group."""
         self._own_slots: list[Slot] = []
@@ -225,6 +228,8 @@ class Reductions:
         totals = small.send(words + self.journal.sums(), self.lane, self.replicas)
         self.counters.reduced_bytes += small.wire_bytes(self.replicas)
         small.land(self.wrap)
+        if self.crossings is not None:
+            self.crossings.wait()
         # On CUDA these are the numbers of the backward before, so as not to wait for this one.
         sums = self._sums.receive(totals[-self.journal.width() :])
         if sums is not None:

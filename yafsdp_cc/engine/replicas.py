@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Partial:
     """The partial sum of one flat (chunk elements, fp32 or fp64), and which of its parameters were used."""
 
-    def __init__(self, flat: Flat, ticket: Ticket) -> None:
+    def __init__(self, flat: Flat, device: torch.device, ticket: Ticket) -> None:
         dtype = torch.float64 if flat.wire == torch.float64 else torch.float32
-        self.sum = torch.zeros(flat.layout.chunk, dtype=dtype, device=flat.master.device)
+        self.sum = torch.zeros(flat.layout.chunk, dtype=dtype, device=device)
         self.ticket = ticket
         self.used: list[bool] | None = None
         """Of each piece, whether this rank has written a gradient; None while the sum is empty."""
@@ -49,10 +49,13 @@ class Partial:
 class Replicas:
     """The ranks that hold the same part, and the partial sums that they have not shared yet."""
 
-    def __init__(self, group: dist.ProcessGroup, lane: Lane, compressed: Compressed | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, lane: Lane, compressed: Compressed | None = None
+    ) -> None:
         self._compressed = compressed if compressed is not None and compressed.over_replicas else None
         self._encoded: dict[Flat, EncodedSum] = {}
         self.group = group
+        self.device = device
         self.world: int = group.size()
         self.sums = True
         """Whether a backward sums over replicas, or leaves its partial sums for a later one."""
@@ -64,10 +67,10 @@ class Replicas:
         """Make the partial sum of ``flat``, if there is none, where this is ``rank`` of the shard."""
         if flat in self._partials:
             return
-        self._partials[flat] = Partial(flat, self._lane.ticket())
+        self._partials[flat] = Partial(flat, self.device, self._lane.ticket())
         compressed = self._compressed
         if compressed is not None and compressed.encodes(flat):
-            name, device = flat.pieces[0].cut.name, flat.master.device
+            name, device = flat.pieces[0].cut.name, self.device
             self._encoded[flat] = compressed.sum_for(flat, self.group, rank, device, name)
 
     def take(

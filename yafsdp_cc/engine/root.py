@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.offload import FromHost, crossings_of
 from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.reductions import Reductions
@@ -75,6 +76,7 @@ class Root:
         self.encoded_gather = None if codec is None or self.world == 1 else EncodedGather(self.gather, codec)
         self._seen: tuple[tuple[int, ...], ...] = ()
         """The versions of all weights when a pass was opened last; followed while compression is warming up."""
+        self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
         self.post_optim_event: torch.Event | None = None
@@ -133,6 +135,8 @@ class Root:
                 if not unit.flats:  # all it has is small
                     unit.home = Weights(Slot(0, self.device, self.gather_lane), ())
         for unit in self.units:
+            if unit.draft.host is not None:
+                unit.gather = FromHost(self.gather.group, self.device, unit.draft.host.crossings.weights)
             unit.forward_prefetch = tuple(units[draft] for draft in unit.draft.settings.forward_prefetch)
             unit.backward_prefetch = tuple(units[draft] for draft in unit.draft.settings.backward_prefetch)
         self.reductions.adopt(self.units, small)
@@ -211,6 +215,7 @@ class Root:
         self.passage = self._opener = None
         self.order.end()
         self.small.hide()
+        self.wait_for_copies()
         for block in self.small.blocks:
             if block.edited():
                 block.forget()
@@ -301,6 +306,12 @@ class Root:
         self._backward_passage = None
         if self.passage is None:
             self.small.hide()
+        self.wait_for_copies()
+
+    def wait_for_copies(self) -> None:
+        """Hold the host until nothing reads or writes shards in host memory: the caller may, from here on."""
+        if self.crossings is not None:
+            self.crossings.wait()
 
     def begin_call(self, call: Call) -> None:
         """The backward has come to the output of ``call``; that may be the output of a call within it, too."""
@@ -350,6 +361,7 @@ class Root:
     def recover(self) -> None:
         """Drop what an interrupted forward or backward left behind, gradients not reduced yet with it."""
         self.reductions.recover()
+        self.wait_for_copies()
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
                 slot.users = 0
@@ -368,12 +380,18 @@ class Root:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of every buffer that the engine owns now, spills of a pass under way aside."""
+        """Bytes of every buffer that the engine owns now on its device, spills of a pass under way aside."""
         weights = sum(ring.owned_bytes for ring in self.weight_rings.values())
         carried = sum(unit.carried.slot.buffer.nbytes for unit in self.units if unit.carried is not None)
         shards = sum(flat.owned_bytes for unit in self.units for flat in unit.flats)
         second = sum(unit.second.owned_bytes for unit in self.units if unit.second is not None)
-        return shards + weights + second + carried + self.reductions.owned_bytes + self.small.owned_bytes
+        rooms = 0 if self.crossings is None else self.crossings.owned_bytes
+        return shards + weights + second + carried + rooms + self.reductions.owned_bytes + self.small.owned_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of shards and gradients in host memory, beside the device."""
+        return self.small.host_bytes + sum(flat.host_bytes for unit in self.units for flat in unit.flats)
 
 
 class RootEntry(NamedTuple):

@@ -46,9 +46,10 @@ class SmallBlock:
     def use(self, master: Tensor) -> None:
         """Take ``master`` for the values of the parameters."""
         self.master = master
-        self._cast = master.dtype != self._dtype
+        room = self._room(master)
+        self._copies = room is not None
         self._copied = self._seen = -1
-        self.compute = master.to(self._dtype) if self._cast else master.detach()
+        self.compute = master.detach() if room is None else room
         self.leaves = [
             self.compute.narrow(0, piece.extent.offset, piece.extent.numel).view(piece.extent.shape)
             for piece in self.pieces
@@ -56,16 +57,23 @@ class SmallBlock:
         for piece, leaf in zip(self.pieces, self.leaves, strict=True):
             piece.copy = leaf
 
+    def _room(self, master: Tensor) -> Tensor | None:
+        """Where copies of the values go; None where the forward sees the values themselves."""
+        return torch.empty_like(master, dtype=self._dtype) if master.dtype != self._dtype else None
+
+    def _copy(self) -> None:
+        self.compute.copy_(self.master)
+
     def refresh(self) -> None:
         """Bring the copies up to date with the masters."""
-        if self._cast and self._copied != self.master._version:
-            self.compute.copy_(self.master)
+        if self._copies and self._copied != self.master._version:
+            self._copy()
             self._copied = self.master._version
         self._seen = self.compute._version
 
     def edited(self) -> bool:
         """Whether somebody has written to the copies, and not to the masters, since they were refreshed."""
-        return self._cast and self.compute._version != self._seen
+        return self._copies and self.compute._version != self._seen
 
     def forget(self) -> None:
         """Have the copies made anew."""
@@ -78,9 +86,20 @@ class SmallBlock:
         return self.gradients
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that the forward sees."""
+        return self.compute.nbytes if self._copies else 0
+
+    @property
     def owned_bytes(self) -> int:
-        copies = self.compute.nbytes if self._cast else 0
-        return self.master.nbytes + copies + (self.gradients.buffer.nbytes if self.gradients is not None else 0)
+        """Bytes on the engine's device."""
+        gradients = self.gradients.buffer.nbytes if self.gradients is not None else 0
+        return self.master.nbytes + self.copied_bytes + gradients
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, beside the device."""
+        return 0
 
 
 class SmallGroup:
@@ -135,6 +154,10 @@ class SmallGroup:
     def owned_bytes(self) -> int:
         buffers = self._wire.nbytes + (self._totals.nbytes if self._totals is not self._wire else 0)
         return buffers + sum(block.owned_bytes for block in self.blocks)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(block.host_bytes for block in self.blocks)
 
     def refresh(self) -> None:
         """Bring the copies in the dtype of the forward up to date."""

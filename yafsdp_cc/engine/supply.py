@@ -37,6 +37,7 @@ class Supply:
         self.flats = tuple(flats)
         self.home: Weights
         """Where the weights are gathered unless that slot is in use."""
+        self.gather: Gather = root.gather
         self.second: SecondShard | None = None
         """A shard of whole weights within fewer, nearer ranks."""
         self.held: Weights | None = None
@@ -82,6 +83,8 @@ class Supply:
         self.let_hold_go()
         self.held, slot = self.home, self.home.slot
         if not self.holds(slot):
+            lane = self.root.gather_lane
+            lane.follow(lane.reached())  # where weights may just have been written: no pass has followed it so far
             if slot.users:
                 self.held = self._spill()
             self._gather(self.held)
@@ -158,7 +161,7 @@ class Supply:
         whole, shard = weights.wholes[place], self.flats[place].master
         encoded, message = self.root.gathers_encoded, weights.messages[place] if weights.messages else None
         if encoded is None or message is None:
-            return _exact(self.root.gather, whole, shard)
+            return _exact(self.gather, whole, shard)
         tails.append(partial(encoded.finish, message, whole))
         return Send(partial(encoded.send, message, shard), message.nbytes, encoded.sent_bytes(message))
 

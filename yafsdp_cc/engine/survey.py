@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.plan import Plan, PlannedChoice, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.engine.offload import HostBlock, HostFlat
+from yafsdp_cc.plan import (
+    Plan,
+    PlannedChoice,
+    PlannedHost,
+    PlannedRing,
+    PlannedSmall,
+    PlannedUnit,
+    PlannedWire,
+)
 from yafsdp_cc.wire.codec import codec_of
 
 CHOICES = ("bf16", "int8", "int4", "ternary", "onebit")
@@ -23,7 +32,9 @@ def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
     units = [unit for unit in root.units if unit.flats]
     forward = sum(_gathered(root, unit) - _kept(root, unit) for unit in units)
-    trainable = [flat for unit in units for flat in unit.flats if flat.trainable]
+    flats = [flat for unit in units for flat in unit.flats]
+    trainable = [flat for flat in flats if flat.trainable]
+    on_device = [flat for flat in flats if not isinstance(flat, HostFlat)]
     pieces = [piece for unit in units for piece in unit.pieces]
     small, replicas = root.small, root.reductions.replicas
     return Plan(
@@ -43,14 +54,32 @@ def plan_for(root: Root) -> Plan:
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
         ),
-        parameter_shard_bytes=sum(flat.master.nbytes for unit in units for flat in unit.flats),
-        gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in trainable if flat.gradients is not None),
+        parameter_shard_bytes=sum(flat.master.nbytes for flat in on_device),
+        gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in on_device if flat.gradients is not None),
         replica_bytes=0 if replicas is None else replicas.owned_bytes,
         second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.receive_bytes,
         residual_bytes=root.reductions.residual_bytes,
         choices=tuple(_choice(root, trainable, name) for name in CHOICES) if root.compressed is not None else (),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
+        crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
+        host=_host(root, flats),
+    )
+
+
+def _host(root: Root, flats: Sequence[Flat]) -> PlannedHost | None:
+    """What was offloaded, if something was."""
+    if root.crossings is None:
+        return None
+    offloaded = [flat for flat in flats if isinstance(flat, HostFlat)]
+    blocks = [block for block in root.small.blocks if isinstance(block, HostBlock)]
+    parts: list[HostFlat | HostBlock] = [*offloaded, *blocks]
+    pieces = [piece for part in parts for piece in part.pieces]
+    return PlannedHost(
+        parameters=sum(flat.master.nbytes for flat in offloaded),
+        gradients=sum(flat.gradients.buffer.nbytes for flat in offloaded if flat.gradients is not None),
+        small=root.small.host_bytes,
+        adamw=2 * sum(piece.local.nbytes for piece in pieces if piece.parameter.requires_grad),
     )
 
 

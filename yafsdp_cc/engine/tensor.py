@@ -28,7 +28,7 @@ from torch.optim.optimizer import _foreach_supported_types as _for_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _for_clipping
 
 from yafsdp_cc.engine.boxes import Box, boxes
-from yafsdp_cc.engine.ranks import shard_group, shard_rank
+from yafsdp_cc.engine.ranks import on_mesh, shard_group, shard_rank
 from yafsdp_cc.engine.scatter import teach_state_dicts
 from yafsdp_cc.engine.tensor_parallel import joint
 
@@ -215,17 +215,20 @@ class FlatDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, a new one, on every rank of the mesh; outside of autograd. A collective unless replicated:
         call it on all ranks."""
-        uncut = self.uncut()
-        return uncut.full_tensor() if isinstance(uncut, DTensor) else uncut
+        whole, parallel = self._gathered(), self._cut.parallel
+        if parallel is not None:
+            whole = parallel.around(on_mesh(whole, self._cut.mesh)).full_tensor()
+        return whole.to(self.device)
 
     @torch.no_grad()
     def uncut(self) -> torch.Tensor:
         """The tensor as it was before it was cut, a new one: whole, or the DTensor of tensor parallelism; outside of
         autograd. A collective of the ranks that it is cut across, unless they all hold it whole."""
-        whole, parallel = self._gathered(), self._cut.parallel
+        whole, parallel = self._gathered().to(self.device), self._cut.parallel
         return whole if parallel is None else parallel.around(whole)
 
     def _gathered(self) -> torch.Tensor:
+        """What is cut, put together; where the mesh is, unless this rank holds all of it."""
         cut, local = self._cut, self._local_tensor
         if cut.bounds is None:
             return local.clone()
@@ -238,7 +241,8 @@ class FlatDTensor(DTensor):
         if local.numel() < widest:
             piece = local.new_zeros(widest)
             piece[: local.numel()].copy_(local)
-        gathered = local.new_empty(widest * len(widths))
+        piece = on_mesh(piece, cut.mesh)
+        gathered = piece.new_empty(widest * len(widths))
         _all_gather(gathered.view(torch.uint8), piece.view(torch.uint8), group=shard_group(cut.mesh))
         if min(widths) < widest:
             gathered = torch.cat(

@@ -15,14 +15,16 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from yafsdp_cc.engine.ranks import send_first
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -118,8 +120,7 @@ class TensorParallel:
 
     def of_first(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with that of the first rank that holds the same box."""
-        for group in self._groups(Replicate):
-            dist.broadcast(tensor, group=group, group_src=0)
+        send_first(self._groups(Replicate), tensor, self.mesh)
 
     @property
     def is_first(self) -> bool:

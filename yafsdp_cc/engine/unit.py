@@ -230,10 +230,12 @@ class Unit(Supply):
     def show_held(self) -> None:
         """Let the owner modules see the weights that are held."""
         if self.held is not None and not self._shows_held:
+            self.hold()  # anew, where the weights have changed since
             self._shows_held = True
             self.root.journal.wait(self.held.slot.ready)
             self.show(self.leaves(self.held))
             self.root.small.refresh()
+            self.root.wait_for_copies()
             for piece in self.small:
                 piece.show_copy()
 
@@ -243,7 +245,7 @@ class Unit(Supply):
         if self._shows_held:
             self._shows_held = False
             self.hide()
-            for piece in self.small:
+            for piece in self.small if self.root.passage is None else ():  # a forward shows them until its own end
                 piece.hide()
 
     # Gradients ---------------------------------------------------------------------------------------------------

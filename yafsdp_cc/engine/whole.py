@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
 from yafsdp_cc.wire.exchange import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from yafsdp_cc.engine.flat import Flat, Piece
+    from yafsdp_cc.engine.flat import Piece
     from yafsdp_cc.engine.root import Root
 
 
@@ -71,7 +71,7 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
     for unit in root.units:
         for flat in unit.flats:
             takes_part = everywhere or is_first
-            buffer = _gathered(flat, root.gather.group, everywhere) if takes_part else None
+            buffer = _gathered(flat.master.to(root.device), root.gather.group, everywhere) if takes_part else None
             for piece in flat.pieces:
                 extent = piece.extent
                 yield piece, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
@@ -99,15 +99,14 @@ def ranks_of_model(root: Root) -> list[int]:
     return members
 
 
-def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    shard = flat.master
+def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
     if not everywhere and backend_of(group, shard.device) != "nccl":
         shard = shard.cpu()  # gloo sends messages from host memory only
     part = shard.view(torch.uint8)  # bytes: not every dtype is carried
     if not everywhere and group.rank() > 0:
         _complete([dist.P2POp(dist.isend, part, group=group, group_peer=0)])
         return None
-    buffer = shard.new_empty(flat.layout.numel)
+    buffer = shard.new_empty(shard.numel() * group.size())
     if everywhere:
         _all_gather(buffer.view(torch.uint8), part, group=group)
         return buffer
@@ -121,6 +120,20 @@ def _gathered(flat: Flat, group: dist.ProcessGroup, everywhere: bool) -> Tensor 
 def _complete(messages: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
+
+
+def check_shows_shards(model: nn.Module, what: str) -> None:
+    """Raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    if not isinstance(model, ShardedModule):
+        return
+    root = root_of(model)
+    for piece in (piece for draft in root.drafts for piece in draft.pieces):
+        module, attribute = piece.sites[0]
+        if module._parameters.get(attribute) is not piece.parameter:
+            raise RuntimeError(
+                f"{what} inside whole_parameters, or after '{piece.cut.name}' was replaced, would write to what is not "
+                "the sharded parameter: do it outside"
+            )
 
 
 def check_at_rest(root: Root, what: str) -> None:

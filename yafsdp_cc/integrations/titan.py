@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.api import shard
@@ -28,16 +28,14 @@ def parallelize(
     values here, unit by unit, and not by the Trainer's ``init_weights`` afterwards: that would see parts of parameters.
 
     Raises:
-        NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, for
-            offloading, or for activations that are DTensors.
+        NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, or for
+            activations that are DTensors.
     """
     for name in ("dp_replicate", "tp", "cp", "pp", "ep"):
         if getattr(parallel_dims, name) > 1:
             raise NotImplementedError(
                 f"yafsdp_cc shards over dp_shard alone, and {name}={getattr(parallel_dims, name)}"
             )
-    if training.enable_cpu_offload:
-        raise NotImplementedError("yafsdp_cc does not offload parameters: set training.enable_cpu_offload to False")
     if parallelism.spmd_backend == "full_dtensor":
         raise NotImplementedError(
             'yafsdp_cc shows models plain tensors: spmd_backend "spmd_types" or "partial_dtensor"'
@@ -59,6 +57,7 @@ def parallelize(
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         ),
+        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
         param_init_fn=_initialize,
     )
     # What the Trainer calls next, for models that are on the meta device still.

@@ -5,7 +5,15 @@ units, and ``report`` is the printed plan. Nothing here imports ``torch.distribu
 """
 
 from yafsdp_cc.plan.parameters import OwnedParameter, check_no_optimizer
-from yafsdp_cc.plan.report import Plan, PlannedChoice, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
+from yafsdp_cc.plan.report import (
+    Plan,
+    PlannedChoice,
+    PlannedHost,
+    PlannedRing,
+    PlannedSmall,
+    PlannedUnit,
+    PlannedWire,
+)
 from yafsdp_cc.plan.units import Division, Role, Units, UnitSpec, find_units
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "OwnedParameter",
     "Plan",
     "PlannedChoice",
+    "PlannedHost",
     "PlannedRing",
     "PlannedSmall",
     "PlannedUnit",

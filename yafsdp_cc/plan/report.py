@@ -52,7 +52,7 @@ class PlannedRing:
 
 @dataclass(frozen=True)
 class PlannedSmall:
-    """The small group: replicated parameters, and all bytes the engine holds for them."""
+    """The small group: replicated parameters, and all bytes the engine holds for them on its device."""
 
     parameters: int
     elements: int
@@ -85,6 +85,22 @@ class PlannedChoice:
 
 
 @dataclass(frozen=True)
+class PlannedHost:
+    """Bytes in host memory, where shards are offloaded: of units, and of the small group with its gradients. ``adamw``
+    is what an optimizer would add there, and part of the plan's ``adamw_bytes``."""
+
+    parameters: int
+    gradients: int
+    small: int
+    adamw: int
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by name, the optimizer left out."""
+        return {"parameter shards": self.parameters, "gradient shards": self.gradients, "small group": self.small}
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
 
@@ -105,6 +121,10 @@ class Plan:
     """What encoded gradients have still to say."""
     choices: tuple[PlannedChoice, ...] = ()
     """Where gradients are encoded, what each codec would cost instead."""
+    crossing_bytes: int = 0
+    """Room on the device for what crosses from and to host memory."""
+    host: PlannedHost | None = None
+    """What is offloaded."""
 
     @property
     def parameters(self) -> int:
@@ -118,7 +138,7 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds, by name."""
+        """Bytes this rank holds on its device, by name."""
         return {
             "parameter shards": self.parameter_shard_bytes,
             "gradient shards": self.gradient_shard_bytes,
@@ -128,17 +148,24 @@ class Plan:
             **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
             **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
             **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
+            **({"room for crossings": self.crossing_bytes} if self.crossing_bytes else {}),
             "small group": self.small.bytes,
         }
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes the engine allocates on this rank: all of ``memory``, and so not the optimizer."""
+        """Bytes the engine allocates on this rank's device: all of ``memory``, and so not the optimizer."""
         return sum(self.memory.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes it allocates in host memory for what is offloaded from there."""
+        return 0 if self.host is None else sum(self.host.memory.values())
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain types, with the totals, for JSON."""
-        totals = {"parameters": self.parameters, "elements": self.elements, "owned_bytes": self.owned_bytes}
+        counts = {"parameters": self.parameters, "elements": self.elements}
+        totals = {**counts, "owned_bytes": self.owned_bytes, "host_bytes": self.host_bytes}
         return {**asdict(self), **totals, "wire_bytes": self.wire.total, "memory": self.memory}
 
     def __str__(self) -> str:
@@ -148,6 +175,9 @@ class Plan:
         head = f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"
         wire = asdict(self.wire)
         sent = {name.replace("_", ", "): size for name, size in wire.items() if name != "replicas" or size}
+        host = self.host
+        offloaded = [] if host is None else [*_byte_rows("offloaded to host memory", host.memory, self.host_bytes)]
+        there = "" if host is None else f", {human(host.adamw)} of it in host memory"
         return "\n".join(
             [
                 head,
@@ -160,7 +190,8 @@ class Plan:
                 "",
                 *_table(_byte_rows("held per rank", self.memory, self.owned_bytes), left=1),
                 *(["", *_table(_choice_rows(self.choices), left=1), ""] if self.choices else []),
-                f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes).",
+                *(["", *_table(offloaded, left=1)] if offloaded else []),
+                f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes){there}.",
             ]
         )
 

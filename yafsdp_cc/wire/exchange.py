@@ -102,9 +102,18 @@ class Gather:
         A cast goes through this rank's own range of ``whole``, so that it needs no buffer of its own.
         """
         if shard.dtype != whole.dtype or self.world == 1 or self._is_gloo:
-            own = whole.narrow(0, self.rank * shard.numel(), shard.numel())
+            own = self.own(whole)
             own.copy_(shard)
             shard = own
+        return self.exchange(whole, shard, asynchronous)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's range of ``whole``."""
+        numel = whole.numel() // self.world
+        return whole.narrow(0, self.rank * numel, numel)
+
+    def exchange(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> Works:
+        """Fill ``whole`` with every rank's ``shard``, of its dtype; over gloo, that lies in its place already."""
         if self.world == 1:
             return []
         if whole.dtype not in _CARRIED:  # as bytes

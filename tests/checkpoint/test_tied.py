@@ -1,0 +1,49 @@
+"""Tied parameters are one, whatever a checkpoint holds under their names; and copies are not loaded into."""
+
+import pytest
+import torch
+
+import yafsdp_cc
+from tests.checkpoint.jobs import contents, job, same
+from tests.ranks import on_ranks
+
+
+def one_of_two(folder):
+    untied, _ = job("ours")
+    for save, load in (
+        (yafsdp_cc.save, yafsdp_cc.load),
+        (yafsdp_cc.save_safetensors, yafsdp_cc.load_safetensors),
+    ):
+        save(folder / load.__name__, untied)
+        tied, optimizer = job("ours", seed=1, tied=True)
+        before = contents(tied, optimizer)
+        with pytest.raises(ValueError, match=r"different values for 'embed.weight' and 'head.weight', which are one"):
+            load(folder / load.__name__, tied)
+        same(contents(tied, optimizer), before)
+    with torch.no_grad():
+        untied.head.weight.copy_(untied.embed.weight.full_tensor())
+    yafsdp_cc.save(folder / "equal", untied)
+    yafsdp_cc.load(folder / "equal", tied)
+    assert tied.head.weight.full_tensor().equal(untied.embed.weight.full_tensor())
+
+
+def into_copies(folder):
+    model, _ = job("ours")
+    yafsdp_cc.save(folder / "step", model)
+    yafsdp_cc.save_safetensors(folder / "weights", model)
+    for load, path in ((yafsdp_cc.load, "step"), (yafsdp_cc.load_safetensors, "weights")):
+        with (
+            yafsdp_cc.whole_parameters(model, write=True),
+            pytest.raises(RuntimeError, match=f"{load.__name__} inside whole_parameters"),
+        ):
+            load(folder / path, model)
+        load(folder / path, model)
+
+
+def all_of_it(folder):
+    one_of_two(folder)
+    into_copies(folder)
+
+
+def test_what_would_be_lost_is_refused(tmp_path):
+    on_ranks(2, all_of_it, tmp_path)
