@@ -44,7 +44,8 @@ def read(folder: Path, rank: int, world: int) -> dict[str, Any]:
         return _load(_file(folder, rank, saved))
     first, *others = (_load(_file(folder, each, saved)) for each in range(saved))
     alike = {name: value for name, value in first.items() if all(_holds(other, name, value) for other in others)}
-    if own := sorted({name for each in (first, *others) for name in each} - alike.keys()):
+    named = {name for each in (first, *others) for name in each}
+    if own := sorted(name for name in named - alike.keys() if not name.startswith("_wire")):
         warnings.warn(
             f"{folder} was saved by {saved} ranks and is loaded by {world}: {', '.join(own)} differed between ranks "
             "and is left out",

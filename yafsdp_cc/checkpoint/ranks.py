@@ -8,18 +8,20 @@ from __future__ import annotations
 import pickle
 import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from yafsdp_cc.engine.agree import refused_together
+from yafsdp_cc.engine.agree import all_gathered, refused_together
 from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.whole import ranks_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
@@ -62,6 +64,11 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def together(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """``refused_together``, also for a single process."""
     return nullcontext() if group is None else refused_together(group)
+
+
+def everybody(item: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's ``item``."""
+    return [item] if group is None else all_gathered(item, [group])
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.plain import check_extra
 from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.state import state_of
+from yafsdp_cc.checkpoint.wire import check_names, mean_wire_of, wire_of
 from yafsdp_cc.engine.agree import check_settings
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def save(
         check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, [ranks.front], "save()")
     with together(ranks.front):
         check_extra(extra)
-        state, content = state_of(model, optimizer), extras.packed(extra)
+        check_names(extra)
+        state, content = state_of(model, optimizer), extras.packed({**extra, **wire_of(model)})
+    state |= mean_wire_of(model)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         future = _background.submit(_write, target, state, content, ranks.back)

@@ -52,7 +52,7 @@ def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
         yield
     except Exception as error:
         refusal = error
-    said = _all_gather(None if refusal is None else str(refusal), across)
+    said = all_gathered(None if refusal is None else str(refusal), across)
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(said):
@@ -67,7 +67,7 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
         ValueError: on every rank, naming the first that differs.
     """
     mine = {name: repr(value) for name, value in settings.items()}
-    everybody = _all_gather(mine, across)
+    everybody = all_gathered(mine, across)
     for name in mine:
         if len({theirs[name] for theirs in everybody}) > 1:
             table = "\n".join(f"  rank {rank}: {theirs[name]}" for rank, theirs in enumerate(everybody))
@@ -92,10 +92,10 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
         for each in owned
     ]
     digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
-    digests = _all_gather(digest, across)
+    digests = all_gathered(digest, across)
     if len(set(digests)) == 1:
         return
-    everybody = _all_gather(lines, across)
+    everybody = all_gathered(lines, across)
     for index in range(max(map(len, everybody))):
         said = [theirs[index] if index < len(theirs) else None for theirs in everybody]
         if len(set(said)) > 1:
@@ -117,7 +117,7 @@ def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
             tensor.copy_(whole)
 
 
-def _all_gather(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
+def all_gathered(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
     """Every rank's item, in the order of a mesh whose last dimension comes first."""
     items = [item]
     for group in across:

@@ -135,6 +135,10 @@ class Replicas:
         encoded = sum(each.owned_bytes for each in self._encoded.values())
         return encoded + sum(partial.sum.nbytes for partial in self._partials.values())
 
+    def encoded_of(self, flat: Flat) -> EncodedSum | None:
+        """How the partial sums of ``flat`` are shared once the warm-up is over, if they are encoded then."""
+        return self._encoded.get(flat)
+
     def wire_bytes(self) -> int:
         """Bytes that this rank sends to sum all partial sums once, when nothing is in its warm-up any more."""
         return sum(

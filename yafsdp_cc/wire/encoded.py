@@ -116,6 +116,8 @@ class EncodedReduce:
         self._step = kernels.PART if kernels.is_native(codec, post.device) else self.chunk
         self._pending: Tensor | None = None
         """Of the own chunk, which has no residual: gradients that no sum has taken in yet."""
+        self.owed: Tensor | None = None
+        """[chunk], what is added to the next sum: what other ranks' residuals held in an earlier run."""
         self.kept: list[bool] | None = None
         """Of which parameters there are gradients that wait for the next ``send``; None: of none."""
         post.reserve(self._message_bytes, min(self._step, self.chunk))
@@ -128,7 +130,7 @@ class EncodedReduce:
     @property
     def owned_bytes(self) -> int:
         """Bytes of its own, the residual's among them; the messages' are the post's."""
-        pending = 0 if self._pending is None else self._pending.nbytes
+        pending = sum(each.nbytes for each in (self._pending, self.owed) if each is not None)
         return pending + (0 if self.residual is None else self.residual.nbytes)
 
     @property
@@ -179,6 +181,16 @@ class EncodedReduce:
             self._pending.add_(own)
             self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
 
+    def unsaid(self) -> Tensor:
+        """[world, chunk] fp32: what this rank has still to say to each, and of its own chunk to sum."""
+        whole = torch.zeros(self._post.world, self.chunk, dtype=torch.float32, device=self._post.device)
+        if self.residual is not None:
+            whole[self._peers] = self.residual.load()
+        for own in (self._pending if self.kept is not None else None, self.owed):
+            if own is not None:
+                whole[self._post.rank] += own
+        return whole
+
     def forget(self) -> None:
         """Drop gradients that were taken in and are still to be summed; those in the residual stay."""
         self.kept = None
@@ -207,8 +219,10 @@ class EncodedReduce:
                 total.copy_(mine)
             if self.kept is not None and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
+            if self.owed is not None:
+                total.add_(self.owed.narrow(0, start, total.numel()))
             yield start, total
-        self.kept = None
+        self.kept = self.owed = None
 
 
 class EncodedSum:
@@ -235,16 +249,26 @@ class EncodedSum:
     ) -> None:
         self.codec = codec
         self.residual = residual
+        self.owed: Tensor | None = None
+        """[numel], what is added to the next sum: what residuals held in an earlier run."""
         self._gather = Gather(group, device)
         self._counts = counts
         self._recursion = recursion
         self._noise = Dice(f"{name}/{group.rank()}") if residual is None and codec.rounds_randomly else None
+        self._numel = numel
         shape = self._gather.world, codec.message_bytes(numel)
         self._messages = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     @property
     def owned_bytes(self) -> int:
         return self._messages.nbytes + (0 if self.residual is None else self.residual.nbytes)
+
+    def unsaid(self) -> Tensor:
+        """[numel] fp32: what this replica has still to say, and its part of what is owed."""
+        total = torch.zeros(self._numel, dtype=torch.float32, device=self._messages.device)
+        if self.residual is not None:
+            total += self.residual.load()[0]
+        return total if self.owed is None else total.add_(self.owed, alpha=1 / self._gather.world)
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sends: its message, to every other replica."""
@@ -267,6 +291,9 @@ class EncodedSum:
     def finish(self, total: Tensor) -> None:
         """Overwrite ``total`` with the sum, the same bits on every replica."""
         kernels.decode_sum(self.codec, self._messages, total.numel(), None, 0, total)
+        if self.owed is not None:
+            total.add_(self.owed)
+            self.owed = None
 
 
 class Dice:

@@ -1,0 +1,76 @@
+"""What encoded gradients have still to say, in a checkpoint: for any number of ranks, and as it is for the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from yafsdp_cc.engine.assemble import current
+from yafsdp_cc.engine.module import ShardedModule
+from yafsdp_cc.engine.residuals import mean_residuals, owe, raw_residuals, restore_residuals, room_for_residuals
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from yafsdp_cc.engine.root import Root
+
+RESIDUALS = "residuals"
+RAW, STEPS = "_wire_residuals", "_wire_steps"
+"""Names in each rank's extra file; the second is alike on all ranks."""
+
+
+def check_names(extra: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` where users' names are ours."""
+    if taken := [name for name in (RAW, STEPS) if name in extra]:
+        raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
+
+
+def wire_of(model: nn.Module) -> dict[str, Any]:
+    """What this rank's extra file holds of compression; nothing of a model without."""
+    root = _compressed(model)
+    if root is None or root.compressed is None:
+        return {}
+    return {RAW: raw_residuals(root), STEPS: root.compressed.steps}
+
+
+def mean_wire_of(model: nn.Module) -> dict[str, Any]:
+    """What the checkpoint's state holds of compression. A collective."""
+    root = _compressed(model)
+    residuals = {} if root is None else mean_residuals(root)
+    return {RESIDUALS: residuals} if residuals else {}
+
+
+def room_for_wire(model: nn.Module, contents: Metadata) -> dict[str, Any]:
+    """What torch loads the checkpoint's residuals into: those that the model has, too."""
+    root = _compressed(model)
+    if root is None:
+        return {}
+    saved = {path[1] for path in (contents.planner_data or {}).values() if path[0] == RESIDUALS}
+    room = {name: tensor for name, tensor in room_for_residuals(root).items() if name in saved}
+    return {RESIDUALS: room} if room else {}
+
+
+def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
+    """Take this rank's own out of ``extra``; whether it fits, so that nothing else is to be done."""
+    raw, steps = extra.pop(RAW, None), extra.pop(STEPS, None)
+    root = _compressed(model)
+    if root is None or root.compressed is None:
+        return True
+    if steps is not None:
+        root.compressed.steps = steps
+    return raw is not None and restore_residuals(root, raw)
+
+
+def owe_wire(model: nn.Module, state: dict[str, Any]) -> None:
+    """Start with empty residuals, and what the checkpoint's have held owed."""
+    root = _compressed(model)
+    if root is not None:
+        owe(root, {**room_for_residuals(root), **state.get(RESIDUALS, {})})
+
+
+def _compressed(model: nn.Module) -> Root | None:
+    if not isinstance(model, ShardedModule):
+        return None
+    root = current(model)
+    return root if root.compressed is not None else None
