@@ -1,8 +1,8 @@
 """Builds the native kernels of ``csrc`` where there is a compiler; everything else is in pyproject.toml.
 
-The result is one library, ``yafsdp_cc/wire/_native.so``, that ``yafsdp_cc.wire.native`` loads. It is no Python module and
-uses torch's stable ABI alone, so it belongs to no version of either. ``YAFSDP_CC_NATIVE=0`` builds none; ``1`` makes a
-failure an error, where otherwise the package is installed without.
+The result is one library, ``yafsdp_cc/wire/_native.so``, that ``yafsdp_cc.wire.native`` loads. It is no Python module
+and uses torch's stable ABI alone, so it belongs to no version of either. ``YAFSDP_CC_NATIVE=0`` builds none; ``1``
+makes a failure an error, where otherwise the package is installed without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NATIVE = os.environ.get("YAFSDP_CC_NATIVE", "auto")
 OLDEST_TORCH = "0x020b000000000000"  # 2.11
 
 FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-# Results are those of the plain-torch definitions: no fused multiply-add, nothing reordered. The last two allow vectors.
+# Results are those of the plain-torch definitions: no fused multiply-add, nothing reordered. The last two allow
+# vectors.
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 LEVELS: dict[str, dict[str, list[str]]] = {
@@ -99,10 +100,9 @@ class Build(build_ext):
         objects = []
         for source in sources:
             objects.append(os.path.join(self.build_temp, source.replace(os.sep, "_") + ".o"))
-            self.spawn(
-                [nvcc, "-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
-                + [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", f"-I{include}", "-c", source, "-o", objects[-1]]
-            )
+            flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
+            flags += [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", f"-I{include}"]
+            self.spawn([nvcc, *flags, "-c", source, "-o", objects[-1]])
         return objects
 
 

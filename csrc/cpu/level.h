@@ -17,7 +17,8 @@ constexpr int64_t kTile = 65536;
 
 // What topk needs of memory while it works on a tile.
 struct Scratch {
-    alignas(64) float values[kTile];
+    alignas(64) float h[kTile];
+    alignas(64) float due[kTile];
     uint16_t positions[kTile];
 };
 

@@ -15,19 +15,22 @@ struct TopK {
     static int64_t byte_of(int64_t tile) { return 4 * kept_of(kTile) * tile; }
 
     static void encode(const Encode& job) {
-        alignas(64) float due[kLargestBlock], other[kLargestBlock];
         const Load load = loader_of(job.kind, job.residual.kind);
-        const bool apart = job.residual.kind != Number::none && job.carry != 1.0f;
-        float* h = job.scratch->values;
-        int32_t guess = kBuckets;  // the bucket of the threshold, as in the tile before
+        const bool remembers = job.residual.kind != Number::none;
+        float* h = job.scratch->h;
+        float* due = remembers && job.carry != 1.0f ? job.scratch->due : h;
+        Choice choice{h, job.scratch->positions};
         for (int64_t start = 0; start < job.n; start += kTile) {
             const int64_t size = job.n - start < kTile ? job.n - start : kTile, kept = kept_of(size);
+            const int64_t first = start / job.block;
             uint8_t* positions = job.message + byte_of(start / kTile);
             float largest = 0.0f;
+            choice.found = 0;
             for (int64_t at = 0; at < size; at += job.block) {
-                load(job, (start + at) / job.block, apart ? due : h + at, h + at);
+                load(job, first + at / job.block, due + at, h + at);
                 const float here = largest_of(h + at, job.block);
                 largest = bits_of(here) > bits_of(largest) ? here : largest;
+                choice.find(at, at + job.block, choice.guess);
             }
             if (!is_finite(from_bf16(to_bf16(largest)))) {
                 for (int64_t i = 0; i < kept; ++i) {
@@ -36,23 +39,19 @@ struct TopK {
                 }
                 continue;
             }
-            choose(*job.scratch, size, kept, guess);
-            const uint16_t* chosen = job.scratch->positions;
+            choice.choose(size, kept);
             for (int64_t i = 0; i < kept; ++i) {
-                write(positions, i, chosen[i]);
-                write(positions + 2 * kept, i, to_bf16(h[chosen[i]]));
+                const uint16_t position = choice.positions[i], rounded = to_bf16(h[position]);
+                const uint16_t said = rounded == 0x8000 ? 0 : rounded;
+                write(positions, i, position);
+                write(positions + 2 * kept, i, said);
+                due[position] -= job.taken * from_bf16(said);
             }
-            if (job.residual.kind == Number::none) continue;
-            int64_t next = 0;
+            if (!remembers) continue;
             for (int64_t at = 0; at < size; at += job.block) {
-                const int64_t b = (start + at) / job.block;
-                float* left = h + at;
-                if (apart) load(job, b, left = due, other);
-                for (; next < kept && chosen[next] < at + job.block; ++next) {
-                    left[chosen[next] - at] -= job.taken * from_bf16(to_bf16(h[chosen[next]]));
-                }
-                if (job.counts) forget_padding(left, job.counts[b], job.block);
-                keep(job.residual, job.block, b, left);
+                const int64_t b = first + at / job.block;
+                if (job.counts) forget_padding(due + at, job.counts[b], job.block);
+                keep(job.residual, job.block, b, due + at);
             }
         }
     }
@@ -79,49 +78,58 @@ struct TopK {
 
     static int32_t bucket_of(float x) { return static_cast<int32_t>((bits_of(x) & kMagnitude) >> kShift); }
 
-    // The positions of the `kept` largest into scratch, ascending. Those not below a guessed bucket are found first: if
-    // they are enough, the rest need not be counted.
-    static void choose(Scratch& scratch, int64_t size, int64_t kept, int32_t& guess) {
-        const float* h = scratch.values;
-        uint16_t* chosen = scratch.positions;
-        constexpr int32_t margin = 2;
-        int64_t found = guess == kBuckets ? 0 : find(h, size, guess > margin ? guess - margin : 0, chosen);
-        uint16_t counts[4][kBuckets] = {};
-        if (found < kept) {
-            for (int64_t i = 0; i < size; i += 4)
-                for (int k = 0; k < 4; ++k) ++counts[k][bucket_of(h[i + k])];
-        } else {
-            for (int64_t i = 0; i < found; ++i) ++counts[i & 3][bucket_of(h[chosen[i]])];
-        }
-        int64_t above = 0;  // how many are in higher buckets than the threshold
-        int32_t threshold = kBuckets;
-        for (int64_t here = 0; above + here < kept;) {
-            above += here;
-            --threshold;
-            here = 0;
-            for (int k = 0; k < 4; ++k) here += counts[k][threshold];
-        }
-        if (found < kept) found = find(h, size, threshold, chosen);
-        int64_t alike = kept - above, used = 0;
-        for (int64_t i = 0; i < found; ++i) {
-            const uint16_t position = chosen[i];
-            const int32_t bucket = bucket_of(h[position]);
-            const bool take = bucket > threshold || (bucket == threshold && alike-- > 0);
-            chosen[used] = position;
-            used += take;
-        }
-        guess = threshold;
-    }
-
-    static int64_t find(const float* h, int64_t size, int32_t bucket, uint16_t* positions) {
+    // The largest of a tile. Those not below a guessed bucket, a little under the threshold of the tile before, are
+    // found while the tile comes by: if they are enough, the rest need not be counted.
+    struct Choice {
+        const float* h;
+        uint16_t* positions;  // ascending
         int64_t found = 0;
-        for (int64_t at = 0; at < size; at += 64) {
-            for (uint64_t mask = at_least(h + at, bucket << kShift); mask; mask &= mask - 1) {
-                positions[found++] = static_cast<uint16_t>(at + __builtin_ctzll(mask));
+        int32_t guess = kBuckets;
+
+        void find(int64_t begin, int64_t end, int32_t bucket) {
+            if (bucket == kBuckets) return;
+            for (int64_t at = begin; at < end; at += 64) {
+                for (uint64_t mask = at_least(h + at, bucket << kShift); mask; mask &= mask - 1) {
+                    positions[found++] = static_cast<uint16_t>(at + __builtin_ctzll(mask));
+                }
             }
         }
-        return found;
-    }
+
+        // Leaves the `kept` largest alone in `positions`.
+        void choose(int64_t size, int64_t kept) {
+            constexpr int32_t margin = 2;
+            uint16_t counts[4][kBuckets] = {};  // four, because one would be waited for when it is added to again
+            const bool enough = found >= kept;
+            if (enough) {
+                for (int64_t i = 0; i < found; ++i) ++counts[i & 3][bucket_of(h[positions[i]])];
+            } else {
+                for (int64_t i = 0; i < size; i += 4)
+                    for (int k = 0; k < 4; ++k) ++counts[k][bucket_of(h[i + k])];
+            }
+            int64_t above = 0;  // how many are in higher buckets than the threshold
+            int32_t threshold = kBuckets;
+            for (int64_t here = 0; above + here < kept;) {
+                above += here;
+                --threshold;
+                here = 0;
+                for (int k = 0; k < 4; ++k) here += counts[k][threshold];
+            }
+            if (!enough) {
+                found = 0;
+                find(0, size, threshold);
+            }
+            int64_t room = kept - above, used = 0;
+            for (int64_t i = 0; i < found; ++i) {
+                const uint16_t position = positions[i];
+                const int32_t bucket = bucket_of(h[position]);
+                const bool alike = bucket == threshold;
+                positions[used] = position;
+                used += (bucket > threshold) | (alike & (room > 0));
+                room -= alike;
+            }
+            guess = threshold > margin ? threshold - margin : 0;
+        }
+    };
 };
 
 }  // namespace
