@@ -316,16 +316,13 @@ def test_wrong_arguments_are_named(name: str, said: str, wrong: dict[str, Any]) 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YAFSDP_CC_SIMD", "mmx")
-    with pytest.raises(RuntimeError, match="YAFSDP_CC_SIMD=mmx: this machine has .*scalar"):
+    with pytest.raises(RuntimeError, match=r"YAFSDP_CC_SIMD=mmx: this machine has .*scalar"):
         ops_for(CPU).decode(**right_call("decode"))
 
 
 def test_tracers_see_through() -> None:
-    for name in ("encode", "accumulate", "decode"):
+    for name in ("encode", "accumulate", "decode_sum", "decode"):
         call = right_call(name)
         with FakeTensorMode() as mode:
             fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in call.items()}
             assert getattr(ops_for(CPU), name)(**fakes) is None
-        torch.library.opcheck(
-            getattr(ops_for(CPU), name).default, kwargs=call, args=(), test_utils=("test_schema", "test_faketensor")
-        )
