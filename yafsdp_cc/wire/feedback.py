@@ -126,7 +126,7 @@ def encode(
     left = due - (said if recursion.taken == 1 else recursion.taken * said)
     if counts is not None:
         blocks = left.unflatten(1, (-1, residual.block))
-        blocks.mul_(torch.arange(residual.block, device=left.device) < counts.unsqueeze(-1))
+        blocks.masked_fill_(torch.arange(residual.block, device=left.device) >= counts.unsqueeze(-1), 0.0)
     residual.store(left, codec.is_said(message, g.shape[1]))
 
 

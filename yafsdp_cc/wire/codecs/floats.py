@@ -1,6 +1,6 @@
 """``fp32`` and ``bf16``: the numbers themselves, or rounded to nearest even.
 
-byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i
+byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i; of all NaN the positive quiet one without a payload
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class _Float(Codec):
         return message[:, : self.body_bytes(n)].view(self.dtype)
 
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
-        self._numbers(message, values.shape[1]).copy_(values)
+        # Conversions disagree on what a NaN becomes, within one tensor too.
+        self._numbers(message, values.shape[1]).copy_(values).masked_fill_(values.isnan(), float("nan"))
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         values.copy_(self._numbers(message, values.shape[1]))

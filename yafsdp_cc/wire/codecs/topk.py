@@ -2,11 +2,11 @@
 
     payload  for each tile k = a hundredth of its elements, rounded up:
              2k bytes: positions within the tile, ascending, unsigned
-             2k bytes: values, bf16, rounded to nearest even
+             2k bytes: values, bf16, rounded to nearest even, of zeros the positive one
 
 Which are largest is told by the exponent and the upper three bits of the mantissa; of those alike in these, the first
 ones in the tile are taken. So one count of 2,048 buckets finds the threshold. A tile with something in it that is not
-finite says NaN at its first k positions.
+finite, or is not once it is rounded, says NaN at its first k positions.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class TopK(Codec):
             positions, numbers = self._places(message, kept, byte)
             for row in range(values.shape[0]):
                 tile = values[row, start:end]
-                if bool(tile.isfinite().all()):
+                if bool(tile.to(torch.bfloat16).isfinite().all()):
                     chosen = _largest(tile, kept)
                     positions[row].copy_(chosen.to(torch.int32).to(torch.uint16))
-                    numbers[row].copy_(tile[chosen])
+                    # So a sum in which a message is silent about an element is what it is with a zero added.
+                    numbers[row].copy_(tile[chosen]).add_(0.0)
                 else:
                     positions[row].copy_(torch.arange(kept, dtype=torch.int32).to(torch.uint16))
                     numbers[row].fill_(float("nan"))
