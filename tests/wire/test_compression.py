@@ -1,0 +1,295 @@
+"""Models whose gradients and weights cross ranks encoded: nothing is lost, and every byte is as planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.residuals import mean_residuals
+
+CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 30))
+
+
+def sharded(compression: Any, **more: Any) -> Any:
+    return yafsdp_cc.shard(net(), units=[nn.Linear], compression=compression, **more)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    draws = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(4, 40, generator=draws)
+    loss: Tensor = model(x).square().mean() * (1 + step % 5)
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
+
+
+def unsaid(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.full_tensor().double() for name, each in mean_residuals(root_of(model)).items()}
+
+
+class Ledger:
+    """What was said and what should have been, summed over steps."""
+
+    def __init__(self, model: Any, exact: Any) -> None:
+        self.models = model, exact
+        self.sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self.before = unsaid(model)
+
+    def step(self, step: int, micro: int = 1) -> None:
+        for model, total in zip(self.models, self.sums, strict=True):
+            for number in range(micro):
+                model.set_requires_gradient_sync(number == micro - 1)
+                loss_of(model, 10 * step + number).backward()
+            for name, gradient in gradients(model).items():
+                total[name] = total.get(name, 0.0) + gradient
+            model.zero_grad()
+
+    def check(self) -> None:
+        """Σ said = Σ gradients + E₀ − E_T."""
+        said, due = self.sums
+        after = unsaid(self.models[0])
+        assert after
+        for name in after:
+            off = said[name] - (due[name] + self.before[name] - after[name])
+            assert off.norm() <= 3e-6 * due[name].norm(), name
+
+
+# Nothing is lost
+
+
+def nothing_is_lost(steps: int) -> None:
+    for codec in CODECS:
+        ledger = Ledger(sharded(Compression(gradients=codec, residual="fp32")), sharded(None))
+        for step in range(steps):
+            ledger.step(step, micro=3 if step % 4 == 1 else 1)
+        ledger.check()
+
+
+@pytest.mark.parametrize(("world", "steps"), [(2, 200), (4, 30)])
+def test_what_was_said_and_what_is_still_to_be_said_is_all(world, steps):
+    """Over steps of one and of several micro-batches."""
+    on_ranks(world, nothing_is_lost, steps)
+
+
+def over_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for scope in ("auto", "shard"):
+        model = sharded(Compression(gradients="onebit", residual="fp32", scope=scope), mesh=mesh)
+        ledger = Ledger(model, sharded(None, mesh=mesh))
+        for step in range(20):
+            ledger.step(step)
+        ledger.check()
+        wire = yafsdp_cc.plan_of(model).wire
+        assert (wire.replicas < wire.reduce) == (scope == "auto")
+    parts = [torch.empty_like(model[0].weight.to_local()) for _ in range(2)]
+    loss_of(model, 0).backward()
+    dist.all_gather(parts, model[0].weight.grad.to_local(), group=mesh["replicate"].get_group())
+    assert parts[0].equal(parts[1])
+
+
+def test_sums_over_replicas_are_encoded_or_those_within():
+    on_ranks(4, over_replicas)
+
+
+def a_step_that_is_not_finite() -> None:
+    model = sharded(Compression(gradients="int4", residual="fp32"))
+    for step in range(3):
+        loss_of(model, step).backward()
+    model.zero_grad()
+    residuals = [flat.residual.values.clone() for unit in root_of(model).units for flat in unit.flats]
+    (loss_of(model, 3) * (math.inf if dist.get_rank() == 0 else 1.0)).backward()
+    after = [flat.residual.values for unit in root_of(model).units for flat in unit.flats]
+    assert all(each.isfinite().all() for each in after)
+    if dist.get_rank() == 0:  # could not be said, so it is as it was
+        assert all(one.equal(other) for one, other in zip(residuals, after, strict=True))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model[0].weight.full_tensor()
+    scaler.step(optimizer)  # skipped on all ranks
+    assert model[0].weight.full_tensor().equal(before)
+    model.zero_grad()
+    ledger = Ledger(model, sharded(None))
+    for step in range(4, 10):
+        ledger.step(step)
+    ledger.check()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing():
+    on_ranks(2, a_step_that_is_not_finite)
+
+
+# As planned
+
+
+def as_planned() -> None:
+    for compression in (*CODECS, Compression(gradients="int4", weights="int8"), Compression(feedback=False)):
+        model = sharded(compression)
+        plan = yafsdp_cc.plan_of(model)
+        for step in range(3):
+            loss_of(model, step).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        counters = yafsdp_cc.counters_of(model)
+        assert counters.owned_bytes == plan.owned_bytes
+        assert counters.reduced_bytes == 3 * (plan.wire.reduce + plan.wire.small)
+        assert counters.gathered_bytes == 3 * (plan.wire.gather_forward + plan.wire.gather_backward)
+    text = str(plan)
+    assert "if all gradients were" in text
+    assert "onebit" in text
+    onebit = next(choice for choice in plan.choices if choice.codec == "onebit")
+    assert onebit.reduce == yafsdp_cc.plan_of(sharded("onebit")).wire.reduce
+
+
+def test_bytes_sent_and_held_are_as_planned():
+    on_ranks(2, as_planned)
+
+
+def at_first_exact() -> None:
+    model = sharded(Compression(gradients="onebit", weights="int8", warmup_steps=2))
+    exact = sharded(None)
+    for step in range(4):
+        found = []
+        for each in (model, exact):
+            loss_of(each, step).backward()
+            found.append(gradients(each))
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+            each.zero_grad()
+        alike = all(found[0][name].equal(found[1][name]) for name in found[0])
+        assert alike == (step < 2), step
+
+
+def test_nothing_is_encoded_before_the_warm_up_is_over():
+    on_ranks(2, at_first_exact)
+
+
+def the_same_weights_everywhere() -> None:
+    for codec in ("int8", "fp8"):
+        model = sharded(Compression(gradients="fp32", weights=codec))
+        seen = []
+        model[2].register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.detach().clone()))
+        loss_of(model, 0).backward()
+        parts = [torch.empty_like(seen[0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, seen[0])
+        assert all(part.equal(parts[0]) for part in parts)
+        weight = model[2].weight.full_tensor()
+        step = {"int8": 1 / 254, "fp8": 1 / 16}[codec]
+        assert 0 < (seen[0] - weight).abs().max() <= step * weight.abs().max()
+
+
+def test_encoded_weights_are_the_same_on_all_ranks():
+    on_ranks(2, the_same_weights_everywhere)
+    on_ranks(3, the_same_weights_everywhere)
+
+
+def overridden() -> None:
+    exact = sharded(None)
+    model = sharded(Compression(gradients="onebit", overrides={"0.*": "fp32", "2.weight": "int8"}))
+    codecs = [flat.codec for unit in root_of(model).units for flat in unit.flats]
+    assert codecs == ["fp32", "int8", "onebit"]
+    for each in (model, exact):
+        loss_of(each, 0).backward()
+    off = {
+        name: ((gradients(model)[name] - gradient).norm() / gradient.norm()).item()
+        for name, gradient in gradients(exact).items()
+    }
+    assert off["0.weight"] == 0.0
+    assert off["0.bias"] == off["2.bias"] == off["4.bias"] == 0.0
+    assert 0 < off["2.weight"] < 0.02
+    assert off["4.weight"] > 0.2
+
+
+def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
+    on_ranks(2, overridden)
+
+
+# Checkpoints
+
+
+def saved(folder: Any) -> None:
+    model = sharded(Compression(gradients="onebit", residual="fp32"))
+    for step in range(5):
+        loss_of(model, step).backward()
+        model.zero_grad()
+    yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
+    residuals = unsaid(model)
+    loss_of(model, 5).backward()
+    found = gradients(model)
+    if dist.get_rank() == 0:
+        torch.save((residuals, found), folder / "truth.pt")
+
+
+def resumed(folder: Any) -> None:
+    residuals, found = torch.load(folder / "truth.pt")
+    model = sharded(Compression(gradients="onebit", residual="fp32"))
+    loss_of(model, 100).backward()  # residuals of its own, that are forgotten
+    model.zero_grad()
+    if dist.get_world_size() == 2:
+        assert yafsdp_cc.load(folder / "step", model) == {"note": dist.get_rank()}
+        loss_of(model, 5).backward()
+        assert all(gradient.equal(found[name]) for name, gradient in gradients(model).items())
+        return
+    with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
+        assert yafsdp_cc.load(folder / "step", model) == {}
+    now = unsaid(model)
+    assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
+    ledger = Ledger(model, sharded(None))
+    for step in range(5):
+        ledger.step(step)
+    ledger.check()
+
+
+@pytest.mark.parametrize("readers", [2, 4, 1])
+def test_residuals_are_resumed_by_any_number_of_ranks(readers, tmp_path):
+    """Bit for bit by as many as before."""
+    on_ranks(2, saved, tmp_path)
+    on_ranks(readers, resumed, tmp_path)
+
+
+# Refused
+
+
+def refusals() -> None:
+    for wrong, kind, match in (
+        ("int9", ValueError, "there is no codec 'int9', only bf16, fp32"),
+        (7, TypeError, "compression takes a Compression, the name of a codec such as 'int8', or None; got 7"),
+    ):
+        with pytest.raises(kind, match=match):
+            sharded(wrong)
+    with pytest.raises(ValueError, match="compression has scope='replicate', and the mesh has no replicas"):
+        sharded(Compression(scope="replicate"))
+    with pytest.raises(ValueError, match="compression differs between ranks"):
+        sharded("int8" if dist.get_rank() else "int4")
+
+
+def test_what_cannot_be_is_refused_by_name():
+    on_ranks(2, refusals)
+    for wrong, match in (
+        ({"gradients": "int7"}, "there is no codec 'int7'"),
+        ({"gradients": "onebit", "feedback": False}, "gradients='onebit' with feedback=False: what it leaves out"),
+        ({"weights": "int4"}, "weights='int4': weights are rounded anew in every gather"),
+        ({"block": 100}, "block=100: a block has a power of two of elements"),
+        ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"gradient": "int8"}, "Extra inputs are not permitted"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Compression(**wrong)
