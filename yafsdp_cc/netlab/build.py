@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 
 from yafsdp_cc.netlab import namespaces, wiring
 from yafsdp_cc.netlab.errors import Unavailable
@@ -22,8 +24,8 @@ def namespaces_of(ranks: int) -> list[int]:
             raise Unavailable(f"no program {program!r}: apt-get install {package}")
     try:
         namespaces.become_capable()
-        held = [namespaces.create() for _ in range(ranks)]
-        os.close(namespaces.create())
+        held = [_silent() for _ in range(ranks)]
+        os.close(_silent())
     except OSError as error:
         raise Unavailable(NOT_ALLOWED.format(error=error)) from None
     return held
@@ -39,6 +41,14 @@ def wire(ranks: list[int], bridge: bool, single: bool) -> None:
             namespaces.enter(held)
             _batch("ip", wiring.station(rank, len(ranks), single))
         namespaces.enter(hub.fileno())
+
+
+def _silent() -> int:
+    """A namespace whose interfaces do not announce themselves by IPv6."""
+    held = namespaces.create()
+    with suppress(OSError):  # /proc/sys may be read-only, and then some 90 bytes are counted now and then
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    return held
 
 
 def _batch(program: str, lines: list[str]) -> None:

@@ -4,8 +4,11 @@
 //
 // Port i (from 0) leads to the rank whose hardware address ends in i + 1; LOSS is the fraction of frames that vanish.
 // The delay is one for all, so frames leave in the order in which they came and one queue holds them. It says `ready`
-// when it carries. Frames cross with the kernel's offload header in front: a checksum that the sender left for the
-// hardware to fill in stays marked so. The rate is none of its business: tc's tbf is on either side.
+// when it carries. The rate is none of its business: tc's tbf is on either side.
+//
+// Frames come in a ring shared with the kernel, as large as it takes (a socket's buffer is not, without privileges),
+// and with the kernel's offload header in front: large ones stay uncut, and a checksum that the sender left for the
+// hardware to fill in stays marked so.
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -20,11 +23,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <time.h>
 
-enum { BATCH = 32, LONGEST = sizeof(struct virtio_net_hdr) + ETH_HLEN + (1 << 16), UNDER_WAY = 128 << 20 };
+enum {
+    HEADER = sizeof(struct virtio_net_hdr),
+    BATCH = 64,
+    UNDER_WAY = 128 << 20,
+    BLOCK = 1 << 20,
+    BLOCKS = 16,
+    LARGE = 68 << 10,  // holds any frame
+    SMALL = 2 << 10,   // holds a packet: where some are to be lost, each is a frame
+};
 
 // What a frame under way is preceded by in the queue. `to` is -1 where the rest of the ring is skipped.
 struct record {
@@ -33,10 +45,15 @@ struct record {
     int length;
 };
 
-static unsigned char arrivals[BATCH][LONGEST];
+struct port {
+    int socket;
+    unsigned char *ring;
+    unsigned slot_size, next;
+};
+
 static unsigned char *queue;  // a ring of records, by time due; a record never wraps
 static int64_t queue_head, queue_tail;
-static int *ports;
+static struct port *ports;
 static int port_count;
 
 static void fail(const char *what) {
@@ -58,17 +75,27 @@ static int is_lost(uint64_t threshold) {
     return (state >> 32) < threshold;
 }
 
-static int open_port(const char *name) {
-    int yes = 1, room = 32 << 20;
-    int opened = socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+static struct port open_port(const char *name, unsigned slot_size) {
+    int yes = 1, version = TPACKET_V2, room = 32 << 20;
+    int opened = socket(AF_PACKET, SOCK_RAW | SOCK_CLOEXEC, 0);
     if (opened < 0) fail("relay: socket");
     if (setsockopt(opened, SOL_PACKET, PACKET_VNET_HDR, &yes, sizeof yes) < 0) fail("relay: PACKET_VNET_HDR");
-    if (setsockopt(opened, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof room) < 0) fail("relay: SO_RCVBUFFORCE");
-    if (setsockopt(opened, SOL_SOCKET, SO_SNDBUFFORCE, &room, sizeof room) < 0) fail("relay: SO_SNDBUFFORCE");
+    if (setsockopt(opened, SOL_PACKET, PACKET_VERSION, &version, sizeof version) < 0) fail("relay: PACKET_VERSION");
+    if (setsockopt(opened, SOL_SOCKET, SO_SNDBUFFORCE, &room, sizeof room) < 0)
+        setsockopt(opened, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // what one may have without privileges
+    struct tpacket_req shape = {
+        .tp_block_size = BLOCK,
+        .tp_block_nr = BLOCKS,
+        .tp_frame_size = slot_size,
+        .tp_frame_nr = BLOCK / slot_size * BLOCKS,
+    };
+    if (setsockopt(opened, SOL_PACKET, PACKET_RX_RING, &shape, sizeof shape) < 0) fail("relay: PACKET_RX_RING");
+    void *ring = mmap(NULL, BLOCK * BLOCKS, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
+    if (ring == MAP_FAILED) fail("relay: mmap");
     struct sockaddr_ll address = {.sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_IP)};
     address.sll_ifindex = if_nametoindex(name);
     if (bind(opened, (struct sockaddr *)&address, sizeof address) < 0) fail(name);
-    return opened;
+    return (struct port){.socket = opened, .ring = ring, .slot_size = slot_size};
 }
 
 static struct record *record_at(int64_t place) { return (struct record *)(queue + place % UNDER_WAY); }
@@ -87,21 +114,23 @@ static void put(int64_t due, int to, const void *bytes, int length) {
     queue_tail += size;
 }
 
-static void take_in(int port, int64_t delay, uint64_t loss) {
-    struct mmsghdr messages[BATCH];
-    struct iovec contents[BATCH];
-    memset(messages, 0, sizeof messages);
-    for (int i = 0; i < BATCH; i++) {
-        contents[i] = (struct iovec){arrivals[i], LONGEST};
-        messages[i].msg_hdr.msg_iov = &contents[i];
-        messages[i].msg_hdr.msg_iovlen = 1;
-    }
-    int count = recvmmsg(port, messages, BATCH, 0, NULL);
+static struct tpacket2_hdr *next_slot(const struct port *port) {
+    unsigned in_block = BLOCK / port->slot_size;
+    return (void *)(port->ring + port->next / in_block * BLOCK + port->next % in_block * port->slot_size);
+}
+
+static void take_in(struct port *port, int64_t delay, uint64_t loss) {
+    struct tpacket2_hdr *slot = next_slot(port);
     int64_t due = now() + delay;
-    for (int i = 0; i < count; i++) {
-        const unsigned char *address = arrivals[i] + sizeof(struct virtio_net_hdr);
-        int to = address[4] * 256 + address[5] - 1;
-        if (to >= 0 && to < port_count && !is_lost(loss)) put(due, to, arrivals[i], messages[i].msg_len);
+    while (__atomic_load_n(&slot->tp_status, __ATOMIC_ACQUIRE) & TP_STATUS_USER) {
+        const unsigned char *frame = (unsigned char *)slot + slot->tp_mac;
+        int to = frame[4] * 256 + frame[5] - 1;
+        int is_whole = slot->tp_snaplen == slot->tp_len;
+        if (is_whole && to >= 0 && to < port_count && !is_lost(loss))
+            put(due, to, frame - HEADER, HEADER + slot->tp_len);
+        __atomic_store_n(&slot->tp_status, TP_STATUS_KERNEL, __ATOMIC_RELEASE);
+        port->next = (port->next + 1) % (BLOCK / port->slot_size * BLOCKS);
+        slot = next_slot(port);
     }
 }
 
@@ -123,7 +152,7 @@ static void send_due(int64_t time) {
         }
         // A frame that the port's own queue has no room for is dropped there, as by a switch; the others still leave.
         for (int done = 0; to >= 0 && done < count;) {
-            int sent = sendmmsg(ports[to], messages + done, count - done, 0);
+            int sent = sendmmsg(ports[to].socket, messages + done, count - done, MSG_DONTWAIT);
             if (sent < 0 && errno != ENOBUFS && errno != EAGAIN) fail("relay: sendmmsg");
             done += sent > 0 ? sent : 1;
         }
@@ -146,8 +175,8 @@ int main(int count, char **words) {
     queue = malloc(UNDER_WAY);
     if (!ports || !waited || !queue) fail("relay: malloc");
     for (int i = 0; i < port_count; i++) {
-        ports[i] = open_port(words[3 + i]);
-        waited[i] = (struct pollfd){.fd = ports[i], .events = POLLIN};
+        ports[i] = open_port(words[3 + i], loss ? SMALL : LARGE);
+        waited[i] = (struct pollfd){.fd = ports[i].socket, .events = POLLIN};
     }
     puts("ready");
     fflush(stdout);
@@ -160,6 +189,6 @@ int main(int count, char **words) {
         struct timespec until = {left / 1000000000, left % 1000000000};
         if (ppoll(waited, port_count, is_waiting ? &until : NULL, NULL) < 0 && errno != EINTR) fail("relay: ppoll");
         for (int i = 0; i < port_count; i++)
-            if (waited[i].revents) take_in(ports[i], delay, loss);
+            if (waited[i].revents) take_in(&ports[i], delay, loss);
     }
 }

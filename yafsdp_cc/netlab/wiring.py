@@ -28,15 +28,11 @@ def port(rank: int) -> str:
 
 def hub(ranks: list[str], bridge: bool) -> list[str]:
     """For ``ip``: the pairs, each with its far end in the namespace at the rank's path; a bridge to join them."""
-    lines = (
-        ["link add hub type bridge mcast_snooping 0", "link set hub multicast off addrgenmode none up"]
-        if bridge
-        else []
-    )
+    lines = ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"] if bridge else []
     for rank, path in enumerate(ranks):
         far = f"peer name {DEVICE} address {_hardware(rank)} netns {path}"
         lines.append(f"link add {port(rank)} type veth {far}")
-        lines.append(f"link set {port(rank)} multicast off addrgenmode none up")
+        lines.append(f"link set {port(rank)} addrgenmode none up")
         if bridge:
             quiet = "flood off learning off mcast_flood off bcast_flood off"
             lines.append(f"link set {port(rank)} master hub")
@@ -53,7 +49,7 @@ def station(rank: int, ranks: int, single: bool) -> list[str]:
     """For ``ip``, in the rank's own namespace; ``single`` if every packet is to be a frame."""
     return [
         "link set lo up",
-        f"link set {DEVICE} multicast off addrgenmode none {'gso_max_segs 1 ' if single else ''}up",
+        f"link set {DEVICE} addrgenmode none {'gso_max_segs 1 ' if single else ''}up",
         f"address add {address(rank)}/24 dev {DEVICE}",
         *(
             f"neighbour add {address(other)} lladdr {_hardware(other)} dev {DEVICE} nud permanent"
