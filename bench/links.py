@@ -126,7 +126,17 @@ def _operations(peers: dict[int, socket.socket], chunk: int, world: int) -> dict
         "sockets": lambda: _exchange(peers, bytes(chunk)),
         "all_reduce": lambda: dist.all_reduce(given),
         "all_to_all": lambda: dist.all_to_all_single(taken, given),
+        "send_recv": lambda: _swap(taken.chunk(world), given.chunk(world)),
     }
+
+
+def _swap(taken: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> None:
+    """The all-to-all by messages, all receives before any send: none waits for what another direction carries."""
+    rank, others = dist.get_rank(), [other for other in range(len(given)) if other != dist.get_rank()]
+    works = [dist.irecv(taken[other], other) for other in others]
+    works += [dist.isend(given[other], other) for other in (*others[rank:], *others[:rank])]
+    for work in works:
+        work.wait()
 
 
 def _exchange(peers: dict[int, socket.socket], content: bytes) -> None:

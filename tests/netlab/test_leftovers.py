@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,8 +30,9 @@ def _with_a_stray(told: Connection) -> None:
     time.sleep(1000)
 
 
-def _program(told: Connection) -> None:
+def _program(told: Connection, folder: Path) -> None:
     """The program that makes a lab and is killed."""
+    tempfile.tempdir = str(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Lab(ranks=2, delay_ms=1) as lab:
@@ -60,10 +62,10 @@ def _left(processes: set[int], namespaces: set[str]) -> dict[int, set[str]]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_a_killed_program(ending: signal.Signals) -> None:
+def test_nothing_is_left_of_a_killed_program(ending: signal.Signals, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    program = context.Process(target=_program, args=(theirs,))
+    program = context.Process(target=_program, args=(theirs, tmp_path))
     program.start()
     try:
         theirs.close()
@@ -76,12 +78,13 @@ def test_nothing_is_left_of_a_killed_program(ending: signal.Signals) -> None:
         namespaces = {hub, *(rank[2] for rank in ranks)}
         assert len(namespaces) == 3
         assert len(_left(processes, namespaces).keys() - processes) == 1  # the relay
+        assert list(tmp_path.iterdir())
     finally:
         assert program.pid is not None
         os.kill(program.pid, ending)
         program.join()
     deadline = time.monotonic() + 10
-    while left := _left(processes, namespaces):
+    while left := (_left(processes, namespaces) or list(tmp_path.iterdir())):
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
 

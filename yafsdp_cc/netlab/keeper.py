@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
@@ -23,9 +24,10 @@ START = 30.0
 
 
 class Keeper:
-    """The keeper as its lab sees it."""
+    """The keeper as its lab sees it: the lab's links, and a folder that goes with the lab."""
 
     links: Links
+    folder: str
 
     def __init__(self, ranks: int, delay_ms: float, loss: float) -> None:
         self.word, ours = Pipe()
@@ -36,7 +38,8 @@ class Keeper:
             _keep(maker, ours, ranks, delay_ms, loss)
         ours.close()
         try:
-            self.links = Links(self._process, self._descriptors())
+            self.folder, descriptors = self._first_word()
+            self.links = Links(self._process, descriptors)
         except BaseException:
             self.close()
             raise
@@ -51,12 +54,12 @@ class Keeper:
 
     def close(self) -> None:
         """End it and everything in the lab."""
-        with suppress(BrokenPipeError):  # an end of file would not do: whoever was forked meanwhile holds the pipe too
+        with suppress(ConnectionError):  # an end of file would not do: whoever was forked meanwhile holds the pipe too
             self.word.send(None)
         self.word.close()
         os.waitpid(self._process, 0)
 
-    def _descriptors(self) -> tuple[int, ...]:
+    def _first_word(self) -> tuple[str, tuple[int, ...]]:
         if not self.word.poll(START):
             os.kill(self._process, signal.SIGKILL)
             raise Unavailable(f"making network namespaces took more than {START:.0f} s")
@@ -66,7 +69,8 @@ class Keeper:
             raise Unavailable("the process that makes the network namespaces was killed") from None
         if isinstance(word, Unavailable):
             raise word
-        return tuple(word)
+        folder, *descriptors = word
+        return folder, tuple(descriptors)
 
 
 def _keep(maker: int, word: Connection, ranks: int, delay_ms: float, loss: float) -> None:
@@ -76,18 +80,19 @@ def _keep(maker: int, word: Connection, ranks: int, delay_ms: float, loss: float
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(name, signal.SIG_IGN)
         ends: list[Connection | int] = [word, os.pidfd_open(maker)]
-        try:
-            held = build.namespaces_of(ranks)
+        with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
             try:
-                build.wire(held, bridge=not (delay_ms or loss), single=loss > 0)
-                relay = Relay(ranks, delay_ms, loss) if delay_ms or loss else None
-                word.send(held)
-                _wait_for_the_end(ends, word, relay)
-            finally:
-                namespaces.sweep({*map(namespaces.number, held), namespaces.number("/proc/self/ns/net")})
-        except Unavailable as reason:
-            word.send(reason)
-    except (ProcessLookupError, BrokenPipeError):
+                held = build.namespaces_of(ranks)
+                try:
+                    build.wire(held, bridge=not (delay_ms or loss), single=loss > 0)
+                    relay = Relay(folder, ranks, delay_ms, loss) if delay_ms or loss else None
+                    word.send((folder, *held))
+                    _wait_for_the_end(ends, word, relay)
+                finally:
+                    namespaces.sweep({*map(namespaces.number, held), namespaces.number("/proc/self/ns/net")})
+            except Unavailable as reason:
+                word.send(reason)
+    except (ProcessLookupError, ConnectionError):
         pass  # the maker ended at once
     except BaseException:
         traceback.print_exc()

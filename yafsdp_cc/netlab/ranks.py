@@ -37,8 +37,7 @@ class Ranks:
         self._timeout = timeout
         context = multiprocessing.get_context("fork")
         self._processes, self._answers = [], []
-        self._folder = tempfile.TemporaryDirectory(prefix="yafsdp-cc-")
-        store = f"file://{self._folder.name}/store"
+        store = f"file://{tempfile.mkdtemp(dir=keeper.folder)}/store"
         for rank in range(len(keeper.links.descriptors)):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
@@ -70,7 +69,6 @@ class Ranks:
         for process, answer in zip(self._processes, self._answers, strict=True):
             process.join()
             answer.close()
-        self._folder.cleanup()
 
     def _answer(self, rank: int) -> Any:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from yafsdp_cc.netlab.errors import Unavailable
@@ -20,18 +19,15 @@ SOURCE = Path(__file__).with_name("relay.c")
 class Relay:
     """The running relay, in the namespace of the ports; it ends with the process that made it."""
 
-    def __init__(self, ranks: int, delay_ms: float, loss: float) -> None:
-        with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
-            command = [_compiled(folder), str(delay_ms * 1000), str(loss), *(port(rank) for rank in range(ranks))]
-            try:
-                self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            except OSError as error:
-                raise Unavailable(
-                    f"the relay cannot run from {folder} ({error}): set TMPDIR to another folder"
-                ) from None
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() != "ready\n":
-                raise Unavailable(f"the relay could not start: {self._process.communicate()[1].strip()}")
+    def __init__(self, folder: str, ranks: int, delay_ms: float, loss: float) -> None:
+        command = [_compiled(folder), str(delay_ms * 1000), str(loss), *(port(rank) for rank in range(ranks))]
+        try:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise Unavailable(f"the relay cannot run from {folder} ({error}): set TMPDIR to another folder") from None
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise Unavailable(f"the relay could not start: {self._process.communicate()[1].strip()}")
         self.descriptor = os.pidfd_open(self._process.pid)
         """Readable when it has ended."""
 
