@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.netlab.labs import MEGABYTE, lab_of, reduced
-from yafsdp_cc.netlab import Lab, LabError
+from yafsdp_cc.netlab import Lab, LabError, Unavailable
 from yafsdp_cc.netlab.rate import Rate
 
 
@@ -145,6 +146,35 @@ def test_a_failing_rank_ends_the_run_and_not_the_lab(how: str, told: str) -> Non
 def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told), lab_of(**options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("programs", "told"),
+    [
+        ((), "no program 'ip': apt-get install iproute2"),
+        (("ip", "tc", "bridge", "nsenter"), "delay and loss need a C compiler: apt-get install gcc"),
+    ],
+)
+def test_what_is_missing_is_named(
+    programs: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lab_of(ranks=1):
+        pass
+    for program in programs:
+        (tmp_path / program).symlink_to(shutil.which(program) or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match=told), Lab(ranks=1, delay_ms=1):
+        pass
+
+
+def _say() -> None:
+    print(f"rank {dist.get_rank()} was here")
+
+
+def test_what_a_rank_prints_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    with lab_of(ranks=2) as lab:
+        lab.run(_say)
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "rank 0 was here", "rank 1 was here"]
 
 
 def test_rates_as_tc_is_told() -> None:

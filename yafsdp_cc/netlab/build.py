@@ -17,11 +17,15 @@ NOT_ALLOWED = (
 )
 
 
-def namespaces_of(ranks: int) -> list[int]:
-    """A descriptor of each rank's namespace; the caller is left in one more, the hub."""
+def look_for_programs() -> None:
+    """Raise ``Unavailable`` if one is missing."""
     for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(program) is None:
             raise Unavailable(f"no program {program!r}: apt-get install {package}")
+
+
+def namespaces_of(ranks: int) -> list[int]:
+    """A descriptor of each rank's namespace; the caller is left in one more, the hub."""
     try:
         namespaces.become_capable()
         held = [_silent() for _ in range(ranks)]

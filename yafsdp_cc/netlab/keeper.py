@@ -82,6 +82,7 @@ def _keep(maker: int, word: Connection, ranks: int, delay_ms: float, loss: float
         ends: list[Connection | int] = [word, os.pidfd_open(maker)]
         with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
             try:
+                build.look_for_programs()
                 held = build.namespaces_of(ranks)
                 try:
                     build.wire(held, bridge=not (delay_ms or loss), single=loss > 0)

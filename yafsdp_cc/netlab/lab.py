@@ -54,7 +54,7 @@ class Lab:
         self._keeper.close()
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Run ``body(*args)`` on forked ranks in one gloo group; its picklable results, in rank order.
+        """Run ``body(*args)`` on forked ranks in one gloo group, seeded alike; its picklable results, in rank order.
 
         The caller has imported torch and computed nothing: threads do not survive a fork. The first rank that raises
         ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.

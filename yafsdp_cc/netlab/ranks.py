@@ -100,11 +100,16 @@ def _rank(
         dist.init_process_group(
             "gloo", store, timeout=timedelta(seconds=timeout), rank=rank, world_size=len(keeper.links.descriptors)
         )
-        answer.send((False, body(*args)))
+        result = body(*args)
+        _flush()
+        answer.send((False, result))
     except BaseException:
+        _flush()
         answer.send((True, traceback.format_exc()))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    while True:
+    while True:  # until all have answered, and are killed
         signal.pause()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
