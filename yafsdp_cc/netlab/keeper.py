@@ -8,6 +8,7 @@ they never had names.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import traceback
@@ -27,7 +28,7 @@ class Keeper:
     """The keeper as its lab sees it: the lab's links, and a folder that goes with the lab."""
 
     links: Links
-    folder: str
+    folder: str = ""
 
     def __init__(self, ranks: int, delay_ms: float, loss: float) -> None:
         self.word, ours = Pipe()
@@ -58,6 +59,7 @@ class Keeper:
             self.word.send(None)
         self.word.close()
         os.waitpid(self._process, 0)
+        shutil.rmtree(self.folder, ignore_errors=True)  # should the keeper have been killed
 
     def _first_word(self) -> tuple[str, tuple[int, ...]]:
         if not self.word.poll(START):

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.netlab.keeper import Keeper
 
+GRACE = 0.3
+"""Seconds that the end of a process may be seen after what it did to others."""
+
 
 class Ranks:
     """All ranks of one run. Who has answered waits for the end: a connection closed early may fail another's last call.
@@ -74,10 +77,19 @@ class Ranks:
         try:
             failed, value = self._answers[rank].recv()
         except EOFError:
-            raise LabError(f"rank {rank} died without a word") from None
+            raise LabError(self._end_of(rank)) from None
         if failed:
-            raise LabError(f"rank {rank}:\n{value}")
+            # Who is killed says nothing, and the others then lose their connection to it.
+            ended = wait([process.sentinel for process in self._processes], timeout=GRACE)
+            killed = [other for other, process in enumerate(self._processes) if process.sentinel in ended]
+            raise LabError(self._end_of(killed[0]) if killed else f"rank {rank}:\n{value}")
         return value
+
+    def _end_of(self, rank: int) -> str:
+        self._processes[rank].join()
+        status = self._processes[rank].exitcode or 0
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"rank {rank} {how} before the body was done"
 
 
 def _rank(
