@@ -16,7 +16,7 @@ from yafsdp_cc.netlab import LabError, Links
 ROOT = Path(__file__).resolve().parents[2]
 
 SEND = """
-import os, socket
+import os, socket, time
 master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if os.environ["RANK"] == "0":
     peer, _ = socket.create_server(master).accept()
@@ -30,7 +30,7 @@ else:
             peer = socket.create_connection(master)
             break
         except ConnectionRefusedError:
-            pass
+            time.sleep(0.05)
     peer.sendall(bytes(300_000))
 """
 
