@@ -98,7 +98,7 @@ def shard(
         reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
-        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "CPUOffloadPolicy()"),
+        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
         ignored_params=ignored_params,
     )
