@@ -30,6 +30,9 @@ class Attack:
         return os.system, (f"touch {self.evidence}",)
 
 
+ENCODING = metadata._MEM_FORMAT_ENCODING.__qualname__
+
+
 def save(path):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -82,12 +85,35 @@ def test_a_table_of_contents_that_wants_code_to_be_run(saved, tmp_path, place):
     assert (tmp_path / "evidence").exists()
 
 
-@pytest.mark.parametrize("name", ["builtins eval", "torch load", "torch.serialization load", "builtins getattr"])
+@pytest.mark.parametrize("name", ["builtins eval", "torch load", "torch.serialization load"])
 def test_other_names(saved, name):
     module, name = name.split()
     (saved / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
     with pytest.raises(pickle.UnpicklingError, match=rf"names {module}\.{name}"):
         load(saved)
+
+
+@pytest.mark.parametrize("wanted", ["ctorch\nSize\nV__reduce__\n", f"c{metadata.__name__}\n{ENCODING}\nVmro\n"])
+def test_attributes(saved, wanted):
+    (saved / ".metadata").write_bytes(f"cbuiltins\ngetattr\n({wanted}tR.".encode())
+    with pytest.raises(pickle.UnpicklingError, match=r"names builtins\.getattr of <"):
+        load(saved)
+
+
+def test_an_enumeration_as_early_patches_of_python_3_11_write_it(saved):
+    """By ``getattr`` of the class and the member's name."""
+    table = (saved / ".metadata").read_bytes()
+
+    class Pickler(pickle._Pickler):
+        def save(self, value, save_persistent_id=True):
+            if isinstance(value, metadata._MEM_FORMAT_ENCODING):
+                return self.save_reduce(getattr, (type(value), value.name), obj=value)
+            return super().save(value, save_persistent_id)
+
+    with (saved / ".metadata").open("wb") as file:
+        Pickler(file, 4).dump(pickle.loads(table))
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    load(saved)
 
 
 def test_a_table_of_contents_that_changes_a_class(saved):

@@ -35,6 +35,16 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
+def _member(kind: object, name: str) -> Any:
+    """What ``getattr`` is to a pickle: early patches of Python 3.11 write members of enumerations by it."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
+        raise UntrustedError(
+            f"a checkpoint's table of contents names builtins.getattr of {kind!r} and {name!r}, which no checkpoint "
+            "needs: it was not loaded, and nothing of it was run. Ask where this checkpoint comes from"
+        )
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -51,6 +61,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _member,
     # Where it was written to, on whatever system and under whatever Python: kept as a path that nobody opens.
     **{
         (module, name): PurePosixPath
