@@ -17,7 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, ExecError
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = os.environ.get("YAFSDP_CC_NATIVE", "auto")
@@ -64,6 +64,9 @@ class Build(build_ext):
         return fullname.replace(".", os.sep) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # rather none than an old one; a process that has it loaded keeps it
         torch = torch_home()
         if torch is None:
             raise CompileError("torch is not installed where this is built: pip install --no-build-isolation")
@@ -73,15 +76,22 @@ class Build(build_ext):
         for level, flags in LEVELS.get(machine, {"scalar": []}).items():
             macros = [f"-DYAFSDP_CC_LEVEL={level}"]
             objects += self.compiled(["csrc/cpu/level.cpp"], FLAGS + EXACT + flags + macros, level)
-        libraries, folders = ["torch_cpu"], [str(torch / "lib")]
         sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
         nvcc = nvcc_for(torch) if sources else None
+        folder = str(torch / "lib")
         if nvcc is not None:
-            objects += self.compiled_by_nvcc(nvcc, sources, include)
-            folders.append(str(Path(nvcc).resolve().parent.parent / "lib64"))
-            libraries += ["cudart_static", "rt", "dl", "pthread"]
+            try:
+                objects += self.compiled_by_nvcc(nvcc, sources, include)
+                # It knows where its runtime is; that is linked statically.
+                self.spawn([nvcc, "-shared", *objects, "-o", str(target), f"-L{folder}", "-ltorch_cpu"])
+                return
+            except ExecError as error:
+                if NATIVE == "1":
+                    raise
+                self.warn(f"built without kernels for CUDA: {error}")
+                objects = [each for each in objects if not each.endswith(".cu.o")]
         self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), libraries=libraries, library_dirs=folders, target_lang="c++"
+            objects, str(target), libraries=["torch_cpu"], library_dirs=[folder], target_lang="c++"
         )
 
     def compiled(self, sources: list[str], flags: list[str], folder: str) -> list[str]:
@@ -115,4 +125,8 @@ library = Extension(
     optional=NATIVE != "1",
 )
 
-setup(ext_modules=[] if NATIVE == "0" else [library], cmdclass={"build_ext": Build})
+setup(
+    ext_modules=[] if NATIVE == "0" else [library],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

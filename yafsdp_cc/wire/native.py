@@ -18,7 +18,7 @@ LIBRARY = Path(__file__).with_name("_native.so")
 MODES = ("0", "1", "auto")
 OPERATORS = ("encode", "accumulate", "decode_sum", "decode")
 
-_BUILD = "pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc (or --editable . in a clone: make)"
+_BUILD = "YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, or --editable ."
 _SLOWER = {"cpu": "20 to 60", "cuda": "10 to 30"}
 """How many times as long plain torch takes to encode, measured by ``bench/wire.py``."""
 
