@@ -153,6 +153,9 @@ struct Shape {
     void require_message(const Rows& message) const {
         require(message.columns >= body_bytes(), "a message of ", n, " elements has at least ", body_bytes(),
                 " bytes, not ", message.columns);
+        require(reinterpret_cast<uintptr_t>(message.data) % 4 == 0 && message.stride % 4 == 0,
+                "messages have to begin at multiples of 4 bytes, not at ", static_cast<void*>(message.data),
+                " with strides of ", message.stride);
     }
 };
 
