@@ -76,20 +76,20 @@ class Build(build_ext):
         for level, flags in LEVELS.get(machine, {"scalar": []}).items():
             macros = [f"-DYAFSDP_CC_LEVEL={level}"]
             objects += self.compiled(["csrc/cpu/level.cpp"], FLAGS + EXACT + flags + macros, level)
-        sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
-        nvcc = nvcc_for(torch) if sources else None
+        cuda, hosts = (sorted(map(os.path.relpath, ROOT.glob(f"csrc/cuda/*.{end}"))) for end in ("cu", "cpp"))
+        nvcc = nvcc_for(torch) if cuda else None
         folder = str(torch / "lib")
         if nvcc is not None:
             try:
-                objects += self.compiled_by_nvcc(nvcc, sources, include)
+                more = self.compiled_by_nvcc(nvcc, cuda)
+                more += self.compiled(hosts, [*FLAGS, "-isystem", include], "torch")
                 # It knows where its runtime is; that is linked statically.
-                self.spawn([nvcc, "-shared", *objects, "-o", str(target), f"-L{folder}", "-ltorch_cpu"])
+                self.spawn([nvcc, "-shared", *objects, *more, "-o", str(target), f"-L{folder}", "-ltorch_cpu"])
                 return
-            except ExecError as error:
+            except (CompileError, ExecError) as error:
                 if NATIVE == "1":
                     raise
                 self.warn(f"built without kernels for CUDA: {error}")
-                objects = [each for each in objects if not each.endswith(".cu.o")]
         self.compiler.link_shared_object(
             objects, str(target), libraries=["torch_cpu"], library_dirs=[folder], target_lang="c++"
         )
@@ -100,7 +100,7 @@ class Build(build_ext):
         found: list[str] = self.compiler.compile(sources, where, macros=target, extra_postargs=flags)
         return found
 
-    def compiled_by_nvcc(self, nvcc: str, sources: list[str], include: str) -> list[str]:
+    def compiled_by_nvcc(self, nvcc: str, sources: list[str]) -> list[str]:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         release = re.search(r"release ([\d.]+)", said)
         version = tuple(map(int, (release[1] if release else "11.0").split(".")))
@@ -111,7 +111,6 @@ class Build(build_ext):
         for source in sources:
             objects.append(os.path.join(self.build_temp, source.replace(os.sep, "_") + ".o"))
             flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
-            flags += [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", f"-I{include}"]
             self.spawn([nvcc, *flags, "-c", source, "-o", objects[-1]])
         return objects
 

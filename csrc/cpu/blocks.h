@@ -3,7 +3,7 @@
 
 #include "numbers.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 // One block on its way into a message.
@@ -109,4 +109,4 @@ inline void keep(const Left& residual, int64_t block, int64_t b, const float* le
 }
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu
