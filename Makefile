@@ -12,6 +12,9 @@ PIN := $(VENV)/torch-pin.txt
 # What is installed, by TORCH: asking for another one starts over.
 INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
+# The native kernels: what is changed is built again.
+CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
+
 .PHONY: demo test lint soak clean
 
 demo: $(INSTALLED)
@@ -29,7 +32,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-$(INSTALLED): pyproject.toml setup.py
+$(INSTALLED): pyproject.toml setup.py $(CSRC)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "yafsdp_cc needs Python 3.10 or newer")'
 	@echo "setting up $(VENV) with $(TORCH): once, some minutes"
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
@@ -50,5 +53,5 @@ $(INSTALLED)-frameworks: $(INSTALLED)-hf
 		|| echo "accelerate, lightning and peft could not be installed: their tests are skipped"
 
 clean:
-	rm -rf $(VENV) build dist runs bench/out *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs bench/out *.egg-info yafsdp_cc/wire/*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

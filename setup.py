@@ -17,7 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, ExecError
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = os.environ.get("YAFSDP_CC_NATIVE", "auto")
@@ -64,6 +64,9 @@ class Build(build_ext):
         return fullname.replace(".", os.sep) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # rather none than an old one; a process that has it loaded keeps it
         torch = torch_home()
         if torch is None:
             raise CompileError("torch is not installed where this is built: pip install --no-build-isolation")
@@ -73,15 +76,22 @@ class Build(build_ext):
         for level, flags in LEVELS.get(machine, {"scalar": []}).items():
             macros = [f"-DYAFSDP_CC_LEVEL={level}"]
             objects += self.compiled(["csrc/cpu/level.cpp"], FLAGS + EXACT + flags + macros, level)
-        libraries, folders = ["torch_cpu"], [str(torch / "lib")]
-        sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/cuda/*.cu"))
-        nvcc = nvcc_for(torch) if sources else None
+        cuda, hosts = (sorted(map(os.path.relpath, ROOT.glob(f"csrc/cuda/*.{end}"))) for end in ("cu", "cpp"))
+        nvcc = nvcc_for(torch) if cuda else None
+        folder = str(torch / "lib")
         if nvcc is not None:
-            objects += self.compiled_by_nvcc(nvcc, sources, include)
-            folders.append(str(Path(nvcc).resolve().parent.parent / "lib64"))
-            libraries += ["cudart_static", "rt", "dl", "pthread"]
+            try:
+                more = self.compiled_by_nvcc(nvcc, cuda)
+                more += self.compiled(hosts, [*FLAGS, "-isystem", include], "torch")
+                # It knows where its runtime is; that is linked statically.
+                self.spawn([nvcc, "-shared", *objects, *more, "-o", str(target), f"-L{folder}", "-ltorch_cpu"])
+                return
+            except (CompileError, ExecError) as error:
+                if NATIVE == "1":
+                    raise
+                self.warn(f"built without kernels for CUDA: {error}")
         self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), libraries=libraries, library_dirs=folders, target_lang="c++"
+            objects, str(target), libraries=["torch_cpu"], library_dirs=[folder], target_lang="c++"
         )
 
     def compiled(self, sources: list[str], flags: list[str], folder: str) -> list[str]:
@@ -90,7 +100,7 @@ class Build(build_ext):
         found: list[str] = self.compiler.compile(sources, where, macros=target, extra_postargs=flags)
         return found
 
-    def compiled_by_nvcc(self, nvcc: str, sources: list[str], include: str) -> list[str]:
+    def compiled_by_nvcc(self, nvcc: str, sources: list[str]) -> list[str]:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         release = re.search(r"release ([\d.]+)", said)
         version = tuple(map(int, (release[1] if release else "11.0").split(".")))
@@ -101,7 +111,6 @@ class Build(build_ext):
         for source in sources:
             objects.append(os.path.join(self.build_temp, source.replace(os.sep, "_") + ".o"))
             flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
-            flags += [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", f"-I{include}"]
             self.spawn([nvcc, *flags, "-c", source, "-o", objects[-1]])
         return objects
 
@@ -115,4 +124,8 @@ library = Extension(
     optional=NATIVE != "1",
 )
 
-setup(ext_modules=[] if NATIVE == "0" else [library], cmdclass={"build_ext": Build})
+setup(
+    ext_modules=[] if NATIVE == "0" else [library],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -3,7 +3,7 @@
 
 #include "numbers.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 // One block on its way into a message.
@@ -91,7 +91,7 @@ void put(const float* from, int64_t n, typename G::Stored* to) {
 
 // Where there is no element, nothing is left.
 inline void forget_padding(float* left, int64_t count, int64_t block) {
-    for (int64_t i = count; i < block; ++i) left[i] = 0.0f;
+    for (int64_t i = count > 0 ? count : 0; i < block; ++i) left[i] = 0.0f;
 }
 
 inline void keep(const Left& residual, int64_t block, int64_t b, const float* left) {
@@ -109,4 +109,4 @@ inline void keep(const Left& residual, int64_t block, int64_t b, const float* le
 }
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

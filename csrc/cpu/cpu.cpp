@@ -4,10 +4,10 @@
 #include <cstdlib>
 #include <memory>
 
-#include "../arguments.h"
+#include "arguments.h"
 #include "level.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 
 extern const Level scalar;
 #if defined(__x86_64__)
@@ -62,20 +62,20 @@ void check_residual(const Rows& residual, const Rows& scales, int64_t rows, int6
 void encode(const Tensor& gradients, const Tensor& message, int64_t codec, int64_t block, const Maybe& counts,
             const Maybe& residual, const Maybe& residual_scales, double carry, double taken, double scale, int64_t seed,
             int64_t first, int64_t /*stream*/) {
-    const Rows from = rows_of("gradients", gradients, gradients.is_cpu(), kFloats);
-    const Rows to = rows_of("message", message, message.is_cpu(), {ScalarType::Byte});
+    const Rows from = rows_of("gradients", gradients, kFloats);
+    const Rows to = rows_of("message", message, {ScalarType::Byte});
     const Shape shape(codec, from.columns, block);
     shape.require_message(to);
     require(to.rows == from.rows, "there are ", from.rows, " rows of gradients and ", to.rows, " messages");
     Rows sizes, left, scales;
     if (counts) {
-        sizes = rows_of("counts", *counts, counts->is_cpu(), {ScalarType::Int});
+        sizes = rows_of("counts", *counts, {ScalarType::Int});
         require_shape("counts", sizes, from.rows, shape.n / block);
     }
     if (residual) {
-        left = rows_of("residual", *residual, residual->is_cpu(), kResiduals);
+        left = rows_of("residual", *residual, kResiduals);
         if (residual_scales) {
-            scales = rows_of("residual_scales", *residual_scales, residual_scales->is_cpu(), {ScalarType::Float});
+            scales = rows_of("residual_scales", *residual_scales, {ScalarType::Float});
         }
         check_residual(left, scales, from.rows, shape.n, block);
     }
@@ -103,9 +103,9 @@ void encode(const Tensor& gradients, const Tensor& message, int64_t codec, int64
 
 void accumulate(const Tensor& gradients, const Tensor& residual, const Tensor& residual_scales, int64_t block,
                 double scale, int64_t /*stream*/) {
-    const Rows from = rows_of("gradients", gradients, gradients.is_cpu(), kFloats);
-    const Rows left = rows_of("residual", residual, residual.is_cpu(), kResiduals);
-    const Rows scales = rows_of("residual_scales", residual_scales, residual_scales.is_cpu(), {ScalarType::Float});
+    const Rows from = rows_of("gradients", gradients, kFloats);
+    const Rows left = rows_of("residual", residual, kResiduals);
+    const Rows scales = rows_of("residual_scales", residual_scales, {ScalarType::Float});
     const Shape shape(0, from.columns, block);
     check_residual(left, scales, from.rows, shape.n, block);
     const Level& kernels = level();
@@ -122,8 +122,8 @@ void accumulate(const Tensor& gradients, const Tensor& residual, const Tensor& r
 void decode_sum(const Tensor& messages, int64_t codec, int64_t block, int64_t n, const Maybe& own, int64_t place,
                 const Tensor& total, int64_t start, int64_t /*stream*/) {
     const Shape shape(codec, n, block);
-    const Rows from = rows_of("messages", messages, messages.is_cpu(), {ScalarType::Byte});
-    const Rows to = rows_of("total", total, total.is_cpu(), {ScalarType::Float});
+    const Rows from = rows_of("messages", messages, {ScalarType::Byte});
+    const Rows to = rows_of("total", total, {ScalarType::Float});
     shape.require_message(from);
     const int64_t unit = shape.codec == Code::topk ? kTile : block, end = start + to.columns;
     require(to.rows == 1 && start >= 0 && start % unit == 0 && end <= n && (end == n || end % unit == 0),
@@ -131,7 +131,7 @@ void decode_sum(const Tensor& messages, int64_t codec, int64_t block, int64_t n,
             " and to end at one or at the last element");
     Rows mine;
     if (own) {
-        mine = rows_of("own", *own, own->is_cpu(), kFloats);
+        mine = rows_of("own", *own, kFloats);
         require_shape("own", mine, 1, to.columns);
         require(place >= 0 && place <= from.rows, "place=", place, " among ", from.rows, " messages");
     }
@@ -141,8 +141,8 @@ void decode_sum(const Tensor& messages, int64_t codec, int64_t block, int64_t n,
 }
 
 void decode(const Tensor& messages, int64_t codec, int64_t block, const Tensor& values, int64_t /*stream*/) {
-    const Rows from = rows_of("messages", messages, messages.is_cpu(), {ScalarType::Byte});
-    const Rows to = rows_of("values", values, values.is_cpu(), kFloats);
+    const Rows from = rows_of("messages", messages, {ScalarType::Byte});
+    const Rows to = rows_of("values", values, kFloats);
     const Shape shape(codec, to.columns, block);
     shape.require_message(from);
     require(to.rows == from.rows, "there are ", from.rows, " messages and ", to.rows, " rows of values");
@@ -153,11 +153,11 @@ void decode(const Tensor& messages, int64_t codec, int64_t block, const Tensor& 
 }
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(yafsdp_cc, CPU, m) {
-    m.impl("encode", TORCH_BOX(&yafsdp_cc::encode));
-    m.impl("accumulate", TORCH_BOX(&yafsdp_cc::accumulate));
-    m.impl("decode_sum", TORCH_BOX(&yafsdp_cc::decode_sum));
-    m.impl("decode", TORCH_BOX(&yafsdp_cc::decode));
+    m.impl("encode", TORCH_BOX(&yafsdp_cc::cpu::encode));
+    m.impl("accumulate", TORCH_BOX(&yafsdp_cc::cpu::accumulate));
+    m.impl("decode_sum", TORCH_BOX(&yafsdp_cc::cpu::decode_sum));
+    m.impl("decode", TORCH_BOX(&yafsdp_cc::cpu::decode));
 }

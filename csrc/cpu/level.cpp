@@ -9,7 +9,7 @@
 #include "codecs/ternary.h"
 #include "codecs/topk.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 // Random numbers in [0, 1) for elements first, first + 1, ...: see yafsdp_cc.wire.codec.Noise.
@@ -202,4 +202,4 @@ void decode(const Decode& job) {
 extern const Level YAFSDP_CC_LEVEL;
 const Level YAFSDP_CC_LEVEL{YAFSDP_CC_TEXT(YAFSDP_CC_LEVEL), encode, accumulate, decode_sum, decode};
 
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

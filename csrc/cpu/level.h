@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 
 enum class Number : int { none, f32, bf16, f16, i8 };
 
@@ -83,4 +83,4 @@ struct Level {
     void (*decode)(const Decode&);
 };
 
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

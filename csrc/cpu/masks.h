@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 // Which are negative, -0.0 too.
@@ -52,4 +52,4 @@ inline uint64_t at_least(const float* x, int32_t low) {
 }
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

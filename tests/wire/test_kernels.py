@@ -99,7 +99,7 @@ def counts_of(gradients: Tensor, block: int) -> Tensor:
     counts = torch.full((rows, n // block), block, dtype=torch.int32)
     counts[:, -1] = block // 3
     counts[-1, 0] = 1
-    counts[0, n // block // 2] = 0
+    counts[0, n // block // 2] = -(n % 3)  # none
     gradients.unflatten(1, (-1, block))[torch.arange(block) >= counts.unsqueeze(-1)] = 0
     return counts
 
@@ -277,6 +277,11 @@ def wrong_calls() -> list[tuple[str, str, dict[str, Any]]]:
         ("encode", r"with strides \[1, 2\]", {"gradients": torch.zeros(256, 2).t()}),
         ("encode", r"whole blocks of 256, not 128 elements", {"gradients": f32[:, :128]}),
         ("encode", r"at least 260 bytes, not 128", {"message": u8[:, :128]}),
+        (
+            "encode",
+            r"multiples of 4 bytes, not at .* with strides of 319",
+            {"message": torch.zeros(638, dtype=torch.uint8).view(2, 319)},
+        ),
         ("encode", r"2 rows of gradients and 1 messages", {"message": u8[:1]}),
         ("encode", r"message has to be uint8, .* not a tensor of int8", {"message": u8.view(torch.int8)}),
         ("encode", r"block=100", {"block": 100}),

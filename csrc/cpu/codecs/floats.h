@@ -3,7 +3,7 @@
 
 #include "../blocks.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 template <class G>
@@ -28,4 +28,4 @@ struct Floats {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

@@ -3,7 +3,7 @@
 
 #include "steps.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct FP8 {
@@ -49,4 +49,4 @@ struct FP8 {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

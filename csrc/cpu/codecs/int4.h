@@ -3,7 +3,7 @@
 
 #include "steps.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct Int4 {
@@ -40,4 +40,4 @@ struct Int4 {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

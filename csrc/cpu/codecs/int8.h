@@ -3,7 +3,7 @@
 
 #include "steps.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct Int8 {
@@ -20,4 +20,4 @@ struct Int8 {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

@@ -4,7 +4,7 @@
 #include "../masks.h"
 #include "steps.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct OneBit {
@@ -40,4 +40,4 @@ struct OneBit {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

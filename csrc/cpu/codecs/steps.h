@@ -3,7 +3,7 @@
 
 #include "../blocks.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 inline bool cannot_be_said(uint8_t* scale, float value) {
@@ -42,4 +42,4 @@ inline bool whole_steps(const Block& x, float levels, uint8_t* scale_to, int8_t*
 }
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

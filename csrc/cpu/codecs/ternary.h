@@ -3,7 +3,7 @@
 
 #include "steps.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct Ternary {
@@ -80,4 +80,4 @@ struct Ternary {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

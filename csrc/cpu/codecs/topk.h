@@ -4,7 +4,7 @@
 #include "../blocks.h"
 #include "../masks.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 namespace {
 
 struct TopK {
@@ -133,4 +133,4 @@ struct TopK {
 };
 
 }  // namespace
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu

@@ -1,4 +1,4 @@
-// Tensors as kernels want them, or an error that says what was seen. The same for every device.
+// Tensors as kernels want them, or an error that says what was seen.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -8,9 +8,9 @@
 #include <sstream>
 #include <string>
 
-#include "cpu/level.h"
+#include "level.h"
 
-namespace yafsdp_cc {
+namespace yafsdp_cc::cpu {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -69,17 +69,16 @@ inline void require(bool holds, const Text&... text) {
 }
 
 // A tensor as rows; one with a single dimension is one row.
-inline Rows rows_of(const char* what, const Tensor& tensor, bool on_device, std::initializer_list<ScalarType> types) {
+inline Rows rows_of(const char* what, const Tensor& tensor, std::initializer_list<ScalarType> types) {
     bool fits = false;
     for (const ScalarType type : types) fits = fits || tensor.scalar_type() == type;
-    if (!fits || !on_device || tensor.dim() < 1 || tensor.dim() > 2 ||
+    if (!fits || !tensor.is_cpu() || tensor.dim() < 1 || tensor.dim() > 2 ||
         (tensor.size(-1) > 1 && tensor.stride(tensor.dim() - 1) != 1)) {
         std::ostringstream text;
         text << what << " has to be";
         const char* between = " ";
         for (const ScalarType type : types) text << between << name_of(type), between = " or ";
-        text << ", of one or two dimensions, with contiguous rows and on the device of the kernel, not "
-             << seen(tensor);
+        text << ", of one or two dimensions, with contiguous rows and on a CPU, not " << seen(tensor);
         throw std::runtime_error(text.str());
     }
     Rows rows;
@@ -153,7 +152,10 @@ struct Shape {
     void require_message(const Rows& message) const {
         require(message.columns >= body_bytes(), "a message of ", n, " elements has at least ", body_bytes(),
                 " bytes, not ", message.columns);
+        require(reinterpret_cast<uintptr_t>(message.data) % 4 == 0 && message.stride % 4 == 0,
+                "messages have to begin at multiples of 4 bytes, not at ", static_cast<void*>(message.data),
+                " with strides of ", message.stride);
     }
 };
 
-}  // namespace yafsdp_cc
+}  // namespace yafsdp_cc::cpu
