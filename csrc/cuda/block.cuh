@@ -16,14 +16,23 @@ template <int ROWS> struct Due {
     float due[ROWS][4]; // what the residual would be if it said nothing
 };
 
-template <int ROWS> DEVICE void read(const EncodeJob& job, const Place& place, int patch, Due<ROWS>& it) {
-    const long long at = place.element + static_cast<long long>(patch) * PATCH;
+template <int ROWS> struct Operands {
     Raw<ROWS> gradients, residual;
-    fetch(gradients, job.gradients, place.message * job.gradients.stride + at, place.exists);
+};
+
+template <int ROWS>
+DEVICE void fetch(const EncodeJob& job, const Place& place, int patch, Operands<ROWS>& from) {
+    const long long at = place.element + static_cast<long long>(patch) * PATCH;
+    fetch(from.gradients, job.gradients, place.message * job.gradients.stride + at, place.exists);
+    if (job.residual.dtype != Dtype::none)
+        fetch(from.residual, job.residual, place.message * job.residual.stride + at, place.exists);
+}
+
+template <int ROWS>
+DEVICE void add_up(const EncodeJob& job, const Place& place, const Operands<ROWS>& from, Due<ROWS>& it) {
     const bool remembers = job.residual.dtype != Dtype::none;
-    if (remembers) fetch(residual, job.residual, place.message * job.residual.stride + at, place.exists);
-    convert(gradients, job.gradients.dtype, 0.0f, it.h);
-    if (remembers) convert(residual, job.residual.dtype, place.residual_scale, it.due);
+    convert(from.gradients, job.gradients.dtype, 0.0f, it.h);
+    if (remembers) convert(from.residual, job.residual.dtype, place.residual_scale, it.due);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -32,6 +41,12 @@ template <int ROWS> DEVICE void read(const EncodeJob& job, const Place& place, i
             it.h[r][c] = remembers ? add(g, mul(job.carry, before)) : g;
             it.due[r][c] = remembers ? add(before, g) : g;
         }
+}
+
+template <int ROWS> DEVICE void read(const EncodeJob& job, const Place& place, int patch, Due<ROWS>& it) {
+    Operands<ROWS> from;
+    fetch(job, place, patch, from);
+    add_up(job, place, from, it);
 }
 
 // What is left of a patch when the message has said it; padding is left nothing.

@@ -8,7 +8,7 @@
 
 namespace yafsdp_cc {
 
-constexpr int DECODE_THREADS = 256;
+constexpr int DECODE_THREADS = 128;
 
 template <int ROWS> struct Total {
     float at[ROWS][4];

@@ -6,7 +6,8 @@
 
 namespace yafsdp_cc {
 
-constexpr int ENCODE_THREADS = 256;
+// Few, so that thread blocks fill the registers of a multiprocessor well, and find room next to others.
+constexpr int ENCODE_THREADS = 128;
 
 // Every team takes a unit of TOGETHER blocks, then the unit as far ahead as there are teams in the grid.
 template <class C, int ROWS, bool MANY>

@@ -2,10 +2,10 @@
 //
 // The kernels go round a loop, so that a grid of any size does the work. They move memory and nothing else, and a GPU
 // has more multiprocessors than it takes to keep its memory busy: of an H200 (4.8 TB/s, latency near 0.8 µs) some 4 MB
-// have to be under way; a thread that encodes has up to 128 bytes of loads under way, three or four blocks of 256
-// threads fit on a multiprocessor, about half of them wait for loads at a time: 80 to 100 of the 132 multiprocessors.
-// So by default the grid is what fits on three quarters of them, and the rest is left to a matmul that runs at the same
-// time. YAFSDP_CC_CUDA_SMS=n makes it what fits on n. All this is reckoned, not measured: bench/wire_gpu.py measures.
+// have to be under way. A thread that encodes has up to 128 bytes of loads under way, 600 to 750 threads fit on a
+// multiprocessor, and about half of them wait for loads at a time: 80 to 100 of the 132. So by default the grid is what
+// fits on three quarters of them, and the rest is left to a matmul that runs at the same time. YAFSDP_CC_CUDA_SMS=n
+// makes it what fits on n. All this is reckoned, not measured: bench/wire_gpu.py measures.
 #pragma once
 
 #include <algorithm>

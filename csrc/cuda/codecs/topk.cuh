@@ -111,14 +111,23 @@ template <int ROWS> DEVICE void count_magnitudes(const EncodeJob& job, unsigned 
 DEVICE void choose(const EncodeJob& job, unsigned message, const Tile& tile, Workspace& at) {
     unsigned larger_before = 0, alike_before = 0;
     bool odd = true; // sums[0] was used last
+    const auto place_of = [&](unsigned mine) {
+        Place place(job, message, (tile.start + mine) / unsigned(job.block), mine < tile.length);
+        place.element = static_cast<long long>(tile.start) + mine;
+        return place;
+    };
+    // What comes next is on its way while counts go from thread to thread.
+    Place place = place_of(4 * threadIdx.x);
+    Operands<1> next;
+    fetch(job, place, 0, next);
     for (unsigned first = 0; first < tile.length; first += 4 * TOPK_THREADS, odd = !odd) {
         const unsigned mine = first + 4 * threadIdx.x;
         unsigned larger = 0, alike = 0;
         Due<1> it;
+        add_up(job, place, next, it);
+        place = place_of(mine + 4 * TOPK_THREADS);
+        fetch(job, place, 0, next);
         if (mine < tile.length) {
-            Place place(job, message, (tile.start + mine) / unsigned(job.block), true);
-            place.element = static_cast<long long>(tile.start) + mine;
-            read(job, place, 0, it);
             for (int c = 0; c < 4; ++c) {
                 const unsigned bucket = magnitude(it.h[0][c]) >> SHIFT;
                 larger |= unsigned(bucket > at.threshold) << c;

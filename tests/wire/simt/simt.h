@@ -17,7 +17,7 @@
 #define __global__
 #define __shared__ static // one thread block at a time
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct Dim {
     unsigned x;
