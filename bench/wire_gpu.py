@@ -57,7 +57,8 @@ def encodes(name: str, gradients: Tensor, residual: torch.dtype | None, noise: N
 
 
 def accumulates(gradients: Tensor, dtype: torch.dtype) -> Entry:
-    left = Residual(*gradients.shape, dtype, 256, gradients.device)
+    messages, n = gradients.shape
+    left = Residual(messages, n, dtype, 256, gradients.device)
     moved = gradients.nbytes + 2 * left.nbytes
     label = f"accumulate {SHORT[gradients.dtype]} in {SHORT[dtype]}"
     return Entry(label, moved, lambda: kernels.accumulate(gradients, left))
@@ -84,7 +85,7 @@ def timed(run: Callable[[], None]) -> float:
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def race(entries: list[Entry]) -> list[dict[str, Any]]:

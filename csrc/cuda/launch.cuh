@@ -28,8 +28,9 @@ const char* launch(void (*kernel)(Job), const Job& job, unsigned long long most,
         const char* asked = std::getenv("YAFSDP_CC_CUDA_SMS");
         const int used = asked && std::atoi(asked) > 0 ? std::min(std::atoi(asked), processors) : processors * 3 / 4;
         const unsigned long long grid = std::min<unsigned long long>(most, std::max(1, used * on_each));
-        kernel<<<dim3(unsigned(grid)), dim3(unsigned(threads)), 0, static_cast<cudaStream_t>(stream)>>>(job);
-        error = cudaGetLastError();
+        void* arguments[] = {const_cast<Job*>(&job)};
+        error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(grid)), dim3(unsigned(threads)),
+                                 arguments, 0, static_cast<cudaStream_t>(stream));
     }
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

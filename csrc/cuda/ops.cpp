@@ -102,8 +102,9 @@ void check_sizes(int64_t messages, int64_t n, int64_t block) {
     for (int64_t each = 64; each <= 4096; each *= 2) known |= block == each;
     STD_TORCH_CHECK(known, "there are no blocks of ", block, " elements");
     STD_TORCH_CHECK(n % block == 0, n, " elements are not a multiple of the block, ", block);
-    // Blocks are counted in 32 bits, rounded up to fives of each message, and so are the words of one.
-    STD_TORCH_CHECK(messages * (n / block + 5) < (int64_t(1) << 31) && n < (int64_t(1) << 33), "too many elements: ", n);
+    // Pieces of 64 elements are counted in 32 bits, rounded up to fives of blocks of each message; so are its words.
+    STD_TORCH_CHECK(n < (int64_t(1) << 33) && messages * (n / 64 + 5 * block / 64) < (int64_t(1) << 31),
+                    "too many elements: ", messages, " messages of ", n);
 }
 
 void check(const char* error) { STD_TORCH_CHECK(error == nullptr, "a kernel was not launched: ", error); }

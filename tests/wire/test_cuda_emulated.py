@@ -79,7 +79,7 @@ def test_encode_at_random(twins: Twins, name: str) -> None:
         for kind in ("usual", "ragged", "bad", "tiny"):
             gradients = numbers(kind, 3, elements(name, block), GRADIENTS[seed % 3], seed)
             for noise in (Noise(0), Noise(0xDEADBEEF, 2**32 - 700), Noise(12345, 5 * 2**33 + 77)):
-                twins.encode(name, block, Case(gradients, noise=noise))
+                twins.encode(name, block, Case(gradients, noise=noise), steps=1)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
@@ -91,7 +91,7 @@ def test_a_residual_makes_rounding_nearest(twins: Twins, name: str) -> None:
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_encode_at_odd_addresses(twins: Twins, name: str, dtype: torch.dtype) -> None:
-    for residual in RESIDUALS:
+    for residual in RESIDUALS if name != "topk" else (torch.bfloat16,):
         for block in (64, 256) if name != "topk" else (256,):
             gradients = numbers("usual", 2, elements(name, block), dtype, 1)
             twins.encode(name, block, Case(gradients, residual=residual), odd=True)
@@ -112,10 +112,9 @@ def test_a_tile_of_few_buckets(twins: Twins) -> None:
 def test_accumulate(twins: Twins, dtype: torch.dtype) -> None:
     for seed, block in enumerate(BLOCKS):
         for gradient in GRADIENTS:
-            for kind in ("usual", "ragged", "bad", "tiny"):
+            for odd, kind in enumerate(("ragged", "bad", "tiny") if block <= 512 else ("bad",)):
                 gradients = numbers(kind, 2, 5 * block, gradient, seed)
-                twins.accumulate(gradients, dtype, block, 0.37)
-                twins.accumulate(gradients, dtype, block, 1.0, odd=True)
+                twins.accumulate(gradients, dtype, block, 0.37, odd=odd == 1)
 
 
 def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torch.Tensor:

@@ -192,6 +192,7 @@ struct Spread {
 __global__ void __launch_bounds__(TOPK_THREADS) decode_topk_kernel(const DecodeJob job) {
     __shared__ Spread spread;
     for (unsigned i = threadIdx.x; i < STRETCH; i += TOPK_THREADS) spread.at[0][i] = spread.at[1][i] = 0.0f;
+    __syncthreads();
     const unsigned of_each = unsigned((job.count + STRETCH - 1) / STRETCH);
     const unsigned units = of_each * (job.sum ? 1 : job.messages);
     bool odd = false;
@@ -219,8 +220,7 @@ __global__ void __launch_bounds__(TOPK_THREADS) decode_topk_kernel(const DecodeJ
         const unsigned first_message = job.sum ? 0 : row, last_message = job.sum ? job.messages : row + 1;
         for (unsigned message = first_message; message < last_message; ++message, odd = !odd) {
             const Tile tile(tile_index, job.n, job.message + message * job.message_stride);
-            float(&here)[STRETCH] = spread.at[odd];
-            __syncthreads(); // it is all zeros
+            float(&here)[STRETCH] = spread.at[odd]; // all zeros since the barrier of the message before
             for (unsigned i = threadIdx.x; i < tile.kept; i += TOPK_THREADS) {
                 const unsigned place = unsigned(tile.positions[i]) - begin; // large if it is before
                 if (place < STRETCH) here[place] = of_bf16(tile.values[i]);
