@@ -1,0 +1,76 @@
+// The kernel that decodes, and that sums what it decodes: any codec of blocks. No thread needs another one here.
+#pragma once
+
+#include "codecs/floats.cuh"
+#include "codecs/int4.cuh"
+#include "codecs/onebit.cuh"
+#include "codecs/ternary.cuh"
+
+namespace yafsdp_cc {
+
+constexpr int DECODE_THREADS = 128;
+
+template <int ROWS> struct Total {
+    float at[ROWS][4];
+    bool empty = true;
+
+    DEVICE void take(const float (&values)[ROWS][4]) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) at[r][c] = empty ? values[r][c] : add(at[r][c], values[r][c]);
+        empty = false;
+    }
+};
+
+// Messages ``first`` to ``last``; the next one is on its way while one is added.
+template <class Reader, int ROWS>
+DEVICE void take_messages(const DecodeJob& job, unsigned first, unsigned last, unsigned block, int patch,
+                          Total<ROWS>& total) {
+    if (first >= last) return;
+    typename Reader::template Fetched<ROWS> here, next;
+    Reader::get(next, job, job.message + first * job.message_stride, block, patch);
+    for (unsigned message = first; message < last; ++message) {
+        here = next;
+        if (message + 1 < last) Reader::get(next, job, job.message + (message + 1) * job.message_stride, block, patch);
+        float values[ROWS][4];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) values[r][c] = Reader::template value<ROWS>(here, block, r, c);
+        total.take(values);
+    }
+}
+
+// Every team takes a patch. TOGETHER blocks that share their bytes are neighbours in the order of the teams.
+template <class Reader, int ROWS, unsigned TOGETHER>
+__global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob job) {
+    const unsigned first_block = unsigned(job.start / job.block), blocks = unsigned(job.count / job.block);
+    const unsigned patches = unsigned(job.block) / (ROWS * LANES);
+    const unsigned of_each = (blocks + TOGETHER - 1) / TOGETHER * TOGETHER * patches;
+    const unsigned units = of_each * (job.sum ? 1 : job.messages), teams = gridDim.x * (DECODE_THREADS / TEAM);
+    for (unsigned unit = (blockIdx.x * DECODE_THREADS + threadIdx.x) / TEAM; unit < units; unit += teams) {
+        const unsigned row = unit / of_each, of_row = unit % of_each;
+        const unsigned block = of_row / (TOGETHER * patches) * TOGETHER + of_row % TOGETHER;
+        const int patch = int(of_row / TOGETHER % patches);
+        if (block >= blocks) continue;
+        const long long at = static_cast<long long>(block) * job.block + patch * 256 + 4 * thread_of_team();
+        Total<ROWS> total;
+        if (!job.sum) {
+            take_messages<Reader>(job, row, row + 1, first_block + block, patch, total);
+        } else {
+            take_messages<Reader>(job, 0, job.place, first_block + block, patch, total);
+            if (job.own.dtype != Dtype::none) {
+                Raw<ROWS> raw;
+                float values[ROWS][4];
+                fetch(raw, job.own, job.start + at, true);
+                convert(raw, job.own.dtype, 0.0f, values);
+                total.take(values);
+            }
+            take_messages<Reader>(job, job.place, job.messages, first_block + block, patch, total);
+        }
+        store(job.out, row * job.out.stride + at, total.at);
+    }
+}
+
+} // namespace yafsdp_cc
