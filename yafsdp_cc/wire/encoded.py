@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import Noise
-from yafsdp_cc.wire.exchange import Gather, Works, works_of
+from yafsdp_cc.wire.exchange import MESSAGE_TAG, Gather, Works, backend_of, duplex, is_duplex, works_of
 from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Post:
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._total = torch.empty(0, dtype=torch.float32, device=device)
         self._options = AllToAllOptions()
+        self._is_gloo = backend_of(group, device) == "gloo"
 
     def reserve(self, message_bytes: int, part: int) -> None:
         """Make room for messages of so many bytes, and sums of so many elements."""
@@ -67,11 +68,14 @@ class Post:
 
     def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
         """Give every rank its message."""
+        received, sent = self.received(message_bytes), self.sent(message_bytes)
+        if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device):
+            room, said = ([*each[: self.rank], each[:0], *each[self.rank :]] for each in (received, sent))
+            return duplex(self.group, room, said, MESSAGE_TAG)
         self._options.asyncOp = asynchronous
         parts = [message_bytes] * self.world
         parts[self.rank] = 0
-        received, sent = self.received(message_bytes).view(-1), self.sent(message_bytes).view(-1)
-        return works_of(self.group.alltoall_base(received, sent, parts, parts, self._options))
+        return works_of(self.group.alltoall_base(received.view(-1), sent.view(-1), parts, parts, self._options))
 
     @property
     def owned_bytes(self) -> int:
