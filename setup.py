@@ -110,7 +110,7 @@ class Build(build_ext):
         objects = []
         for source in sources:
             objects.append(os.path.join(self.build_temp, source.replace(os.sep, "_") + ".o"))
-            flags = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
+            flags = ["-std=c++17", "-O3", "-t0", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
             self.spawn([nvcc, *flags, "-c", source, "-o", objects[-1]])
         return objects
 

@@ -59,8 +59,7 @@ DEVICE void leave(const EncodeJob& job, const Place& place, int patch, const C& 
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             float left = sub(it.due[r][c], mul(job.taken, codec.worth(codes[r][c])));
-            // A product, as in the definition, and not a choice: it keeps the sign of zero.
-            if (job.counts) left = mul(left, first + r * int(LANES) + c < place.count ? 1.0f : 0.0f);
+            if (job.counts && first + r * int(LANES) + c >= place.count) left = 0.0f;
             it.due[r][c] = left;
         }
 }

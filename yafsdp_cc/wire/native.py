@@ -19,7 +19,7 @@ MODES = ("0", "1", "auto")
 OPERATORS = ("encode", "accumulate", "decode_sum", "decode")
 
 _BUILD = "YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, or --editable ."
-_SLOWER = {"cpu": "13 to 90 times "}
+_SLOWER = {"cpu": "10 to 90 times "}
 """How much, by codec, encoding takes longer in plain torch, as measured by ``bench/wire.py``."""
 
 _logger = logging.getLogger("yafsdp_cc")

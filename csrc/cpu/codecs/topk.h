@@ -8,7 +8,7 @@ namespace yafsdp_cc::cpu {
 namespace {
 
 struct TopK {
-    static constexpr int kBuckets = 2048, kShift = 20;
+    static constexpr int kBuckets = 2048, kShift = 20, kTooLarge = 2039;
     static constexpr int64_t kShare = 100;
 
     static int64_t kept_of(int64_t size) { return (size + kShare - 1) / kShare; }
@@ -32,7 +32,7 @@ struct TopK {
                 largest = bits_of(here) > bits_of(largest) ? here : largest;
                 choice.find(at, at + job.block, choice.guess);
             }
-            if (!is_finite(from_bf16(to_bf16(largest)))) {
+            if (bucket_of(largest) >= kTooLarge) {
                 for (int64_t i = 0; i < kept; ++i) {
                     write(positions, i, static_cast<uint16_t>(i));
                     write(positions + 2 * kept, i, 0x7fc0);

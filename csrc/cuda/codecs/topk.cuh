@@ -12,7 +12,7 @@
 namespace yafsdp_cc {
 
 constexpr int TOPK_THREADS = 512, TOPK_WARPS = TOPK_THREADS / 32;
-constexpr unsigned TILE = 65536, SHARE = 100, BUCKETS = 2048, SHIFT = 20, COPIES = 4, FIRST_INFINITE = INFINITE >> SHIFT;
+constexpr unsigned TILE = 65536, SHARE = 100, BUCKETS = 2048, SHIFT = 20, COPIES = 4, FIRST_INFINITE = (INFINITE >> SHIFT) - 1;
 
 struct Tile {
     unsigned start, length, kept;
@@ -36,7 +36,7 @@ struct Chosen : Codec<float> {
     DEVICE explicit Chosen(const unsigned* bits_) : bits(bits_) {}
     DEVICE float code(float h, unsigned at) const {
         const unsigned place = at % TILE;
-        return bits[place / 32] >> place % 32 & 1 ? as_bf16(h) : 0.0f;
+        return bits[place / 32] >> place % 32 & 1 ? add(as_bf16(h), 0.0f) : 0.0f;
     }
     DEVICE float worth(float code) const { return code; }
     template <int ROWS, bool MANY> DEVICE void write(const Place&, int, const float (&)[ROWS][4]) const {}
@@ -143,7 +143,7 @@ DEVICE void choose(const EncodeJob& job, unsigned message, const Tile& tile, Wor
             if (is_larger || (is_alike && alike_here < at.room)) {
                 const unsigned to = larger_here + min(alike_here, at.room);
                 tile.positions[to] = (unsigned short)(mine + c);
-                tile.values[to] = (unsigned short)(bf16_pair(it.h[0][c], 0.0f));
+                tile.values[to] = (unsigned short)(bf16_pair(add(as_bf16(it.h[0][c]), 0.0f), 0.0f));
                 chosen |= 1u << c;
             }
             larger_here += is_larger, alike_here += is_alike;

@@ -6,7 +6,8 @@
 
 Which are largest is told by the exponent and the upper three bits of the mantissa; of those alike in these, the first
 ones in the tile are taken. So one count of 2,048 buckets finds the threshold. A tile with something in it that is not
-finite, or is not once it is rounded, says NaN at its first k positions.
+finite, or might not be once it is rounded (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), says NaN at its
+first k positions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from yafsdp_cc.wire.codec import Codec, Noise
 _TILE = 65_536
 _SHARE = 100
 _BUCKETS, _SHIFT = 2_048, 20
+_TOO_LARGE = 2_039
+"""The last bucket of finite numbers."""
 
 
 class TopK(Codec):
@@ -42,8 +45,9 @@ class TopK(Codec):
             positions, numbers = self._places(message, kept, byte)
             for row in range(values.shape[0]):
                 tile = values[row, start:end]
-                if bool(tile.to(torch.bfloat16).isfinite().all()):
-                    chosen = _largest(tile, kept)
+                buckets = _buckets(tile)
+                if int(buckets.max()) < _TOO_LARGE:
+                    chosen = _largest(buckets, kept)
                     positions[row].copy_(chosen.to(torch.int32).to(torch.uint16))
                     # So a sum in which a message is silent about an element is what it is with a zero added.
                     numbers[row].copy_(tile[chosen]).add_(0.0)
@@ -70,9 +74,13 @@ class TopK(Codec):
         return message[:, byte:middle].view(torch.uint16), message[:, middle:end].view(torch.bfloat16)
 
 
-def _largest(tile: Tensor, kept: int) -> Tensor:
+def _buckets(tile: Tensor) -> Tensor:
+    """Exponent and three bits of the mantissa."""
+    return tile.view(torch.int32).bitwise_and(0x7FFFFFFF) >> _SHIFT
+
+
+def _largest(bucket: Tensor, kept: int) -> Tensor:
     """Positions of the ``kept`` largest elements, ascending."""
-    bucket = tile.view(torch.int32).bitwise_and(0x7FFFFFFF) >> _SHIFT
     of_each = torch.bincount(bucket, minlength=_BUCKETS)
     above = of_each.flip(0).cumsum(0).flip(0)  # how many are in this bucket or in a higher one
     threshold = int((above >= kept).nonzero()[-1])
