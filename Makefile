@@ -25,7 +25,7 @@ test: lint $(INSTALLED)-frameworks
 
 # Hundreds of random programs under random delays, instead of the few of make test.
 soak: $(INSTALLED)
-	YAFSDP_SOAK=500 $(VENV)/bin/python -m pytest tests/test_order.py
+	YAFSDP_SOAK=500 $(VENV)/bin/python -m pytest tests/test_order.py tests/wire
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -3,8 +3,8 @@
     python bench/slow.py                                              # two ranks, 100 Mbit/s, about six minutes
     python bench/slow.py --ranks 4 --bandwidth 100mbit,1gbit
 
-The demo's model (10 M parameters, bf16 forwards unless said otherwise) trains with AdamW on 1,024 tokens of random bytes
-per rank and step, each rank in a network namespace of its own. Contestants take turns, round by round, at each
+The demo's model (10 M parameters, bf16 forwards unless said otherwise) trains with AdamW on 1,024 tokens of random
+bytes per rank and step, each rank in a network namespace of its own. Contestants take turns, round by round, at each
 bandwidth; a step's time is the median over rounds. Bytes are the interfaces' own counts, headers included, a step's
 mean.
 """
@@ -108,7 +108,6 @@ class Run:
 def measure(lab: Lab, names: list[str], bandwidths: list[str], rounds: int, steps: int) -> dict[str, Any]:
     """On every rank; the figures of this one."""
     torch.set_num_threads(1)
-    lab.set_bandwidth("unshaped") if dist.get_rank() == 0 else None
     runs = {name: Run(name) for name in names}
     for run in runs.values():
         run.steps(1, lab)

@@ -114,7 +114,8 @@ void set_residual(EncodeJob& job, const Tensor& residual, const std::optional<Te
     job.residual = rows_of(residual, messages, job.n, "the residual");
     STD_TORCH_CHECK(job.residual.dtype != Dtype::fp16, "a residual is not stored as fp16");
     if (job.residual.dtype != Dtype::int8) return;
-    STD_TORCH_CHECK(scales.has_value() && scales->scalar_type() == ScalarType::Float, "an int8 residual has fp32 scales");
+    STD_TORCH_CHECK(scales.has_value() && scales->scalar_type() == ScalarType::Float,
+                    "an int8 residual has fp32 scales");
     on_device(*scales, residual, "the residual's scales");
     const Rows rows = rows_of(*scales, messages, blocks, "the residual's scales");
     job.residual_scales = static_cast<float*>(rows.data), job.residual_scales_stride = rows.stride;
@@ -144,9 +145,9 @@ void encode_op(const Tensor gradients, const Tensor message, int64_t codec, int6
     job.message_wide = aligned(job.message, job.message_stride, 16);
     if (counts) {
         on_device(*counts, gradients, "counts");
-        STD_TORCH_CHECK(counts->dim() == 2 && counts->size(0) == gradients.size(0) && counts->size(1) == job.n / block &&
-                            counts->scalar_type() == ScalarType::Int && (counts->size(1) <= 1 || counts->stride(1) == 1),
-                        "counts are not [messages, blocks] int32");
+        const bool fits = counts->dim() == 2 && counts->size(0) == gradients.size(0) &&
+                          counts->size(1) == job.n / block && (counts->size(1) <= 1 || counts->stride(1) == 1);
+        STD_TORCH_CHECK(fits && counts->scalar_type() == ScalarType::Int, "counts are not [messages, blocks] int32");
         job.counts = static_cast<const int*>(counts->data_ptr()), job.counts_stride = counts->stride(0);
     }
     if (residual) {

@@ -127,7 +127,7 @@ def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torc
 @pytest.mark.parametrize("kind", ["usual", "ragged", "zeros", "bad"])
 @pytest.mark.parametrize("name", NAMES)
 def test_decode(twins: Twins, name: str, kind: str) -> None:
-    for block in BLOCKS:
+    for block in BLOCKS if name != "topk" else (128,):
         n = elements(name, block)
         message = messages_of(name, block, kind, 3, n)
         for dtype in GRADIENTS:

@@ -71,7 +71,8 @@ template <int WORDS> struct Scaled {
 template <bool IS_FP8> struct ByteReader {
     template <int ROWS> using Fetched = Scaled<ROWS>;
     template <int ROWS>
-    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block, int patch) {
+    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block,
+                           int patch) {
         const unsigned* words = reinterpret_cast<const unsigned*>(row);
         raw.scale = __uint_as_float(words[block]);
         words += job.n / job.block + static_cast<long long>(block) * (job.block / 4) + patch * 64 + thread_of_team();

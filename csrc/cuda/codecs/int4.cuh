@@ -38,7 +38,8 @@ template <bool NOISY> struct Int4 : Whole<7, NOISY> {
 struct Int4Reader {
     template <int ROWS> using Fetched = Scaled<ROWS>;
     template <int ROWS>
-    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block, int patch) {
+    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block,
+                           int patch) {
         const unsigned* words = reinterpret_cast<const unsigned*>(row);
         raw.scale = __uint_as_float(words[block]);
         words += job.n / job.block + static_cast<long long>(block) * (job.block / 8);

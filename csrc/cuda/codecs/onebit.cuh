@@ -40,10 +40,12 @@ struct OneBit : Codec<bool> {
 struct OneBitReader {
     template <int ROWS> using Fetched = Scaled<ROWS>;
     template <int ROWS>
-    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block, int patch) {
+    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block,
+                           int patch) {
         const unsigned* words = reinterpret_cast<const unsigned*>(row);
         raw.scale = __uint_as_float(words[block]);
-        words += job.n / job.block + static_cast<long long>(block) * (job.block / 32) + patch * 8 + thread_of_team() / 8;
+        words += job.n / job.block + static_cast<long long>(block) * (job.block / 32);
+        words += patch * 8 + thread_of_team() / 8;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) raw.words[r] = words[2 * r] >> 4 * (thread_of_team() % 8);
     }

@@ -98,10 +98,12 @@ template <> struct Ternary<true> : Digits {
 struct TernaryReader {
     template <int ROWS> using Fetched = Scaled<ROWS>;
     template <int ROWS>
-    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block, int patch) {
+    DEVICE static void get(Scaled<ROWS>& raw, const DecodeJob& job, const unsigned char* row, unsigned block,
+                           int patch) {
         const unsigned* words = reinterpret_cast<const unsigned*>(row);
         raw.scale = __uint_as_float(words[block]);
-        words += job.n / job.block + static_cast<long long>(block / 5) * (job.block / 4) + patch * 64 + thread_of_team();
+        words += job.n / job.block + static_cast<long long>(block / 5) * (job.block / 4);
+        words += patch * 64 + thread_of_team();
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) raw.words[r] = words[r * 16];
     }

@@ -12,7 +12,8 @@
 namespace yafsdp_cc {
 
 constexpr int TOPK_THREADS = 512, TOPK_WARPS = TOPK_THREADS / 32;
-constexpr unsigned TILE = 65536, SHARE = 100, BUCKETS = 2048, SHIFT = 20, COPIES = 4, FIRST_INFINITE = (INFINITE >> SHIFT) - 1;
+constexpr unsigned TILE = 65536, SHARE = 100;
+constexpr unsigned BUCKETS = 2048, SHIFT = 20, COPIES = 4, FIRST_INFINITE = (INFINITE >> SHIFT) - 1;
 
 struct Tile {
     unsigned start, length, kept;
@@ -71,7 +72,8 @@ struct Workspace {
 };
 
 // Step 1.
-template <int ROWS> DEVICE void count_magnitudes(const EncodeJob& job, unsigned message, const Tile& tile, Workspace& at) {
+template <int ROWS>
+DEVICE void count_magnitudes(const EncodeJob& job, unsigned message, const Tile& tile, Workspace& at) {
     for (unsigned i = threadIdx.x; i < BUCKETS * COPIES; i += TOPK_THREADS) at.histogram[i] = 0;
     for (unsigned i = threadIdx.x; i < TILE / 32; i += TOPK_THREADS) at.chosen[i] = 0;
     __syncthreads();
@@ -101,7 +103,8 @@ template <int ROWS> DEVICE void count_magnitudes(const EncodeJob& job, unsigned 
     unsigned higher = before(all, at.sums[0]).here;
     for (unsigned i = 0; i < OF_EACH; ++i) {
         if (highest - i == FIRST_INFINITE) at.bad = higher + counts[i];
-        if (higher < tile.kept && higher + counts[i] >= tile.kept) at.threshold = highest - i, at.room = tile.kept - higher;
+        if (higher < tile.kept && higher + counts[i] >= tile.kept)
+            at.threshold = highest - i, at.room = tile.kept - higher;
         higher += counts[i];
     }
     __syncthreads();
