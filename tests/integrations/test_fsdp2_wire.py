@@ -1,0 +1,122 @@
+"""The wire under torch's own FSDP2 and DDP, through their hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import yafsdp_cc
+from tests.models import VOCABULARY, Transformer
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression
+
+
+def fsdp2(compression: Any = None, **more: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Transformer(2, 64)
+    replicas = None
+    if "mesh" in more:
+        replicas, more["mesh"] = more["mesh"]["replicate"].get_group(), more["mesh"]["shard"]
+    for block in model.blocks:
+        fully_shard(block, **more)
+    fully_shard(model, **more)
+    return model, None if compression is None else yafsdp_cc.compress(model, compression, replicas=replicas)
+
+
+def ddp(compression: Any = None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Transformer(2, 64))
+    wire = None
+    if compression is not None:
+        wire = yafsdp_cc.GradientWire(compression)
+        model.register_comm_hook(wire, yafsdp_cc.encoded_mean)
+    return model, wire
+
+
+def losses(model: nn.Module, steps: int = 12) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = []
+    for step in range(steps):
+        draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        tokens = (torch.randint(VOCABULARY, (4, 1), generator=draws) + torch.arange(12) * 3) % VOCABULARY
+        loss = nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total: Tensor = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(total.item() / dist.get_world_size())
+    return found
+
+
+def under_fsdp2() -> None:
+    exact = losses(fsdp2()[0])
+    identity, wire = fsdp2("fp32")
+    assert losses(identity) == exact
+    counted = {}
+    for codec in ("int8", "int4", "onebit"):
+        model, of_codec = fsdp2(codec)
+        assert losses(model)[-1] == pytest.approx(exact[-1], rel=0.25 if codec == "onebit" else 0.01)
+        counted[codec] = of_codec.sent_bytes
+    # FSDP2's own over gloo is a clone and an all-reduce: twice an all-to-all of fp32.
+    assert 2 * wire.sent_bytes / counted["onebit"] >= 25
+    assert wire.sent_bytes / counted["int8"] > 3.8
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    exact = losses(fsdp2(mp_policy=bf16)[0])
+    both, _ = fsdp2(Compression(gradients="int8", weights="int8"), mp_policy=bf16)
+    assert losses(both)[-1] == pytest.approx(exact[-1], rel=0.02)
+
+
+def taken_away() -> None:
+    exact, (model, wire) = losses(fsdp2()[0]), fsdp2(Compression(gradients="onebit", weights="int8"))
+    wire.remove()
+    assert losses(model) == exact
+    assert wire.sent_bytes == 0
+    warm, _ = fsdp2(Compression(gradients="onebit", warmup_steps=3))
+    assert losses(warm, 4) == exact[:4]
+
+
+def under_ddp() -> None:
+    exact = losses(ddp()[0])
+    identity, wire = ddp("fp32")
+    assert losses(identity) == pytest.approx(exact, rel=1e-5)
+    model, of_int8 = ddp("int8")
+    assert losses(model)[-1] == pytest.approx(exact[-1], rel=0.01)
+    assert wire.sent_bytes / of_int8.sent_bytes > 3.8
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match=r"compress\(\) on a Transformer in which fully_shard has sharded nothing"):
+        yafsdp_cc.compress(Transformer(2, 64), "int8")
+    with pytest.raises(ValueError, match=r"a model of this package: pass shard\(model, compression=...\)"):
+        yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
+    with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
+        fsdp2(Compression(overrides={"*": "int4"}))
+
+
+def on_two_ranks() -> None:
+    for body in (under_fsdp2, taken_away, under_ddp, refused):
+        body()
+
+
+def test_torch_s_engines_with_our_wire():
+    on_ranks(2, on_two_ranks)
+
+
+def over_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    exact = losses(fsdp2()[0])
+    for codec, tolerance in (("fp32", 1e-5), ("int8", 0.01)):
+        model, wire = fsdp2(codec, mesh=mesh)
+        assert losses(model) == pytest.approx(exact, rel=tolerance)
+        assert wire.sent_bytes
+
+
+def test_sums_over_replicas():
+    on_ranks(4, over_replicas)
