@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.save import save
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.module import register_forward_method
+    from yafsdp_cc.engine.scaler import follow_scaler
     from yafsdp_cc.engine.unshard import unshard_model
     from yafsdp_cc.engine.whole import whole_parameters
     from yafsdp_cc.fsdp2 import UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -25,6 +26,7 @@ __all__ = [
     "compress",
     "counters_of",
     "encoded_mean",
+    "follow_scaler",
     "full_state_dict",
     "fully_shard",
     "load",
@@ -49,6 +51,7 @@ _HOME = {
     "compress": "yafsdp_cc.integrations.fsdp2_wire",
     "counters_of": "yafsdp_cc.api",
     "encoded_mean": "yafsdp_cc.integrations.ddp_wire",
+    "follow_scaler": "yafsdp_cc.engine.scaler",
     "full_state_dict": "yafsdp_cc.checkpoint.full",
     "fully_shard": "yafsdp_cc.fsdp2",
     "load": "yafsdp_cc.checkpoint.load",

@@ -170,6 +170,7 @@ def shard(
         broadcast(buffers, mesh)
     root = assemble(model)
     if config is not None:
+        _warn_of_few_bits(config)
         _warn_of_residuals(root.plan)
     mark_optimizer_steps()
     return model
@@ -249,6 +250,17 @@ def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
     elif not division.units:
         warnings.warn(
             "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
+        )
+
+
+def _warn_of_few_bits(config: Compression) -> None:
+    """Say so where the optimizer is to learn from fewer bits than those it is known to do well with."""
+    if config.gradients in ("ternary", "onebit", "topk"):
+        warnings.warn(
+            f"gradients={config.gradients!r} with an optimizer that is not of the 1-bit family, and none is here yet: "
+            "Adam's loss falls more slowly with fewer than 4 bits (docs/compression.md has figures). 'int4' costs next "
+            "to nothing",
+            stacklevel=3,
         )
 
 

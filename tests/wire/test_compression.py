@@ -137,6 +137,35 @@ def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing():
     on_ranks(2, a_step_that_is_not_finite)
 
 
+def scaled() -> None:
+    model, exact = sharded(Compression(gradients="onebit", residual="int8")), sharded(None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    yafsdp_cc.follow_scaler(model, scaler)
+    scales = set()
+    twin = sharded(Compression(gradients="onebit", residual="int8"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(6):
+        for each in (model, twin):
+            each.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        loss_of(twin, step).backward()
+        scaler.unscale_(optimizer)
+        scales.add(scaler.get_scale())
+        # Powers of two change no rounding, so all is as without a scale.
+        assert all(gradient.equal(gradients(twin)[name]) for name, gradient in gradients(model).items())
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(scales) > 2
+    ours, plain = unsaid(model), unsaid(twin)
+    assert all(ours[name].equal(plain[name]) for name in plain)
+    with pytest.raises(ValueError, match="is sharded without a compression"):
+        yafsdp_cc.follow_scaler(exact, scaler)
+
+
+def test_residuals_follow_the_scale_of_losses():
+    on_ranks(2, scaled)
+
+
 # As planned
 
 

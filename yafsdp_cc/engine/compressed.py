@@ -30,6 +30,8 @@ class Compressed:
         self.config = config
         self.steps = 0
         """Optimizer steps since compression was asked for."""
+        self.loss_scale = 1.0
+        """What losses are multiplied by, and so gradients and residuals."""
         if config.scope == "replicate" and ranks.replicas is None:
             raise ValueError(
                 "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "

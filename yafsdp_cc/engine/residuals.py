@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def mean_residuals(root: Root) -> dict[str, FlatDTensor]:
-    """What all ranks have still to say of each parameter, per rank, fp32, by full names. A collective."""
+    """What all ranks have still to say of each parameter, per rank, fp32, by full names. A collective.
+
+    In units of gradients of an unscaled loss.
+    """
     found = {}
+    units = root.drafts[0].ranks.mesh.size() * _loss_scale(root)
     for flat, encoded in _encoded(root):
         if encoded.residual is None and encoded.owed is None:
             continue
-        unsaid = _summed(root, encoded).div_(root.drafts[0].ranks.mesh.size())
+        unsaid = _summed(root, encoded).div_(units)
         for piece in flat.pieces:
             found[piece.cut.name] = flat_dtensor(piece.range_of(unsaid).contiguous(), piece.cut)
     return found
@@ -59,7 +63,7 @@ def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
             piece.range_of(owed).copy_(residuals[piece.cut.name].to_local())
         # Every replica adds what it owes to the sum over its shard, or all of them the same to the sum over all.
         ranks = root.world if isinstance(encoded, EncodedReduce) else root.drafts[0].ranks.mesh.size()
-        encoded.owed = owed.mul_(ranks)
+        encoded.owed = owed.mul_(ranks * _loss_scale(root))
         if encoded.residual is not None:
             encoded.residual.values.zero_()
             encoded.residual.scales.zero_()
@@ -92,6 +96,23 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
         owed = raw[name]["owed"]
         encoded.owed = owed.to(root.device) if owed.numel() else None
     return True
+
+
+@torch.no_grad()
+def rescale(root: Root, loss_scale: float) -> None:
+    """Bring all residuals into the units of another loss scale."""
+    assert root.compressed is not None
+    factor, root.compressed.loss_scale = loss_scale / root.compressed.loss_scale, loss_scale
+    for _, encoded in _encoded(root):
+        if encoded.residual is not None:
+            encoded.residual.multiply(factor)
+        if encoded.owed is not None:
+            encoded.owed.mul_(factor)
+
+
+def _loss_scale(root: Root) -> float:
+    assert root.compressed is not None
+    return root.compressed.loss_scale
 
 
 def _encoded(root: Root) -> Iterator[tuple[Flat, EncodedReduce | EncodedSum]]:

@@ -86,6 +86,10 @@ class Residual:
             stored = torch.where(where.unsqueeze(-1), stored, self._blocks())
         self.values.copy_(stored.flatten(1))
 
+    def multiply(self, factor: float) -> None:
+        """Change the unit that it is in; exact for powers of two."""
+        (self.scales if self.values.dtype == torch.int8 else self.values).mul_(factor)
+
     def _blocks(self) -> Tensor:
         blocks: Tensor = self.values.unflatten(1, (-1, self.block))
         return blocks
