@@ -16,6 +16,7 @@ from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.ranks import patience
 from yafsdp_cc.engine.root import Root
 from yafsdp_cc.engine.second import SecondShard
 from yafsdp_cc.engine.small import SmallGroup
@@ -187,7 +188,8 @@ def second_group(ranks: Ranks) -> dist.ProcessGroup:
     if not known:
         members = dist.get_process_group_ranks(ranks.group)
         partly = len(members) < dist.get_world_size()
-        known[0] = dist.new_group(members, use_local_synchronization=partly)
+        waits = patience(ranks.group, ranks.device)
+        known[0] = dist.new_group(members, timeout=waits, use_local_synchronization=partly)
     return known[0]
 
 
@@ -197,5 +199,6 @@ def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
     if count not in known:
         first = ranks.group.rank() // count * count
         members = dist.get_process_group_ranks(ranks.group)[first : first + count]
-        known[count] = dist.new_group(members, use_local_synchronization=True)
+        waits = patience(ranks.group, ranks.device)
+        known[count] = dist.new_group(members, timeout=waits, use_local_synchronization=True)
     return known[count]

@@ -6,6 +6,7 @@ Parameters are cut across the last dimension; along the first of two, every rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,6 +69,13 @@ def send_first(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: Device
         dist.broadcast(carried, group=group, group_src=0)
     if carried is not tensor:
         tensor.copy_(carried)
+
+
+def patience(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long an operation of ``group`` waits for the other ranks: what groups made of it should be told, who would
+    wait for torch's default; None where the backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def of_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: bool = False) -> None:
