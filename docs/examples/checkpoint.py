@@ -63,8 +63,11 @@ torch.manual_seed(1 + dist.get_rank())  # and other dropout
 step = 0
 
 checkpoint = asked.folder / "checkpoint"
-if checkpoint.exists():
+try:  # and not exists(): a save killed between its two renames leaves a checkpoint that only load finds
     extra = yafsdp_cc.load(checkpoint, model, optimizer)
+except FileNotFoundError:
+    pass  # the first run
+else:
     step = extra["step"]
     batches.load_state_dict(extra["batches"])
     torch.set_rng_state(extra["random"])

@@ -88,6 +88,13 @@ def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
     assert {step: whole[step] for step in before} == before
 
 
+def test_killed_between_the_two_renames_of_a_save_it_goes_on_too(tmp_path):
+    before = finished(tmp_path, steps=20)
+    assert "goes on" not in before
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.previous")
+    assert "goes on after step 20" in finished(tmp_path, steps=21)
+
+
 # In the middle of a save
 
 

@@ -212,6 +212,9 @@ def misfits(folder):
     yafsdp_cc.save(folder / "alone", model)
     flattened = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     dcp.save(dict(zip(("model", "optimizer"), flattened, strict=True)), checkpoint_id=folder / "flattened")
+    dcp.save(
+        dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder / "optim"
+    )
 
     other = Transformer(3)
     other.head = nn.Linear(32, 64, bias=True)
@@ -241,6 +244,7 @@ def misfits(folder):
         ("both", plain, r"checkpoint's optimizer has 'blocks.0.norm1.weight' in group 1, this one in group 0"),
         ("both", renamed, r"does not fit this AdamW:\n  checkpoint's optimizer has 'embed.weight', this one lacks it"),
         ("both", sgd, r"the state of another optimizer than SGD: it has amsgrad, betas, .*, and lacks dampening, mom"),
+        ("optim", optimizer, r"optim has no 'optimizer': it holds 'optim', which load does not read"),
         ("flattened", optimizer, r"holds its optimizer flattened, as 'optimizer.state\.\S+': save it without"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -64,7 +64,7 @@ def test_an_optimizer_made_before() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="AdamW") as caught:
         check_no_optimizer(model)
-    message = "AdamW holds 4 of this model's parameters, and was made before shard(): make it after"
+    message = "AdamW holds 4 of this model's parameters, and was made before shard() or fully_shard(): make it after"
     assert str(caught.value) == message
     check_no_optimizer(nn.Linear(4, 4))
     check_no_optimizer(model, ignored=list(model.parameters()))

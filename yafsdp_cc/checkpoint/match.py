@@ -104,8 +104,15 @@ def check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: there is none, or none that can be given to this model.
     """
-    paths = [path for path in _paths(contents).values() if path[0] == OPTIMIZER]
+    stored = _paths(contents).values()
+    paths = [path for path in stored if path[0] == OPTIMIZER]
     if not paths:
+        if other := sorted({str(path[0]) for path in stored if path[1:2] in (("state",), ("param_groups",))}):
+            raise ValueError(
+                f"{folder} has no 'optimizer': it holds {_listed(map(repr, other), ', ')}, which load does not read. "
+                "Read it as it was saved, by torch.distributed.checkpoint.load and set_optimizer_state_dict, or "
+                "load(path, model) without an optimizer"
+            )
         raise ValueError(f"{folder} was saved without an optimizer: load(path, model) reads the model alone")
     if any(path[1] not in ("state", "param_groups") for path in paths):
         raise ValueError(

@@ -100,10 +100,15 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
         said = [theirs[index] if index < len(theirs) else None for theirs in everybody]
         if len(set(said)) > 1:
             table = "\n".join(f"  rank {rank}: {line or 'has no more parameters'}" for rank, line in enumerate(said))
-            raise ValueError(
-                f"the ranks' models differ, first in parameter '{next(line for line in said if line).name}':\n{table}\n"
+            remedy = (
                 "Build the model from the same seed on every rank, or pass sync_module_states=True to shard() to take "
                 "rank 0's weights"
+                if len({tuple(line._replace(checksum=0) for line in theirs) for theirs in everybody}) == 1
+                else "Build the same model on every rank: names, shapes, dtypes and requires_grad have to agree"
+            )
+            raise ValueError(
+                f"the ranks' models differ, first in parameter '{next(line for line in said if line).name}':\n{table}\n"
+                f"{remedy}"
             )
     raise AssertionError("digests differ but no line does")
 

@@ -82,7 +82,7 @@ class ShardedModule(Methods):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
-            "model.state_dict() with torch.distributed.checkpoint"
+            "with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
         )
 
 

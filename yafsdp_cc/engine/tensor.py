@@ -315,8 +315,8 @@ class FlatDTensor(DTensor):
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
         raise TypeError(
-            f"pickling {self._cut}: a part is no use without the other ranks; save with torch.distributed.checkpoint, "
-            "or the .full_tensor()"
+            f"pickling {self._cut}: a part is no use without the other ranks; save with yafsdp_cc.save or "
+            "torch.distributed.checkpoint, or the .full_tensor()"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

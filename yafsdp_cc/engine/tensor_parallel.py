@@ -66,7 +66,7 @@ class TensorParallel:
                 f"'{name}' is already a DTensor, across {theirs}, and is to be cut across {mesh}. If it is tensor "
                 "parallel, take both from one mesh with names: mesh = init_device_mesh(..., mesh_dim_names=('dp', "
                 "'tp')), parallelize_module(..., mesh['tp']), then shard across mesh['dp']. If it was sharded before, "
-                "shard it once, or pass it in ignored_params"
+                "shard it once (torch's fully_shard counts), or pass it in ignored_params"
             ) from error
         for placement in tensor.placements:
             if type(placement) is not Shard and type(placement) is not Replicate:

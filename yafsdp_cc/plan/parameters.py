@@ -104,7 +104,10 @@ def check_no_optimizer(model: nn.Module, ignored: Collection[nn.Parameter] = ())
     gc.collect()  # what was found may be garbage in a reference cycle
     if found := _optimizer_of(parameters):
         kind, count = found
-        raise ValueError(f"{kind} holds {count} of this model's parameters, and was made before shard(): make it after")
+        raise ValueError(
+            f"{kind} holds {count} of this model's parameters, and was made before shard() or fully_shard(): "
+            "make it after"
+        )
 
 
 def _optimizer_of(parameters: set[int]) -> tuple[str, int] | None:
