@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "parts in a file": (
         lambda m: torch.save(m.state_dict(), io.BytesIO()),
         TypeError,
-        "no use without the other ranks; save with torch.distributed.checkpoint",
+        "no use without the other ranks; save with yafsdp_cc.save or torch.distributed",
     ),
     "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
     "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
