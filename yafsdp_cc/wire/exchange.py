@@ -122,7 +122,7 @@ class Gather:
             return []
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        if self._is_gloo and is_duplex(whole.nbytes, self.world, whole.device):
+        if self._is_gloo and is_duplex(whole.nbytes, self.world, whole.device, encoded=whole.dtype == torch.uint8):
             chunks = whole.chunk(self.world)
             return duplex(self.group, chunks, [chunks[self.rank]] * self.world, GATHER_TAG)
         if self._is_gloo and self.world == 2:
@@ -264,17 +264,18 @@ def works_of(work: dist.Work | None) -> Works:
     return [] if work is None else [work]
 
 
-def is_duplex(size: int, world: int, device: torch.device) -> bool:
+def is_duplex(size: int, world: int, device: torch.device, *, encoded: bool = False) -> bool:
     """Whether the ``world`` chunks of so many bytes are large enough to be sent and received one by one.
 
     gloo's all-to-all between two ranks sends one way and then the other, at half of what a network carries; but each
-    message by itself costs a fraction of a millisecond of processor time. (gloo sends no CUDA tensors so.)
+    message by itself costs a fraction of a millisecond of processor time, so small ones are worth it only where the
+    network is slow, and they are ``encoded`` for that. (gloo sends no CUDA tensors so.)
     """
-    return device.type == "cpu" and size // world >= (_PAIR if world == 2 else _SEVERAL)
+    return device.type == "cpu" and size // world >= (_ENCODED if encoded and world == 2 else _EXACT)
 
 
-_PAIR, _SEVERAL = 1 << 14, 1 << 17
-"""Bytes of a message from which that is quicker, between two ranks and among several."""
+_ENCODED, _EXACT = 1 << 14, 1 << 18
+"""Bytes of a message."""
 
 
 def duplex(group: dist.ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
