@@ -69,7 +69,7 @@ class Post:
     def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
         """Give every rank its message."""
         received, sent = self.received(message_bytes), self.sent(message_bytes)
-        if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device, encoded=True):
+        if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device):
             room, said = ([*each[: self.rank], each[:0], *each[self.rank :]] for each in (received, sent))
             return duplex(self.group, room, said, MESSAGE_TAG)
         self._options.asyncOp = asynchronous

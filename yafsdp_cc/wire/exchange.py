@@ -5,11 +5,11 @@ fp32 (fp64 for fp64), and nobody divides on the way. The sum is an all-to-all of
 because gloo's own reduce-scatter is a clone, an all-reduce and a copy; over NCCL it is NCCL's reduce-scatter, in place
 and in the dtype on the wire. gloo takes CUDA tensors too, by way of the host: slow, and for tests.
 
-Over gloo large chunks go from rank to rank, each a message of its own, both ways at once. Small ones are gathered by a
-broadcast of every rank's chunk, from buffer to buffer: gloo's all-gather receives into a buffer made for the occasion
-and copies, at up to twice the processor time. Two ranks swap chunks, which is one operation where broadcasts are two.
-Gathers and sums should not share a group then: an operation of one rank that has lost step would meet one of another
-size, and gloo ends the process where it does.
+Over gloo a gather is a broadcast of every rank's chunk, from buffer to buffer: gloo's all-gather receives into a buffer
+made for the occasion and copies, at up to twice the processor time. Two ranks swap chunks, which is one operation where
+broadcasts are two. Gathers and sums should not share a group then: an operation of one rank that has lost step would
+meet one of another size, and gloo ends the process where it does. What is encoded goes from rank to rank, each chunk a
+message of its own, both ways at once.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
@@ -33,7 +33,7 @@ _SUMMED = (torch.float32, torch.float64)
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that every backend gathers."""
 
-GATHER_TAG, REDUCE_TAG, MESSAGE_TAG = 1, 2, 3
+GATHER_TAG, MESSAGE_TAG = 1, 2
 """What messages between two ranks belong to."""
 
 _PART = 1 << 19
@@ -122,7 +122,7 @@ class Gather:
             return []
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        if self._is_gloo and is_duplex(whole.nbytes, self.world, whole.device, encoded=whole.dtype == torch.uint8):
+        if self._is_gloo and whole.dtype == torch.uint8 and is_duplex(whole.nbytes, self.world, whole.device):
             chunks = whole.chunk(self.world)
             return duplex(self.group, chunks, [chunks[self.rank]] * self.world, GATHER_TAG)
         if self._is_gloo and self.world == 2:
@@ -157,8 +157,7 @@ class Reduce:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._streams = device.type == "cuda"
-        self._is_gloo = backend_of(group, device) == "gloo"
-        self._in_place = self.world == 1 or (self._streams and not self._is_gloo)
+        self._in_place = self.world == 1 or (self._streams and backend_of(group, device) == "nccl")
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._scatter = ReduceScatterOptions()
@@ -205,9 +204,6 @@ class Reduce:
             return works_of(self.group._reduce_scatter_base(own, whole, self._scatter))
         self._exchange.asyncOp = asynchronous
         received = self._chunks(whole)
-        if self._is_gloo and is_duplex(whole.nbytes, self.world, whole.device):
-            places: Sequence[Tensor] = (received, received) if self.world == 2 else received.chunk(self.world)
-            return duplex(self.group, places, whole.chunk(self.world), REDUCE_TAG)
         if self.world > 2:
             return works_of(self.group.alltoall_base(received, whole, [], [], self._exchange))
         peer = 1 - self.rank
@@ -264,18 +260,18 @@ def works_of(work: dist.Work | None) -> Works:
     return [] if work is None else [work]
 
 
-def is_duplex(size: int, world: int, device: torch.device, *, encoded: bool = False) -> bool:
-    """Whether the ``world`` chunks of so many bytes are large enough to be sent and received one by one.
+def is_duplex(size: int, world: int, device: torch.device) -> bool:
+    """Whether ``world`` encoded chunks of so many bytes are large enough to be sent and received one by one.
 
     gloo's all-to-all between two ranks sends one way and then the other, at half of what a network carries; but each
-    message by itself costs a fraction of a millisecond of processor time, so small ones are worth it only where the
-    network is slow, and they are ``encoded`` for that. (gloo sends no CUDA tensors so.)
+    message by itself costs processor time. What is encoded is so because the network is slow, and then that is worth
+    it. (gloo sends no CUDA tensors so.)
     """
-    return device.type == "cpu" and size // world >= (_ENCODED if encoded and world == 2 else _EXACT)
+    return device.type == "cpu" and size // world >= (_PAIR if world == 2 else _SEVERAL)
 
 
-_ENCODED, _EXACT = 1 << 14, 1 << 18
-"""Bytes of a message."""
+_PAIR, _SEVERAL = 1 << 14, 1 << 17
+"""Bytes of a message from which that is quicker, between two ranks and among several."""
 
 
 def duplex(group: dist.ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
