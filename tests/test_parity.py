@@ -57,7 +57,7 @@ def _checkpointed(case: Case) -> None:
     plain = case.model()
     _, whole = reference.gradients(plain, lambda: case.loss(plain, joined(batches)))
     model = yafsdp_cc.shard(case.model())
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert model.is_gradient_checkpointing
     for _ in range(2):
         model.zero_grad()

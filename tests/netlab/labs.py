@@ -24,7 +24,7 @@ def lab_of(**options: Any) -> Iterator[Lab]:
         try:
             stack.enter_context(lab)
         except Unavailable as reason:
-            pytest.skip(str(reason))
+            pytest.skip(str(reason))  # no namespaces or no tc on this machine: there is no network to shape
         yield lab
 
 

@@ -71,7 +71,7 @@ def test_nothing_is_left_of_a_killed_program(ending: signal.Signals, tmp_path: P
         theirs.close()
         began = ours.recv()
         if isinstance(began, str):
-            pytest.skip(began)
+            pytest.skip(began)  # why no lab can be had on this machine
         keeper, hub = began
         ranks = [ours.recv() for _ in range(2)]
         processes = {keeper, *(one for rank in ranks for one in rank[:2])}
@@ -140,7 +140,7 @@ def test_no_privileges_are_needed() -> None:
     worked, *found = ours.recv()
     process.join()
     if not worked:
-        pytest.skip(found[0])
+        pytest.skip(found[0])  # why an unprivileged user can have no lab on this machine
     sent, ranks = found
     assert all(1 << 20 < count < 1.1 * (1 << 20) for count in sent)
     assert ranks == [0, 1]

@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOTH = ("kernels", "definition")
 
 os.environ.pop("YAFSDP_CC_SIMD", None)
-if ops_for(CPU) is None:
+if ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
     pytest.skip("the native extension is not built", allow_module_level=True)
 
 

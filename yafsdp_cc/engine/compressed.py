@@ -30,6 +30,7 @@ class Compressed:
         self.config = config
         self.steps = 0
         """Optimizer steps since compression was asked for."""
+        self._seen: tuple[tuple[int, ...], ...] = ()
         self.loss_scale = 1.0
         """What losses are multiplied by, and so gradients and residuals."""
         if config.scope == "replicate" and ranks.replicas is None:
@@ -44,6 +45,12 @@ class Compressed:
     def is_warm(self) -> bool:
         """Whether the warm-up is over."""
         return self.steps >= self.config.warmup_steps
+
+    def look(self, stamps: tuple[tuple[int, ...], ...]) -> None:
+        """Count a step where the versions of all weights have changed since the last pass."""
+        if self._seen and stamps != self._seen:
+            self.steps += 1
+        self._seen = stamps
 
     @property
     def weights(self) -> Codec | None:

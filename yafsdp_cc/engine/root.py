@@ -74,8 +74,6 @@ class Root:
         )
         codec = None if self.compressed is None else self.compressed.weights
         self.encoded_gather = None if codec is None or self.world == 1 else EncodedGather(self.gather, codec)
-        self._seen: tuple[tuple[int, ...], ...] = ()
-        """The versions of all weights when a pass was opened last; followed while compression is warming up."""
         self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
@@ -178,7 +176,8 @@ class Root:
         for piece in self._pieces:
             piece.check()
         self._strangers.check()
-        self._count_step()
+        if self.compressed is not None and not self.compressed.is_warm:
+            self.compressed.look(tuple(unit.stamp() for unit in self.units))
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -198,15 +197,6 @@ class Root:
     def gathers_encoded(self) -> EncodedGather | None:
         """By which weights are gathered now, if encoded."""
         return self.encoded_gather if self.compressed is not None and self.compressed.is_warm else None
-
-    def _count_step(self) -> None:
-        """Notice that weights have changed since the last pass, as long as that means anything."""
-        if self.compressed is None or self.compressed.is_warm:
-            return
-        stamps = tuple(unit.stamp() for unit in self.units)
-        if self._seen and stamps != self._seen:
-            self.compressed.steps += 1
-        self._seen = stamps
 
     def close(self) -> None:
         """The forward of the pass is over."""
