@@ -24,7 +24,7 @@ from tests.engine import test_streams
 from tests.engine.test_streams import BF16, Checkpointed, steps
 from tests.fully_shard import programs as fsdp2
 from tests.fully_shard.run import Run
-from tests.models import WIDTH, Mlp, Transformer
+from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
 from tests.twins import seeded
@@ -120,6 +120,29 @@ def _side_by_side(programs: list[Any]) -> None:
         assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
         different = [name for name in truth if not found[name].equal(truth[name])]
         assert not different, f"{program.__name__}: {different}"
+
+
+def compressed(offload: OffloadPolicy) -> list[Tensor]:
+    model: Any = seeded(Transformer)
+    compression = yafsdp_cc.Compression(gradients="int4", weights="int8")
+    yafsdp_cc.shard(model, compression=compression, offload_policy=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randint(VOCABULARY, (2, 12), generator=draws)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def _compressed() -> None:
+    host.ROOM = 1 << 13
+    truth, found = compressed(OffloadPolicy()), compressed(OFFLOADED)
+    assert all(one.equal(other) for one, other in zip(truth, found, strict=True))
+
+
+def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> None:
+    on_ranks(2, _compressed)
 
 
 # -- the order of copies ----------------------------------------------------------------------------------------------

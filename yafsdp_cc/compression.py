@@ -14,6 +14,9 @@ from yafsdp_cc.wire.codec import BLOCK, Codec, codec_of
 EXACT = "fp32"
 """The name of no codec at all, where the engine sums in fp32 anyway."""
 
+LOW_RANK = "powersgd"
+"""The name of what is no codec but a wire of its own (``wire.lowrank``)."""
+
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
 
@@ -27,7 +30,7 @@ class Compression(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gradients: str = "int8"
-    """The codec of gradients; ``"fp32"`` for none."""
+    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix."""
     weights: str | None = None
     """The codec of weights that are gathered and dropped again, ``"int8"`` or ``"fp8"``; None: as they are."""
     feedback: bool = True
@@ -42,6 +45,8 @@ class Compression(BaseModel):
     """Optimizer steps before anything is encoded."""
     block: int = BLOCK
     """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
+    matrix_rank: int = 8
+    """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = {}
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
 
@@ -49,7 +54,7 @@ class Compression(BaseModel):
     @classmethod
     def _are_codecs(cls, value: str | Mapping[str, str]) -> str | Mapping[str, str]:
         for name in [value] if isinstance(value, str) else value.values():
-            codec_of(name)
+            check_name(name)
         return value
 
     @field_validator("weights")
@@ -64,7 +69,9 @@ class Compression(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Compression:
-        codec_of(self.gradients, self.block)
+        codec_of(EXACT, self.block)
+        if self.matrix_rank < 1:
+            raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
         if not 0 < self.carry <= 1:
             raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
         if self.warmup_steps < 0:
@@ -87,13 +94,19 @@ class Compression(BaseModel):
         return next((codec for pattern, codec in self.overrides.items() if fnmatchcase(name, pattern)), self.gradients)
 
     def make(self, codec: str) -> Codec:
-        """The codec of a name, with this block."""
+        """The codec of a name other than ``"powersgd"``, with this block."""
         return codec_of(codec, self.block)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
-_NEEDS_FEEDBACK = {"onebit", "topk"}
+_NEEDS_FEEDBACK = {"onebit", "topk", LOW_RANK}
+
+
+def check_name(name: str) -> None:
+    """Raise a ``ValueError`` if gradients cannot be encoded by what has this name."""
+    if name != LOW_RANK:
+        codec_of(name)
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:
@@ -104,7 +117,7 @@ def compression_of(value: Compression | str | None) -> Compression | None:
         ValueError: it names no codec.
     """
     if isinstance(value, str):
-        codec_of(value)
+        check_name(value)
         value = Compression(gradients=value)
     if value is not None and not isinstance(value, Compression):
         raise TypeError(f"compression takes a Compression, the name of a codec such as 'int8', or None; got {value!r}")

@@ -89,6 +89,17 @@ def under_ddp() -> None:
     model, of_int8 = ddp("int8")
     assert losses(model)[-1] == pytest.approx(exact[-1], rel=0.01)
     assert wire.sent_bytes / of_int8.sent_bytes > 3.8
+    warm, _ = ddp(Compression(gradients="onebit", warmup_steps=3))
+    assert losses(warm, 4) == pytest.approx(exact[:4], rel=1e-5)
+
+
+def under_ddp_by_factors() -> None:
+    exact, (model, wire) = losses(ddp()[0]), ddp("powersgd")
+    found = losses(model)
+    assert exact[-1] < found[-1] < 0.8 * found[0]
+    identity, of_wholes = ddp(Compression(gradients="powersgd", matrix_rank=64))  # factors would be no smaller
+    assert losses(identity) == pytest.approx(exact, rel=1e-5)
+    assert of_wholes.sent_bytes / wire.sent_bytes > 2
 
 
 def refused() -> None:
@@ -96,12 +107,14 @@ def refused() -> None:
         yafsdp_cc.compress(Transformer(2, 64), "int8")
     with pytest.raises(ValueError, match=r"a model of this package: pass shard\(model, compression=...\)"):
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
+    with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
+        fsdp2("powersgd")
     with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
         fsdp2(Compression(overrides={"*": "int4"}))
 
 
 def on_two_ranks() -> None:
-    for body in (under_fsdp2, taken_away, under_ddp, refused):
+    for body in (under_fsdp2, taken_away, under_ddp, under_ddp_by_factors, refused):
         body()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import Any
@@ -18,7 +19,7 @@ from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.residuals import mean_residuals
 
-CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
+CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
 
 
 def net() -> nn.Module:
@@ -91,8 +92,8 @@ def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
 
 def over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for scope in ("auto", "shard"):
-        model = sharded(Compression(gradients="onebit", residual="fp32", scope=scope), mesh=mesh)
+    for scope, codec in itertools.product(("auto", "shard"), ("onebit", "powersgd")):
+        model = sharded(Compression(gradients=codec, residual="fp32", scope=scope), mesh=mesh)
         ledger = Ledger(model, sharded(None, mesh=mesh))
         for step in range(20):
             ledger.step(step)
@@ -109,8 +110,8 @@ def test_sums_over_replicas_are_encoded_or_those_within():
     on_ranks(4, over_replicas)
 
 
-def a_step_that_is_not_finite() -> None:
-    model = sharded(Compression(gradients="int4", residual="fp32"))
+def a_step_that_is_not_finite(codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
     for step in range(3):
         loss_of(model, step).backward()
     model.zero_grad()
@@ -133,8 +134,9 @@ def a_step_that_is_not_finite() -> None:
     ledger.check()
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing():
-    on_ranks(2, a_step_that_is_not_finite)
+@pytest.mark.parametrize("codec", ["int4", "powersgd"])
+def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing(codec):
+    on_ranks(2, a_step_that_is_not_finite, codec)
 
 
 def scaled() -> None:
@@ -173,18 +175,18 @@ def as_planned() -> None:
     for compression in (*CODECS, Compression(gradients="int4", weights="int8"), Compression(feedback=False)):
         model = sharded(compression)
         plan = yafsdp_cc.plan_of(model)
-        for step in range(3):
+        for step in range(4):  # two of each kind where messages take turns
             loss_of(model, step).backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         counters = yafsdp_cc.counters_of(model)
         assert counters.owned_bytes == plan.owned_bytes
-        assert counters.reduced_bytes == 3 * (plan.wire.reduce + plan.wire.small)
-        assert counters.gathered_bytes == 3 * (plan.wire.gather_forward + plan.wire.gather_backward)
+        assert counters.reduced_bytes == 4 * (plan.wire.reduce + plan.wire.small)
+        assert counters.gathered_bytes == 4 * (plan.wire.gather_forward + plan.wire.gather_backward)
     text = str(plan)
     assert "if all gradients were" in text
     assert "onebit" in text
-    onebit = next(choice for choice in plan.choices if choice.codec == "onebit")
-    assert onebit.reduce == yafsdp_cc.plan_of(sharded("onebit")).wire.reduce
+    for choice in plan.choices:
+        assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
 
 
 def test_bytes_sent_and_held_are_as_planned():
@@ -254,8 +256,8 @@ def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
 # Checkpoints
 
 
-def saved(folder: Any) -> None:
-    model = sharded(Compression(gradients="onebit", residual="fp32"))
+def saved(folder: Any, codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
     for step in range(5):
         loss_of(model, step).backward()
         model.zero_grad()
@@ -267,9 +269,9 @@ def saved(folder: Any) -> None:
         torch.save((residuals, found), folder / "truth.pt")
 
 
-def resumed(folder: Any) -> None:
+def resumed(folder: Any, codec: str) -> None:
     residuals, found = torch.load(folder / "truth.pt")
-    model = sharded(Compression(gradients="onebit", residual="fp32"))
+    model = sharded(Compression(gradients=codec, residual="fp32"))
     loss_of(model, 100).backward()  # residuals of its own, that are forgotten
     model.zero_grad()
     if dist.get_world_size() == 2:
@@ -287,11 +289,13 @@ def resumed(folder: Any) -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("readers", [2, 4, 1])
-def test_residuals_are_resumed_by_any_number_of_ranks(readers, tmp_path):
+@pytest.mark.parametrize(
+    ("readers", "codec"), [(2, "onebit"), (4, "onebit"), (1, "onebit"), (2, "powersgd"), (4, "powersgd")]
+)
+def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
     """Bit for bit by as many as before."""
-    on_ranks(2, saved, tmp_path)
-    on_ranks(readers, resumed, tmp_path)
+    on_ranks(2, saved, tmp_path, codec)
+    on_ranks(readers, resumed, tmp_path, codec)
 
 
 # Refused
@@ -319,6 +323,8 @@ def test_what_cannot_be_is_refused_by_name():
         ({"block": 100}, "block=100: a block has a power of two of elements"),
         ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"matrix_rank": 0}, "matrix_rank=0: factors have 1 column or more"),
+        ({"gradients": "powersgd", "feedback": False}, "gradients='powersgd' with feedback=False"),
         ({"gradient": "int8"}, "Extra inputs are not permitted"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.compression import EXACT
-from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, Post, counts_of
+from yafsdp_cc.compression import EXACT, LOW_RANK
+from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
+from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.ranks import Ranks
+    from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.post import Post
+    from yafsdp_cc.wire.shared import SharedSum
 
 
 class Compressed:
@@ -62,31 +67,49 @@ class Compressed:
         """Whether the gradients of ``flat`` are ever encoded."""
         return flat.codec != EXACT
 
-    def reduce_for(self, flat: Flat, post: Post, name: str) -> EncodedReduce:
+    def reduce_for(self, flat: Flat, post: Post, name: str) -> ChunkSum:
         """The exchange of a flat's gradients among the ranks of a shard."""
-        codec, chunk = self.config.make(flat.codec), flat.layout.chunk
-        if flat.residual is None:
-            flat.residual = self._residual(post.world - 1, chunk, codec, post.device)
+        numel = flat.layout.numel
+        residual = self._residual(flat, post.world - 1, post.device)
+        if flat.codec == LOW_RANK:
+            assert residual is not None
+            lowrank = self._low_rank(flat, 0, numel, name, post.device)
+            return FactoredReduce(post, lowrank, numel, residual, self._recursion)
         counts = self._counts(flat, post.device)
         counts = None if counts is None else counts.view(post.world, -1)
-        return EncodedReduce(post, codec, flat.layout.numel, counts, flat.residual, name, self._recursion)
+        codec = self.config.make(flat.codec)
+        return EncodedReduce(post, codec, numel, counts, residual, name, self._recursion)
 
-    def sum_for(self, flat: Flat, group: dist.ProcessGroup, rank: int, device: torch.device, name: str) -> EncodedSum:
+    def sum_for(self, flat: Flat, group: dist.ProcessGroup, rank: int, device: torch.device, name: str) -> SharedSum:
         """The sum of a flat's partial sums over replicas, where this is ``rank`` of the shard."""
-        codec, chunk = self.config.make(flat.codec), flat.layout.chunk
-        if flat.residual is None:
-            flat.residual = self._residual(1, chunk, codec, device)
+        chunk = flat.layout.chunk
+        residual = self._residual(flat, 1, device)
+        if flat.codec == LOW_RANK:
+            assert residual is not None
+            lowrank = self._low_rank(flat, rank * chunk, (rank + 1) * chunk, f"{name}/{rank}", device)
+            return FactoredSum(group, device, lowrank, chunk, residual, self._recursion)
         counts = self._counts(flat, device)
         counts = None if counts is None else counts.view(flat.layout.world, -1)[rank : rank + 1]
-        return EncodedSum(group, device, codec, chunk, counts, flat.residual, name, self._recursion)
+        codec = self.config.make(flat.codec)
+        return EncodedSum(group, device, codec, chunk, counts, residual, name, self._recursion)
 
     @property
     def _recursion(self) -> Recursion:
         return Recursion(carry=self.config.carry)
 
-    def _residual(self, messages: int, chunk: int, codec: Codec, device: torch.device) -> Residual | None:
+    def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:
+        """That of the flat, made now if there is none yet."""
         dtype = self.config.residual_dtype
-        return None if dtype is None else Residual(messages, chunk, dtype, codec.block, device)
+        if flat.residual is None and dtype is not None:
+            flat.residual = Residual(messages, flat.layout.chunk, dtype, self.config.block, device)
+        return flat.residual
+
+    def _low_rank(self, flat: Flat, first: int, last: int, name: str, device: torch.device) -> LowRank:
+        """The factors of a range of the flat, made now if there are none yet."""
+        if flat.lowrank is None:
+            rank = self.config.matrix_rank
+            flat.lowrank = LowRank(*matrices_of(flat.layout.places, rank, first, last), rank, name, device)
+        return flat.lowrank
 
     def _counts(self, flat: Flat, device: torch.device) -> Tensor | None:
         extents = [(extent.offset, extent.end) for extent in flat.layout.extents]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.tensor import Cut
     from yafsdp_cc.wire.feedback import Residual
+    from yafsdp_cc.wire.lowrank import LowRank
 
 
 _UNSHARED = 2
@@ -229,6 +230,8 @@ class Flat:
         """What its gradients are encoded by."""
         self.residual: Residual | None = None
         """What of its gradients is still to be said; kept when the engine is put together again."""
+        self.lowrank: LowRank | None = None
+        """The factors that its gradients are said by, if they are said so; kept, too."""
 
     def use(self, master: Tensor) -> None:
         """Take ``master`` for this rank's chunk."""

@@ -66,6 +66,11 @@ class Layout:
         """Elements of the whole buffer, padding included."""
         return self.chunk * self.world
 
+    @property
+    def places(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where each parameter begins, and its shape."""
+        return [(extent.offset, extent.shape) for extent in self.extents]
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Half-open ranges of the buffer that belong to no parameter."""

@@ -128,9 +128,13 @@ class FromHost(Gather):
 
     def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> list[dist.Work]:
         """Fill ``whole`` (world × n) with every rank's ``shard`` (n), cast to the dtype of ``whole``."""
+        return self.exchange(whole, self.brought(whole, shard), asynchronous)
+
+    def brought(self, whole: Tensor, shard: Tensor) -> Tensor:
+        """This rank's range of ``whole``, with the ``shard`` in it, cast."""
         own = self.own(whole)
         self._crossing.bring(own, shard)
-        return self.exchange(whole, own, asynchronous)
+        return own
 
 
 def crossings_of(drafts: Sequence[Draft], device: torch.device, gathers: Lane, reduces: Lane) -> Crossings | None:

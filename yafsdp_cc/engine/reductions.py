@@ -12,8 +12,9 @@ from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
-from yafsdp_cc.wire.encoded import EncodedReduce, Post
+from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.exchange import Reduce
+from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class Reductions:
         self.counters = counters
         self.exchange = Reduce(group, device)
         self.post = Post(group, device)
-        self._encoded: dict[Flat, EncodedReduce] = {}
+        self._encoded: dict[Flat, ChunkSum] = {}
         self.replicas = None if replicas is None else Replicas(replicas, device, lane, compressed)
         self.rings: dict[Role, Ring] = {}
         self.crossings: Crossings | None = None
@@ -110,14 +111,14 @@ class Reductions:
         self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
         return compressed.is_warm
 
-    def encoded_of(self, flat: Flat) -> EncodedReduce | None:
+    def encoded_of(self, flat: Flat) -> ChunkSum | None:
         """How the gradients of ``flat`` are summed once the warm-up is over, if they are encoded then."""
         return self._encoded.get(flat)
 
     def accumulates(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` can be kept in what its messages have still to say."""
         exchange = self.exchange_of(flat)
-        return isinstance(exchange, EncodedReduce) and exchange.accumulates
+        return isinstance(exchange, ChunkSum) and exchange.accumulates
 
     def pends(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` are kept there, to be sent."""
@@ -137,7 +138,7 @@ class Reductions:
             self.lane.issue(slot.ready, start, after=self.lane.reached())
         slot.owner = None
 
-    def exchange_of(self, flat: Flat) -> Reduce | EncodedReduce:
+    def exchange_of(self, flat: Flat) -> Reduce | ChunkSum:
         """How the gradients of ``flat`` are summed over the ranks of a shard now."""
         encoded = self._encoded.get(flat)
         if encoded is None or self.compressed is None or not self.compressed.is_warm:
@@ -147,7 +148,7 @@ class Reductions:
     def payload(self, flat: Flat, whole: Tensor) -> int:
         """Bytes that say the gradients of ``flat`` in ``whole`` to all ranks."""
         exchange = self.exchange_of(flat)
-        return exchange.payload if isinstance(exchange, EncodedReduce) else whole.nbytes
+        return exchange.payload if isinstance(exchange, ChunkSum) else whole.nbytes
 
     @staticmethod
     def wrap(local: Tensor, piece: Piece) -> FlatDTensor:
@@ -179,18 +180,18 @@ class Reductions:
         slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange = self.exchange_of(flat)
-            if isinstance(exchange, EncodedReduce) and exchange.kept is not None:
+            if isinstance(exchange, ChunkSum) and exchange.kept is not None:
                 wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
             start = partial(exchange.send, whole)
             tail = partial(self._take, exchange, flat, whole, wrote)
             if exchange.one_at_a_time:
                 self._land()
+            self.counters.reduced_bytes += exchange.sent_bytes(whole)
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
             self._sent.append((slot, flat, wrote))
-            self.counters.reduced_bytes += exchange.sent_bytes(whole)
         slot.owner = None
 
-    def _take(self, exchange: Reduce | EncodedReduce, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
+    def _take(self, exchange: Reduce | ChunkSum, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
         totals = exchange.totals(whole)
         if self.replicas is not None:
             self.counters.reduced_bytes += self.replicas.take(flat, totals, wrote, self._add)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.lanes import Lane, Ticket
-    from yafsdp_cc.wire.encoded import EncodedSum
+    from yafsdp_cc.wire.shared import SharedSum
 
 
 class Partial:
@@ -53,7 +53,7 @@ class Replicas:
         self, group: dist.ProcessGroup, device: torch.device, lane: Lane, compressed: Compressed | None = None
     ) -> None:
         self._compressed = compressed if compressed is not None and compressed.over_replicas else None
-        self._encoded: dict[Flat, EncodedSum] = {}
+        self._encoded: dict[Flat, SharedSum] = {}
         self.group = group
         self.device = device
         self.world: int = group.size()
@@ -101,8 +101,9 @@ class Replicas:
                 encoded.finish(partial.sum)
             land(flat, partial.sum, wrote)
 
+        sent = self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
         self._lane.issue(partial.ticket, start, tail)
-        return self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
+        return sent
 
     def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
         """Sum ``total`` over replicas, in place."""
@@ -120,6 +121,8 @@ class Replicas:
         for partial in self._partials.values():
             partial.ticket.abandon()
             partial.used = None
+        for encoded in self._encoded.values():
+            encoded.forget()
 
     def sent_bytes(self, total: Tensor) -> int:
         """Bytes that this rank sends to sum ``total``: it is cut among the replicas, summed and put together again."""
@@ -135,13 +138,13 @@ class Replicas:
         encoded = sum(each.owned_bytes for each in self._encoded.values())
         return encoded + sum(partial.sum.nbytes for partial in self._partials.values())
 
-    def encoded_of(self, flat: Flat) -> EncodedSum | None:
+    def encoded_of(self, flat: Flat) -> SharedSum | None:
         """How the partial sums of ``flat`` are shared once the warm-up is over, if they are encoded then."""
         return self._encoded.get(flat)
 
     def wire_bytes(self) -> int:
         """Bytes that this rank sends to sum all partial sums once, when nothing is in its warm-up any more."""
         return sum(
-            self._encoded[flat].sent_bytes() if flat in self._encoded else self.sent_bytes(partial.sum)
+            self._encoded[flat].planned_bytes() if flat in self._encoded else self.sent_bytes(partial.sum)
             for flat, partial in self._partials.items()
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.tensor import flat_dtensor
-from yafsdp_cc.wire.encoded import EncodedReduce
+from yafsdp_cc.wire.chunks import ChunkSum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.tensor import FlatDTensor
-    from yafsdp_cc.wire.encoded import EncodedSum
+    from yafsdp_cc.wire.shared import SharedSum
 
 
 @torch.no_grad()
@@ -62,11 +62,13 @@ def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
         for piece in flat.pieces:
             piece.range_of(owed).copy_(residuals[piece.cut.name].to_local())
         # Every replica adds what it owes to the sum over its shard, or all of them the same to the sum over all.
-        ranks = root.world if isinstance(encoded, EncodedReduce) else root.drafts[0].ranks.mesh.size()
+        ranks = root.world if isinstance(encoded, ChunkSum) else root.drafts[0].ranks.mesh.size()
         encoded.owed = owed.mul_(ranks * _loss_scale(root))
         if encoded.residual is not None:
             encoded.residual.values.zero_()
             encoded.residual.scales.zero_()
+        if flat.lowrank is not None:
+            flat.lowrank.restart()
 
 
 def raw_residuals(root: Root) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "values": encoded.residual.values.cpu(),
             "scales": encoded.residual.scales.cpu(),
             "owed": torch.zeros(0) if encoded.owed is None else encoded.owed.cpu(),
+            **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
         for flat, encoded in _encoded(root)
         if encoded.residual is not None
@@ -89,7 +92,10 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
     ours = {pair[0].pieces[0].cut.name: pair for pair in _encoded(root) if pair[1].residual is not None}
     if ours.keys() != raw.keys() or any(raw[name]["fits"] != _form(root, *pair) for name, pair in ours.items()):
         return False
-    for name, (_, encoded) in ours.items():
+    for name, (flat, encoded) in ours.items():
+        if flat.lowrank is not None:
+            factors, flat.lowrank.sends_right = raw[name]["lowrank"]
+            flat.lowrank.factors.copy_(factors)
         assert encoded.residual is not None
         encoded.residual.values.copy_(raw[name]["values"])
         encoded.residual.scales.copy_(raw[name]["scales"])
@@ -115,7 +121,7 @@ def _loss_scale(root: Root) -> float:
     return root.compressed.loss_scale
 
 
-def _encoded(root: Root) -> Iterator[tuple[Flat, EncodedReduce | EncodedSum]]:
+def _encoded(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
     for flat in (flat for unit in root.units for flat in unit.flats):
         replicas = root.reductions.replicas
         encoded = root.reductions.encoded_of(flat) or (None if replicas is None else replicas.encoded_of(flat))
@@ -123,19 +129,20 @@ def _encoded(root: Root) -> Iterator[tuple[Flat, EncodedReduce | EncodedSum]]:
             yield flat, encoded
 
 
-def _form(root: Root, flat: Flat, encoded: EncodedReduce | EncodedSum) -> list[Any]:
+def _form(root: Root, flat: Flat, encoded: ChunkSum | SharedSum) -> list[Any]:
     assert encoded.residual is not None
     ranks = [group.size() for group in groups(root.drafts[0].ranks.mesh)]
     names = [piece.cut.name for piece in flat.pieces]
     values = encoded.residual.values
-    return [ranks, names, list(values.shape), str(values.dtype), encoded.residual.block]
+    factors = 0 if flat.lowrank is None else flat.lowrank.factors.numel()
+    return [ranks, names, list(values.shape), str(values.dtype), encoded.residual.block, factors]
 
 
-def _summed(root: Root, encoded: EncodedReduce | EncodedSum) -> Tensor:
+def _summed(root: Root, encoded: ChunkSum | SharedSum) -> Tensor:
     """The sum over all ranks of what they have still to say of this rank's chunk."""
     shard, *replicas = groups(root.drafts[0].ranks.mesh)
     total = encoded.unsaid()
-    if isinstance(encoded, EncodedReduce):
+    if isinstance(encoded, ChunkSum):
         parts = torch.empty_like(total)
         dist.all_to_all_single(parts, total, group=shard)
         total = parts.sum(0)

@@ -163,7 +163,12 @@ class Supply:
         if encoded is None or message is None:
             return _exact(self.gather, whole, shard)
         tails.append(partial(encoded.finish, message, whole))
-        return Send(partial(encoded.send, message, shard), message.nbytes, encoded.sent_bytes(message))
+        gather = self.gather
+
+        def start(asynchronous: bool) -> list[dist.Work]:
+            return encoded.send(message, gather.brought(whole, shard), asynchronous)
+
+        return Send(start, message.nbytes, encoded.sent_bytes(message))
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1

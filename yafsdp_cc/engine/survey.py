@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from yafsdp_cc.compression import LOW_RANK
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.plan import (
     Plan,
@@ -15,8 +17,10 @@ from yafsdp_cc.plan import (
     PlannedWire,
 )
 from yafsdp_cc.wire.codec import codec_of
+from yafsdp_cc.wire.factored import sent_bytes
+from yafsdp_cc.wire.lowrank import matrices_of, numel_of
 
-CHOICES = ("bf16", "int8", "int4", "ternary", "onebit")
+CHOICES = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 """Codecs of gradients whose cost a plan compares."""
 
 if TYPE_CHECKING:
@@ -92,24 +96,41 @@ def _shared(root: Root) -> int:
 def _choice(root: Root, flats: Sequence[Flat], name: str) -> PlannedChoice:
     """What it would cost to encode all gradients by the codec of a ``name``."""
     assert root.compressed is not None
-    codec, config = codec_of(name, root.compressed.config.block), root.compressed.config
-    chunks = [flat.layout.chunk for flat in flats if root.compressed.encodes(flat)]
-    peers = root.world - 1
-    if root.compressed.over_replicas and root.reductions.replicas is not None:
-        peers = root.reductions.replicas.world - 1
-    kept = sum(chunks) * (1 if root.compressed.over_replicas else peers)
+    config, replicas = root.compressed.config, root.reductions.replicas
+    encoded = [flat for flat in flats if root.compressed.encodes(flat)]
+    if root.compressed.over_replicas and replicas is not None:
+        ranks, kept, parts = replicas.world, 1, [_own_range(root, flat) for flat in encoded]
+    else:
+        ranks, kept, parts = root.world, root.world - 1, [(0, flat.layout.numel) for flat in encoded]
+    kept *= sum(flat.layout.chunk for flat in encoded)
+    if name == LOW_RANK:
+        reduce = sum(map(partial(_factored, ranks, config.matrix_rank), encoded, parts))
+    else:
+        codec = codec_of(name, config.block)
+        reduce = (ranks - 1) * sum(codec.message_bytes(flat.layout.chunk) for flat in encoded)
     return PlannedChoice(
         codec=name,
-        reduce=peers * sum(codec.message_bytes(chunk) for chunk in chunks),
+        reduce=reduce,
         residual={"fp32": 4 * kept, "bf16": 2 * kept, "int8": kept + 4 * kept // config.block},
     )
+
+
+def _own_range(root: Root, flat: Flat) -> tuple[int, int]:
+    first = root.reductions.exchange.rank * flat.layout.chunk
+    return first, first + flat.layout.chunk
+
+
+def _factored(ranks: int, rank: int, flat: Flat, part: tuple[int, int]) -> int:
+    """Bytes that one of ``ranks`` sends, on average, to sum factors of ``rank`` of a range of a flat."""
+    matrices = matrices_of(flat.layout.places, rank, *part)
+    return sum(sent_bytes(numel_of(*matrices, rank, is_right), ranks) for is_right in (False, True)) // 2
 
 
 def _reduced(root: Root, flat: Flat) -> int:
     """Bytes to sum gradients over the ranks of a shard, when nothing is in its warm-up any more."""
     encoded = root.reductions.encoded_of(flat)
     if encoded is not None:
-        return encoded.sent_bytes()
+        return encoded.planned_bytes()
     return flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1)
 
 

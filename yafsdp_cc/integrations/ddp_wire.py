@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from yafsdp_cc.compression import Compression, compression_of
-from yafsdp_cc.integrations.fsdp2_wire import mean
-from yafsdp_cc.wire.encoded import EncodedSum
+from yafsdp_cc.integrations.fsdp2_wire import exact_mean, mean
+from yafsdp_cc.wire.shared import SharedSum
 
 
 class GradientWire:
@@ -26,9 +26,11 @@ class GradientWire:
         assert config is not None
         self.config = config
         self.group = group if group is not None else dist.group.WORLD
-        self.sums: dict[int, EncodedSum] = {}
+        self.sums: dict[int, SharedSum] = {}
         self.sent_bytes = 0
         """Bytes that this rank has sent through it so far."""
+        self.steps = 0
+        """Steps that have begun."""
 
 
 def encoded_mean(state: GradientWire, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -38,7 +40,16 @@ def encoded_mean(state: GradientWire, bucket: GradBucket) -> torch.futures.Futur
     """
     total, future = bucket.buffer(), torch.futures.Future[Any]()
     assert state.group is not None
+    state.steps += bucket.index() == 0
+    if state.steps <= state.config.warmup_steps:
+        exact_mean(total, state.group)
+        future.set_result(total)
+        return future
     key = total.numel() * 1024 + bucket.index()
-    state.sent_bytes += mean(total, state.config, state.group, state.sums, key, "ddp")
+    places, start = [], 0
+    for parameter in bucket.parameters():
+        places.append((start, parameter.shape))
+        start += parameter.numel()
+    state.sent_bytes += mean(total, state.config, state.group, state.sums, key, f"ddp/{key}", places)
     future.set_result(total)
     return future

@@ -16,17 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from yafsdp_cc.compression import EXACT, Compression, compression_of
+from yafsdp_cc.compression import EXACT, LOW_RANK, Compression, compression_of
 from yafsdp_cc.engine.module import ShardedModule
 from yafsdp_cc.wire import kernels
-from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, Post, counts_of
+from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.exchange import Gather
+from yafsdp_cc.wire.factored import FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.wire.lowrank import LowRank, matrices_of
+from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.distributed_c10d import ReduceOp
+
+    from yafsdp_cc.wire.shared import SharedSum
 
 
 class Compressing:
@@ -70,6 +75,11 @@ def compress(
         raise ValueError(f"compress() on a {type(model).__name__} in which fully_shard has sharded nothing")
     if config.overrides:
         raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
+    if config.gradients == LOW_RANK:
+        raise ValueError(
+            "compress() with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed, and low rank needs "
+            "whole matrices; pass yafsdp_cc.shard(model, compression='powersgd'), or a GradientWire to DDP"
+        )
     hooks: list[_Reducing | _Gathering | _Summing] = []
     for number, module in enumerate(modules):
         if replicas is not None:
@@ -203,7 +213,8 @@ class _Summing:
         self._config: Compression | None = config
         self._replicas = replicas
         self._name = name
-        self._encoded: dict[int, EncodedSum] = {}
+        self._encoded: dict[int, SharedSum] = {}
+        self._calls = 0
         self.sent_bytes = 0
 
     def forget(self) -> None:
@@ -213,40 +224,63 @@ class _Summing:
 
     def __call__(self, total: Tensor) -> None:
         config = self._config
-        if config is None:
-            dist.all_reduce(total, group=self._replicas)
-            total.div_(self._replicas.size())
+        self._calls += 1
+        if config is None or self._calls <= config.warmup_steps:
+            exact_mean(total, self._replicas)
             return
         self.sent_bytes += mean(total, config, self._replicas, self._encoded, total.numel(), self._name)
+
+
+def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite ``total`` with its mean over ``group``."""
+    dist.all_reduce(total, group=group)
+    total.div_(group.size())
 
 
 def mean(
     total: Tensor,
     config: Compression,
     group: dist.ProcessGroup,
-    sums: dict[int, EncodedSum],
+    sums: dict[int, SharedSum],
     key: int,
     name: str,
+    places: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> int:
     """Overwrite ``total`` with its mean over ``group``, encoded; the bytes sent.
 
-    ``sums`` keeps what has been left unsaid, by ``key``.
+    ``sums`` keeps what has been left unsaid, by ``key``; ``places`` says where tensors begin, and their shapes.
     """
     n, block = total.numel(), config.block
     padded = -(-n // block) * block
     encoded = sums.get(key)
     if encoded is None:
-        codec = config.make(config.gradients)
-        dtype = None if config.gradients == EXACT else config.residual_dtype
-        residual = None if dtype is None else Residual(1, padded, dtype, block, total.device)
-        counts = counts_of([(0, n)], padded, block, total.device)
-        counts = None if counts is None else counts.unsqueeze(0)
-        recursion = Recursion(carry=config.carry)
-        encoded = EncodedSum(group, total.device, codec, padded, counts, residual, name, recursion)
-        sums[key] = encoded
+        encoded = sums[key] = _sum(total, padded, config, group, name, places)
     work_on = torch.nn.functional.pad(total.to(torch.float32), (0, padded - n))
+    sent = encoded.sent_bytes()
     for work in encoded.send(work_on, asynchronous=False):
         work.wait()
     encoded.finish(work_on)
     total.copy_(work_on[:n].div_(group.size()))
-    return encoded.sent_bytes()
+    return sent
+
+
+def _sum(
+    total: Tensor,
+    padded: int,
+    config: Compression,
+    group: dist.ProcessGroup,
+    name: str,
+    places: Sequence[tuple[int, Sequence[int]]],
+) -> SharedSum:
+    n, block, device = total.numel(), config.block, total.device
+    dtype = None if config.gradients == EXACT else config.residual_dtype
+    residual = None if dtype is None else Residual(1, padded, dtype, block, device)
+    recursion = Recursion(carry=config.carry)
+    if config.gradients == LOW_RANK:
+        assert residual is not None
+        rank = config.matrix_rank
+        lowrank = LowRank(*matrices_of(places, rank, 0, n), rank, name, device)
+        return FactoredSum(group, device, lowrank, padded, residual, recursion)
+    counts = counts_of([(0, n)], padded, block, device)
+    counts = None if counts is None else counts.unsqueeze(0)
+    return EncodedSum(group, device, config.make(config.gradients), padded, counts, residual, name, recursion)

@@ -14,88 +14,36 @@ Sums come out as those of the exact exchange do, and nobody divides on the way.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.codec import Noise
-from yafsdp_cc.wire.exchange import MESSAGE_TAG, Gather, Works, backend_of, duplex, is_duplex, works_of
+from yafsdp_cc.wire.exchange import Gather
 from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
+from yafsdp_cc.wire.shared import SharedSum
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.exchange import Works
+    from yafsdp_cc.wire.post import Post
 
 
-class Post:
-    """Buffers that messages are written to and received in, one exchange at a time, for all units of a model."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.world: int = group.size()
-        self.rank: int = group.rank()
-        self._sent = torch.empty(0, dtype=torch.uint8, device=device)
-        self._received = torch.empty(0, dtype=torch.uint8, device=device)
-        self._total = torch.empty(0, dtype=torch.float32, device=device)
-        self._options = AllToAllOptions()
-        self._is_gloo = backend_of(group, device) == "gloo"
-
-    def reserve(self, message_bytes: int, part: int) -> None:
-        """Make room for messages of so many bytes, and sums of so many elements."""
-        size = (self.world - 1) * message_bytes
-        if size > self._sent.numel():
-            self._sent = self._sent.new_empty(size)
-            self._received = self._received.new_empty(size)
-        if part > self._total.numel():
-            self._total = self._total.new_empty(part)
-
-    def sent(self, message_bytes: int) -> Tensor:
-        """Messages on their way, [peers, bytes]: those of lower ranks first, none to oneself."""
-        return self._sent.narrow(0, 0, (self.world - 1) * message_bytes).view(self.world - 1, message_bytes)
-
-    def received(self, message_bytes: int) -> Tensor:
-        """Messages of the others, in rank order, [peers, bytes]."""
-        return self._received.narrow(0, 0, (self.world - 1) * message_bytes).view(self.world - 1, message_bytes)
-
-    def total(self, numel: int) -> Tensor:
-        """Where a sum is made, overwritten by the next."""
-        return self._total.narrow(0, 0, numel)
-
-    def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
-        """Give every rank its message."""
-        received, sent = self.received(message_bytes), self.sent(message_bytes)
-        if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device):
-            room, said = ([*each[: self.rank], each[:0], *each[self.rank :]] for each in (received, sent))
-            return duplex(self.group, room, said, MESSAGE_TAG)
-        self._options.asyncOp = asynchronous
-        parts = [message_bytes] * self.world
-        parts[self.rank] = 0
-        return works_of(self.group.alltoall_base(received.view(-1), sent.view(-1), parts, parts, self._options))
-
-    @property
-    def owned_bytes(self) -> int:
-        return self._sent.nbytes + self._received.nbytes + self._total.nbytes
-
-
-class EncodedReduce:
-    """Sums one flat buffer of ``world`` chunks, each at the owner of the chunk, from messages of ``codec``.
-
-    ``send`` starts the exchange and ``totals`` ends it, as those of ``exchange.Reduce`` do.
+class EncodedReduce(ChunkSum):
+    """A sum of chunks from messages of ``codec``.
 
     Args:
-        post: shared by all that is exchanged one at a time.
+        post, numel, residual, recursion: as of ``ChunkSum``. Without a residual, rounding is random where the codec can
+            do that.
         codec: of the messages.
-        numel: elements of the buffer.
         counts: [world, blocks] int32, how many elements each block has; None: all.
-        residual: [peers, chunk], where what was not said is kept; None: it is lost, and rounding is random where the
-            codec can do that.
         name: of the unit, for its random numbers.
-        recursion: how the residual is carried.
     """
 
     def __init__(
@@ -108,46 +56,23 @@ class EncodedReduce:
         name: str,
         recursion: Recursion = CLASSIC,
     ) -> None:
+        chunk = numel // post.world
+        step = min(kernels.PART, chunk) if kernels.is_native(codec, post.device) else chunk
+        super().__init__(post, numel, residual, recursion, step)
         self.codec = codec
-        self.chunk = numel // post.world
-        self.residual = residual
-        self._post = post
-        self._message_bytes = codec.message_bytes(self.chunk)
-        self._recursion = recursion
+        self._message_bytes = codec.message_bytes(chunk)
         self._counts = counts
-        self._peers = [rank for rank in range(post.world) if rank != post.rank]
         self._noise = Dice(f"{name}/{post.rank}") if residual is None and codec.rounds_randomly else None
-        self._step = kernels.PART if kernels.is_native(codec, post.device) else self.chunk
-        self._pending: Tensor | None = None
-        """Of the own chunk, which has no residual: gradients that no sum has taken in yet."""
-        self.owed: Tensor | None = None
-        """[chunk], what is added to the next sum: what other ranks' residuals held in an earlier run."""
-        self.kept: list[bool] | None = None
-        """Of which parameters there are gradients that wait for the next ``send``; None: of none."""
-        post.reserve(self._message_bytes, min(self._step, self.chunk))
-
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether ``totals`` of a buffer must run before the next ``send``; a stream keeps that order itself."""
-        return self._post.device.type != "cuda"
-
-    @property
-    def owned_bytes(self) -> int:
-        """Bytes of its own, the residual's among them; the messages' are the post's."""
-        pending = sum(each.nbytes for each in (self._pending, self.owed) if each is not None)
-        return pending + (0 if self.residual is None else self.residual.nbytes)
+        post.reserve(self._message_bytes, step)
 
     @property
     def payload(self) -> int:
-        """Bytes that would say the buffer to all ranks."""
         return self._message_bytes * self._post.world
 
     def sent_bytes(self, whole: Tensor | None = None) -> int:
-        """Bytes that this rank sends: a message to every other, whatever it says."""
         return self._message_bytes * len(self._peers)
 
     def send(self, whole: Tensor, asynchronous: bool) -> Works:
-        """Start the sum of ``whole`` (world × chunk); its own chunk must stay as it is until ``totals`` has run."""
         if not self._peers:
             return []
         messages = self._post.sent(self._message_bytes)
@@ -165,79 +90,17 @@ class EncodedReduce:
             )
         return self._post.exchange(self._message_bytes, asynchronous)
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the residual can take gradients in, for one message later."""
-        return self.residual is not None and self._recursion == CLASSIC
-
-    def accumulate(self, whole: Tensor, used: list[bool]) -> None:
-        """Take gradients of the parameters that are ``used`` in, to be summed with those of the next ``send``."""
-        assert self.residual is not None
-        for first, chunks in self._stretches(whole):
-            kernels.accumulate(chunks, self.residual.rows(first, first + chunks.shape[0]))
-        if self._pending is None:
-            self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=whole.device)
-        own = self._own(whole)
-        if self.kept is None:
-            self._pending.copy_(own)
-            self.kept = used
-        else:
-            self._pending.add_(own)
-            self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
-
-    def unsaid(self) -> Tensor:
-        """[world, chunk] fp32: what this rank has still to say to each, and of its own chunk to sum."""
-        whole = torch.zeros(self._post.world, self.chunk, dtype=torch.float32, device=self._post.device)
-        if self.residual is not None:
-            whole[self._peers] = self.residual.load()
-        for own in (self._pending if self.kept is not None else None, self.owed):
-            if own is not None:
-                whole[self._post.rank] += own
-        return whole
-
-    def forget(self) -> None:
-        """Drop gradients that were taken in and are still to be summed; those in the residual stay."""
-        self.kept = None
-
-    def _own(self, whole: Tensor) -> Tensor:
-        return whole.view(self._post.world, self.chunk)[self._post.rank]
-
-    def _stretches(self, whole: Tensor) -> list[tuple[int, Tensor]]:
-        """Chunks of other ranks [chunks, n], where their messages begin: those below, and those above."""
-        rank, chunks = self._post.rank, whole.view(self._post.world, self.chunk)
-        return [(first, part) for first, part in ((0, chunks[:rank]), (rank, chunks[rank + 1 :])) if part.shape[0]]
-
-    def totals(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The sum over ranks of this rank's chunk, fp32, in parts: where each begins, and the part.
-
-        A part is overwritten by the next one.
-        """
-        post, own = self._post, self._own(whole)
-        received = post.received(self._message_bytes)
-        for start in range(0, self.chunk, self._step):
-            total = post.total(min(self._step, self.chunk - start))
-            mine = own.narrow(0, start, total.numel())
-            if self._peers:
-                kernels.decode_sum(self.codec, received, self.chunk, mine, post.rank, total, start)
-            else:
-                total.copy_(mine)
-            if self.kept is not None and self._pending is not None:
-                total.add_(self._pending.narrow(0, start, total.numel()))
-            if self.owed is not None:
-                total.add_(self.owed.narrow(0, start, total.numel()))
-            yield start, total
-        self.kept = self.owed = None
+    def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
+        received = self._post.received(self._message_bytes)
+        kernels.decode_sum(self.codec, received, self.chunk, mine, self._post.rank, total, start)
 
 
-class EncodedSum:
-    """Sums one buffer over replicas: each says its own to all others, and all decode the same messages.
+class EncodedSum(SharedSum):
+    """A sum over ranks of which all get all: each says its own to all others, and all decode the same messages.
 
     Args:
-        group: the replicas.
-        device: of the buffer.
-        codec: of the messages.
-        numel: elements of the buffer.
-        counts, residual, name, recursion: as of ``EncodedReduce``; the residual is [1, numel].
+        group, device, numel, residual, recursion: as of ``SharedSum``.
+        codec, counts, name: as of ``EncodedReduce``.
     """
 
     def __init__(
@@ -251,35 +114,22 @@ class EncodedSum:
         name: str,
         recursion: Recursion = CLASSIC,
     ) -> None:
+        super().__init__(group, device, numel, residual, recursion)
         self.codec = codec
-        self.residual = residual
-        self.owed: Tensor | None = None
-        """[numel], what is added to the next sum: what residuals held in an earlier run."""
         self._gather = Gather(group, device)
         self._counts = counts
-        self._recursion = recursion
         self._noise = Dice(f"{name}/{group.rank()}") if residual is None and codec.rounds_randomly else None
-        self._numel = numel
-        shape = self._gather.world, codec.message_bytes(numel)
-        self._messages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._messages = torch.zeros(self.world, codec.message_bytes(numel), dtype=torch.uint8, device=device)
 
     @property
     def owned_bytes(self) -> int:
-        return self._messages.nbytes + (0 if self.residual is None else self.residual.nbytes)
-
-    def unsaid(self) -> Tensor:
-        """[numel] fp32: what this replica has still to say, and its part of what is owed."""
-        total = torch.zeros(self._numel, dtype=torch.float32, device=self._messages.device)
-        if self.residual is not None:
-            total += self.residual.load()[0]
-        return total if self.owed is None else total.add_(self.owed, alpha=1 / self._gather.world)
+        return super().owned_bytes + self._messages.nbytes
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends: its message, to every other replica."""
-        return self._messages[0].nbytes * (self._gather.world - 1)
+        """Bytes that this rank sends: its message, to every other."""
+        return self._messages[0].nbytes * (self.world - 1)
 
     def send(self, total: Tensor, asynchronous: bool) -> Works:
-        """Start the sum of ``total`` (numel)."""
         own = self._messages[self._gather.rank]
         kernels.encode(
             self.codec,
@@ -292,12 +142,11 @@ class EncodedSum:
         )
         return self._gather.send(self._messages.view(-1), own, asynchronous)
 
-    def finish(self, total: Tensor) -> None:
-        """Overwrite ``total`` with the sum, the same bits on every replica."""
+    def forget(self) -> None:
+        """Nothing: every message is by itself."""
+
+    def _sum(self, total: Tensor) -> None:
         kernels.decode_sum(self.codec, self._messages, total.numel(), None, 0, total)
-        if self.owed is not None:
-            total.add_(self.owed)
-            self.owed = None
 
 
 class Dice:

@@ -111,6 +111,10 @@ class Gather:
             shard = own
         return self.exchange(whole, shard, asynchronous)
 
+    def brought(self, whole: Tensor, shard: Tensor) -> Tensor:
+        """The ``shard`` where the device can read it; ``whole`` has room for it."""
+        return shard
+
     def own(self, whole: Tensor) -> Tensor:
         """This rank's range of ``whole``."""
         numel = whole.numel() // self.world
