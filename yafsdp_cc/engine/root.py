@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.offload import FromHost, crossings_of
+from yafsdp_cc.engine.opener import Opener
 from yafsdp_cc.engine.order import Order
 from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.reductions import Reductions
@@ -25,7 +24,6 @@ from yafsdp_cc.wire.exchange import Gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -86,7 +84,7 @@ class Root:
         self._passages: weakref.WeakSet[Passage] = weakref.WeakSet()
         """Those whose graphs there are."""
         self._retired = False
-        self._opener: FrameType | None = None
+        self._opener: Opener | None = None
         """What called it."""
         self.units: tuple[Unit, ...] = ()
         self.active: list[Call] = []
@@ -189,7 +187,7 @@ class Root:
             self.gather_lane.after(event)
         self.passage = passage = Passage(self)
         self._passages.add(passage)
-        self._opener = _caller()
+        self._opener = Opener()
         self.order.begin()
         return passage
 
@@ -217,7 +215,7 @@ class Root:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], RootEntry]:
         """Before a forward of the root module."""
-        if self.passage is not None and not self._is_called():
+        if self._opener is not None and not self._opener.is_running():
             self.recover()  # an interrupt, which no hook of a module is told of, has ended the forward
         if self.passage is not None:  # called from within its own forward
             return args, kwargs, RootEntry(None, None)
@@ -232,13 +230,6 @@ class Root:
         if self.unit is not None:
             args, kwargs, entry = self.unit.enter(args, kwargs)
         return args, kwargs, RootEntry(passage, entry)
-
-    def _is_called(self) -> bool:
-        """Whether what called the forward under way is still being run."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._opener:
-            frame = frame.f_back
-        return frame is not None
 
     def leave(self, entry: RootEntry, output: Any) -> Any:
         """After a forward of the root module."""
@@ -389,14 +380,3 @@ class RootEntry(NamedTuple):
 
     passage: Passage | None
     unit: Entry | None
-
-
-_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
-
-
-def _caller() -> FrameType | None:
-    """The innermost frame that is neither the engine's nor one of those that keep its hooks out of compilation."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    return frame
