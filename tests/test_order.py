@@ -38,7 +38,7 @@ from tests.maze import WIDTH, Boom, Maze, Program, calls, kinds, nests, random_a
 from tests.ranks import RankError, on_ranks
 from tests.reference import far_apart, mean_in_rank_order
 
-TIMEOUT = 40.0
+TIMEOUT = 120.0
 Forward = Callable[[], Tensor]
 
 
