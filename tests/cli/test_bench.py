@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import yafsdp_cc.cli as cli
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
 
@@ -33,18 +34,21 @@ OURS = "ours int8 / int8 weights"
         (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(tmp_path: Path, flags: list[str], told: str) -> None:
-    ran = yafsdp_cc("bench", *flags, folder=tmp_path)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert told in ran.stderr
-    assert ran.stderr.count("\n") == 1
+def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], told: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *flags])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
 
 
-def test_a_machine_without_networks_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_networks_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    ran = yafsdp_cc("bench", folder=tmp_path)
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == "yafsdp-cc bench: no program 'ip': apt-get install iproute2\n"
+    assert cli.main(["bench"]) == 1
+    assert capsys.readouterr() == ("", "yafsdp-cc bench: no program 'ip': apt-get install iproute2\n")
 
 
 def test_help_names_the_contestants_without_torch() -> None:
