@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 
@@ -40,6 +41,9 @@ TRAINING = {
     "ours onebit / int8 kept": _trains("ours", gradients="onebit", weights="int8", zero_stage=2),
     "ours powersgd / int8 weights": _trains("ours", gradients="powersgd", weights="int8"),
 }
+
+if find_spec("deepspeed") is not None:
+    TRAINING["deepspeed zero-3 bf16"] = _trains("zero_3")
 
 EXCHANGES = {
     "torch reduce-scatter": _sums("torch_reduce_scatter"),

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,6 +71,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and its end is this one's
     namespaces.die_with(parent)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for what older has by these alone
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if backend == "nccl":

@@ -35,10 +35,13 @@ class Trainee:
 
     def step(self, tokens: Tensor) -> None:
         """Learn from [sequences, length + 1] tokens."""
-        logits = self.model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        self._loss(tokens).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def trainee_of(name: str) -> Trainee:
@@ -79,6 +82,32 @@ def ddp_powersgd() -> Trainee:
     return Trainee(wrapped)
 
 
+class _Zero3(Trainee):
+    """DeepSpeed's ZeRO-3 in bf16, whose engine has the optimizer."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        # Would be compiled at the first start, for ranks of one machine; those of a lab are machines of their own.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        model = GPT()
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            config={
+                "train_micro_batch_size_per_gpu": 8,
+                "zero_optimization": {"stage": 3},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": True},
+            },
+        )
+        self.model, self.counted = self._engine, None
+
+    def step(self, tokens: Tensor) -> None:
+        self._engine.backward(self._loss(tokens))
+        self._engine.step()
+
+
 def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainee:
     """This package's engine in bf16; without a ``compression``, what it sends is exact."""
     with warnings.catch_warnings():
@@ -97,4 +126,10 @@ def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainee:
     return Trainee(model, counted)
 
 
-_MAKERS: dict[str, Callable[..., Trainee]] = {"fsdp2": fsdp2, "ddp": ddp, "ddp_powersgd": ddp_powersgd, "ours": ours}
+_MAKERS: dict[str, Callable[..., Trainee]] = {
+    "fsdp2": fsdp2,
+    "ddp": ddp,
+    "ddp_powersgd": ddp_powersgd,
+    "ours": ours,
+    "zero_3": _Zero3,
+}

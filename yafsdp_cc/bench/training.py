@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +57,7 @@ def _on_rank(
     lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int
 ) -> dict[str, dict[str, list[Turn]]]:
     """Of each contestant at each bandwidth, its turns."""
+    warnings.simplefilter("ignore", FutureWarning)  # of torch's, of names that rivals use
     runs = {name: _Run(name, lab) for name in names}
     for run in runs.values():
         run.turn(WARM_UP)
