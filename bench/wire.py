@@ -1,7 +1,10 @@
-"""What compression costs, apart from any network.
+"""Everything that is measured of the wire.
 
-    python bench/wire.py                                     # about two minutes
-    python bench/wire.py --codecs onebit,int8 --rounds 15    # some of it, more surely
+    python bench/wire.py                                                        # about a quarter of an hour
+    python bench/wire.py --sections kernels --codecs onebit,int8 --rounds 15    # some of it, more surely
+
+Sections *training* and *exchanges* are the suites of ``yafsdp-cc bench``: training over 100 Mbit/s and 1 Gbit/s between
+network namespaces of this machine, and what sums and gathers cost the processor, over its loopback.
 
 Section *kernels*: native encoding and decoding on one thread, against copying the same number of bytes (those that are
 read and those that are written, together) and against the plain-torch definitions. Contestants take turns round by
@@ -13,11 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +25,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import kernels
+from yafsdp_cc.bench import machine, suites
+from yafsdp_cc.bench.contestants import EXCHANGES, TRAINING
+from yafsdp_cc.netlab import Unavailable
 
-SECTIONS = {"kernels": (kernels.measure, kernels.table)}
+BANDWIDTHS = ("100mbit", "1gbit")
+
+
+def training(options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        return suites.train(list(TRAINING), bandwidths=BANDWIDTHS, rounds=options.rounds or 3)
+    except Unavailable as reason:
+        print(f"training: skipped, {reason}", flush=True)
+        return {"skipped": str(reason)}
+
+
+def exchanges(options: argparse.Namespace) -> dict[str, Any]:
+    return suites.exchanges(list(EXCHANGES), rounds=options.rounds or 7)
+
+
+def native(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    result = kernels.measure(options.codecs, options.elements, options.rounds or 7)
+    print(kernels.table(result), flush=True)
+    return result
+
+
+# In this order, whichever are asked for: the ranks of the first two are forked, and kernels may have started threads.
+SECTIONS = {"training": training, "exchanges": exchanges, "kernels": native}
 
 
 def main() -> None:
     options = _options()
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {"about": _about()}
-    for name in options.sections:
-        measure, table = SECTIONS[name]
-        results[name] = measure(options.codecs, options.elements, options.rounds)
-        print(table(results[name]), flush=True)
+    results: dict[str, Any] = {"about": machine.about(["python", "bench/wire.py", *sys.argv[1:]])}
+    for name in [name for name in SECTIONS if name in options.sections]:
+        results[name] = SECTIONS[name](options)
         if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _about() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "command": shlex.join(["python", "bench/wire.py", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cpu": {"model": next(models, platform.machine()), "cores": len(os.sched_getaffinity(0))},
-        "instructions": os.environ.get("YAFSDP_CC_SIMD", "the best there are"),
-        "threads": 1,
-    }
+            options.json.write_text(json.dumps(results, indent=1) + "\n")  # as far as it has come
 
 
 def _options() -> argparse.Namespace:
@@ -64,8 +71,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sections", type=names, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--codecs", type=names, default=list(kernels.CODECS), help=f"of {', '.join(kernels.CODECS)}")
-    parser.add_argument("--elements", type=int, default=1 << 26, help="of each tensor, a multiple of 4096")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--elements", type=int, default=1 << 26, help="of each tensor of kernels, a multiple of 4096")
+    parser.add_argument("--rounds", type=int, help="of training 3, of the others 7, unless told")
     parser.add_argument("--json", type=Path, help="where to write everything measured")
     options = parser.parse_args()
     for wanted, known in ((options.sections, SECTIONS), (options.codecs, kernels.CODECS)):

@@ -19,6 +19,7 @@ COMMANDS = {
     "launch": Command("yafsdp_cc.cli.launch", "run a training script on several ranks, with torchrun's own flags"),
     "convert": Command("yafsdp_cc.cli.convert", "write a checkpoint's model as safetensors"),
     "demo": Command("yafsdp_cc.cli.demo", "train a small language model on two ranks of this machine"),
+    "bench": Command("yafsdp_cc.cli.bench", "measure training over a slow network, beside torch's own engines"),
 }
 
 

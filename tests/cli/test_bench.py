@@ -1,0 +1,97 @@
+"""``yafsdp-cc bench``: what it refuses, how it stops, and that bytes which it reports are bytes that crossed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import yafsdp_cc.cli as cli
+from tests.cli.command import ROOT, started, yafsdp_cc
+from tests.netlab.labs import lab_of
+
+OURS = "ours int8 / int8 weights"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--suite=trian"], "no suite 'trian'; did you mean 'train'?"),
+        (["--contestants=ddp fp32,ours int9 / int8 weights"], f"'ours int9 / int8 weights'; did you mean '{OURS}'?"),
+        (["--suite=exchanges", "--contestants=zzz"], "no contestant 'zzz'; one of torch reduce-scatter, torch all-to"),
+        (["--suite=exchanges", "--steps=3"], "--bandwidth, --delay-ms and --steps are for --suite train"),
+        (["--suite=exchanges", "--ranks=3"], "ranks=3: buffers are divided among 2, 4, 8"),
+        (["--bandwidth=100mbit,100mbits"], "bandwidth '100mbits': write 100mbit, 2.5gbit, 500kbit or unshaped"),
+        (["--delay-ms=-1"], "delay_ms=-1.0: 0 to 10000 milliseconds"),
+        (["--ranks=1"], "ranks=1: nothing crosses a network among fewer than 2"),
+        (["--ranks=two"], "--ranks: 'two': write 2, or 2,4"),
+        (["--rounds=0"], "--rounds: must be at least 1, got 0"),
+        (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], told: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *flags])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_machine_without_networks_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["bench"]) == 1
+    assert capsys.readouterr() == ("", "yafsdp-cc bench: no program 'ip': apt-get install iproute2\n")
+
+
+def test_help_names_the_contestants_without_torch() -> None:
+    program = """
+import sys, yafsdp_cc.cli as cli
+try:
+    cli.main(["bench", "--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert f"\n  {OURS}\n" in shown.stdout
+    assert "\n  torch reduce-scatter\n" in shown.stdout
+
+
+def test_training_reports_the_bytes_that_crossed(tmp_path: Path) -> None:
+    with lab_of(ranks=2):
+        pass
+    flags = ["--bandwidth=200mbit", "--rounds=1", "--steps=1", "--json=figures.json"]
+    ran = yafsdp_cc("bench", "--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "2 ranks at 200mbit" in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 110
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["about"]["command"].startswith("yafsdp-cc bench --suite=train")
+    figures = written["train"]["2"]["200mbit"]
+    assert figures["fsdp2 bf16"]["counted_bytes"] is None
+    assert figures["fsdp2 bf16"]["times_as_fast"] == 1
+    ours = figures[OURS]
+    assert ours["tokens_per_s"] > 0
+    assert ours["counted_bytes"] > 10e6
+    assert 0 < ours["sent_above_counted"] < 0.08
+    assert ours["times_fewer_bytes"] > 2
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    with lab_of(ranks=2):
+        pass
+    flags = ["--contestants=ours exact bf16", "--bandwidth=unshaped", "--rounds=10000"]
+    with started("bench", *flags, folder=tmp_path) as process:
+        assert process.stderr is not None
+        assert any("unshaped 1/10000 ours exact bf16" in line for line in process.stderr)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in err

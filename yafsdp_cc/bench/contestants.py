@@ -1,0 +1,58 @@
+"""Who takes part in each suite. Names and settings alone, so that a misspelt one is told before torch is imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+
+class Contestant(NamedTuple):
+    """The function that makes it, of ``trainees`` or ``exchanges``, and what this is told."""
+
+    maker: str
+    told: dict[str, Any]
+    beside: str
+    """Whose figures its own are held against."""
+
+
+def _trains(maker: str, **told: Any) -> Contestant:
+    return Contestant(maker, told, beside="fsdp2 bf16")
+
+
+def _sums(maker: str, **told: Any) -> Contestant:
+    return Contestant(maker, told, beside="torch reduce-scatter")
+
+
+def _gathers(maker: str, **told: Any) -> Contestant:
+    return Contestant(maker, told, beside="torch all-gather")
+
+
+TRAINING = {
+    "fsdp2 fp32": _trains("fsdp2"),
+    "fsdp2 bf16": _trains("fsdp2", bf16=True),
+    "fsdp2 bf16 + compress int8/int8": _trains("fsdp2", bf16=True, gradients="int8", weights="int8"),
+    "ddp fp32": _trains("ddp"),
+    "ddp fp16 hook": _trains("ddp", hook="fp16"),
+    "ddp bf16 hook": _trains("ddp", hook="bf16"),
+    "ddp powersgd": _trains("ddp_powersgd"),
+    "ours exact bf16": _trains("ours"),
+    "ours int8 / int8 weights": _trains("ours", gradients="int8", weights="int8"),
+    "ours onebit / int8 weights": _trains("ours", gradients="onebit", weights="int8"),
+    "ours onebit / int8 kept": _trains("ours", gradients="onebit", weights="int8", zero_stage=2),
+    "ours powersgd / int8 weights": _trains("ours", gradients="powersgd", weights="int8"),
+}
+
+if find_spec("deepspeed") is not None:
+    TRAINING["deepspeed zero-3 bf16"] = _trains("zero_3")
+
+EXCHANGES = {
+    "torch reduce-scatter": _sums("torch_reduce_scatter"),
+    "torch all-to-all + sum": _sums("torch_all_to_all"),
+    "ours exact": _sums("exact_reduce"),
+    "ours int8": _sums("encoded_reduce", codec="int8"),
+    "ours int4": _sums("encoded_reduce", codec="int4"),
+    "ours onebit": _sums("encoded_reduce", codec="onebit"),
+    "torch all-gather": _gathers("torch_all_gather"),
+    "ours gather exact": _gathers("exact_gather"),
+    "ours gather int8": _gathers("encoded_gather", codec="int8"),
+}

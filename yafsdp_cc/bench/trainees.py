@@ -1,0 +1,135 @@
+"""The demo's model (ten million parameters) with an optimizer, wrapped in every way that is compared."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from yafsdp_cc.api import counters_of, shard
+from yafsdp_cc.bench.contestants import TRAINING
+from yafsdp_cc.compression import Compression
+from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.integrations.fsdp2_wire import compress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+class Trainee:
+    """A model, its optimizer, and the bytes that it counts itself as sent so far, if it counts any."""
+
+    def __init__(self, model: nn.Module, counted: Callable[[], int] | None = None) -> None:
+        self.model = model
+        self.counted = counted
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(self, tokens: Tensor) -> None:
+        """Learn from [sequences, length + 1] tokens."""
+        self._loss(tokens).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def trainee_of(name: str) -> Trainee:
+    """The contestant of this name."""
+    maker, told, _ = TRAINING[name]
+    return _MAKERS[maker](**told)
+
+
+def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainee:
+    """torch's FSDP2, on each block and then on the root; with ``compression``, what it sends encoded."""
+    policy = BF16 if bf16 else MixedPrecisionPolicy()
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if not compression:
+        return Trainee(model)
+    wire = compress(model, Compression(**compression))
+    return Trainee(model, lambda: wire.sent_bytes)
+
+
+def ddp(*, hook: str | None = None) -> Trainee:
+    """torch's DDP, its gradients cast by one of torch's own hooks."""
+    model = DistributedDataParallel(GPT())
+    if hook is not None:
+        model.register_comm_hook(None, HOOKS[hook])
+    return Trainee(model)
+
+
+def ddp_powersgd() -> Trainee:
+    """DDP with torch's own PowerSGD."""
+    model = GPT()
+    # In one bucket. The hook starts its second and third sum from the threads on which the one before has ended: those
+    # of two buckets start in another order on another rank, sums of different sizes meet, and gloo ends the process.
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=-(-whole // (1 << 20)))
+    wrapped.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
+    return Trainee(wrapped)
+
+
+class _Zero3(Trainee):
+    """DeepSpeed's ZeRO-3 in bf16, whose engine has the optimizer."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        # Would be compiled at the first start, for ranks of one machine; those of a lab are machines of their own.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        model = GPT()
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            config={
+                "train_micro_batch_size_per_gpu": 8,
+                "zero_optimization": {"stage": 3},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": True},
+            },
+        )
+        self.model, self.counted = self._engine, None
+
+    def step(self, tokens: Tensor) -> None:
+        self._engine.backward(self._loss(tokens))
+        self._engine.step()
+
+
+def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainee:
+    """This package's engine in bf16; without a ``compression``, what it sends is exact."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few bits with Adam, and of large residuals: nobody keeps what is learnt
+        model = shard(
+            GPT(),
+            mp_policy=BF16,
+            compression=Compression(**compression) if compression else None,
+            zero_stage=zero_stage,
+        )
+
+    def counted() -> int:
+        counters = counters_of(model)
+        return counters.gathered_bytes + counters.reduced_bytes
+
+    return Trainee(model, counted)
+
+
+_MAKERS: dict[str, Callable[..., Trainee]] = {
+    "fsdp2": fsdp2,
+    "ddp": ddp,
+    "ddp_powersgd": ddp_powersgd,
+    "ours": ours,
+    "zero_3": _Zero3,
+}

@@ -1,0 +1,125 @@
+"""Suite ``train``: every contestant trains over a slow network, each rank in a network namespace of its own.
+
+A step is forward, backward and AdamW on 1,024 tokens of random bytes per rank. Contestants take turns, in rounds whose
+order rotates, at each bandwidth. A step's time is the median over the rounds; bytes are means over ranks and rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch._dynamo  # by the optimizers, before ranks are forked
+import torch.distributed as dist
+
+from yafsdp_cc.bench import trainees
+from yafsdp_cc.bench.contestants import TRAINING
+from yafsdp_cc.bench.turns import in_turns
+from yafsdp_cc.demo.model import VOCABULARY
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yafsdp_cc.netlab import Lab
+
+SEQUENCES, LENGTH = 8, 128
+WARM_UP = 3
+"""Steps of each contestant before any is measured: by then every way of compressing has begun."""
+PATIENCE = 24 * 3600.0
+"""Seconds that a run may take: FSDP2 alone sends 92 MB a step, and somebody may ask what that takes at 1 Mbit/s."""
+
+
+class Turn(NamedTuple):
+    """Some steps of one contestant on one rank, each in the mean."""
+
+    seconds: float
+    sent: float
+    """Bytes, by the counters of the interface."""
+    counted: float | None
+    """Bytes, as the contestant itself counts them."""
+
+
+def measure(lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Figures of every contestant at every bandwidth, of a lab that has begun."""
+    per_rank = lab.run(_on_rank, lab, names, bandwidths, rounds, steps, timeout=PATIENCE)
+    ranks = len(per_rank)
+    return {
+        bandwidth: _figures({name: [turns[bandwidth][name] for turns in per_rank] for name in names}, ranks)
+        for bandwidth in bandwidths
+    }
+
+
+def _on_rank(
+    lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int
+) -> dict[str, dict[str, list[Turn]]]:
+    """Of each contestant at each bandwidth, its turns."""
+    warnings.simplefilter("ignore", FutureWarning)  # of torch's, of names that rivals use
+    runs = {name: _Run(name, lab) for name in names}
+    for run in runs.values():
+        run.turn(WARM_UP)
+    found: dict[str, dict[str, list[Turn]]] = {}
+    for bandwidth in bandwidths:
+        if dist.get_rank() == 0:
+            lab.set_bandwidth(bandwidth)
+        found[bandwidth] = {name: [] for name in names}
+        for number, name in in_turns(names, rounds):
+            turn = runs[name].turn(steps)
+            found[bandwidth][name].append(turn)
+            if dist.get_rank() == 0:
+                print(f"{bandwidth} {number}/{rounds} {name}: {turn.seconds:.3f} s/step", file=sys.stderr)
+    return found
+
+
+class _Run:
+    """One contestant, trained a few steps at a time."""
+
+    def __init__(self, name: str, lab: Lab) -> None:
+        torch.manual_seed(0)
+        self._lab = lab
+        self._trainee = trainees.trainee_of(name)
+        self._draws = torch.Generator().manual_seed(dist.get_rank())
+
+    def turn(self, steps: int) -> Turn:
+        batches = [
+            torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=self._draws, dtype=torch.int64)
+            for _ in range(steps)
+        ]
+        rank, counted = dist.get_rank(), self._trainee.counted
+        dist.barrier()
+        before, said = self._lab.traffic()[rank], counted() if counted else 0
+        start = time.perf_counter()
+        for tokens in batches:
+            self._trainee.step(tokens)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        sent = self._lab.traffic()[rank].since(before).sent
+        return Turn(seconds / steps, sent / steps, (counted() - said) / steps if counted else None)
+
+
+def _figures(turns: dict[str, list[list[Turn]]], ranks: int) -> dict[str, Any]:
+    """Of each contestant, whose turns are given by rank."""
+    figures = {name: _summary(of_ranks, ranks) for name, of_ranks in turns.items()}
+    for name, each in figures.items():
+        beside = figures.get(TRAINING[name].beside)
+        each["times_as_fast"] = beside and beside["seconds"] / each["seconds"]
+        each["times_fewer_bytes"] = beside and beside["sent_bytes"] / each["sent_bytes"]
+    return figures
+
+
+def _summary(of_ranks: list[list[Turn]], ranks: int) -> dict[str, Any]:
+    rounds = [max(turn.seconds for turn in turns) for turns in zip(*of_ranks, strict=True)]
+    turns = [turn for turns in of_ranks for turn in turns]
+    sent = mean(turn.sent for turn in turns)
+    said = [turn.counted for turn in turns if turn.counted is not None]
+    return {
+        "seconds": median(rounds),
+        "rounds": rounds,
+        "tokens_per_s": ranks * SEQUENCES * LENGTH / median(rounds),
+        "sent_bytes": sent,
+        "counted_bytes": mean(said) if said else None,
+        "sent_above_counted": sent / mean(said) - 1 if said else None,
+    }
