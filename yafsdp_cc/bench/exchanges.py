@@ -11,9 +11,10 @@ from torch import Tensor
 from yafsdp_cc.bench.contestants import EXCHANGES
 from yafsdp_cc.wire import codecs
 from yafsdp_cc.wire.codec import codec_of
-from yafsdp_cc.wire.encoded import EncodedGather, EncodedReduce, Post
+from yafsdp_cc.wire.encoded import EncodedGather, EncodedReduce
 from yafsdp_cc.wire.exchange import Gather, Reduce
 from yafsdp_cc.wire.feedback import Residual
+from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
