@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.compression import LOW_RANK, Compression, compression_of
+from yafsdp_cc.compression import LOW_RANK, Compression, check_overrides, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
@@ -123,6 +123,7 @@ def shard(
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
         check_divided(owned, mesh)
         check_hooks(owned)
+        check_overrides(config, [name for name, _ in model.named_parameters()])
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
@@ -258,8 +259,8 @@ def _warn_of_few_bits(config: Compression) -> None:
     if config.gradients in ("ternary", "onebit", "topk", LOW_RANK):
         warnings.warn(
             f"gradients={config.gradients!r} with an optimizer that is not of the 1-bit family, and none is here yet: "
-            "Adam's loss falls more slowly with fewer than 4 bits (docs/compression.md has figures). 'int4' costs next "
-            "to nothing",
+            "Adam's loss falls more slowly with fewer than 4 bits (docs/compression.md, Which one?). 'int4' trains as "
+            "exact sums do, as far as measured",
             stacklevel=3,
         )
 

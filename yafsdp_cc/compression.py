@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import field, fields
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
+from functools import wraps
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import ConfigDict, ValidationError, field_validator, model_validator
+from pydantic.dataclasses import dataclass
 
-from yafsdp_cc.wire.codec import BLOCK, Codec, codec_of
+from yafsdp_cc.wire.codec import BLOCK, Codec, codec_of, kind_of
 
 EXACT = "fp32"
 """The name of no codec at all, where the engine sums in fp32 anyway."""
@@ -19,15 +22,41 @@ LOW_RANK = "powersgd"
 
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
+_T = TypeVar("_T")
 
-class Compression(BaseModel):
+
+def _in_plain_words(kind: type[_T]) -> type[_T]:
+    """Let a class say what is wrong as a ``ValueError`` of one line, without pydantic's own words around it."""
+    init = kind.__init__
+
+    @wraps(init)
+    def plain_init(self: _T, *arguments: Any, **named: Any) -> None:
+        try:
+            init(self, *arguments, **named)
+        except ValidationError as error:
+            raise ValueError("; ".join(_line_of(kind, each) for each in error.errors())) from None
+
+    setattr(kind, "__init__", plain_init)  # noqa: B010  (mypy forbids the assignment)
+    return kind
+
+
+def _line_of(kind: type, error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{kind.__name__} has no {name!r}, only {', '.join(each.name for each in fields(kind))}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+@_in_plain_words
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Compression:
     """How what crosses the network is encoded.
 
     Raises:
         ValueError: a name is no codec's, or the combination cannot work; the message says which.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gradients: str = "int8"
     """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix."""
@@ -47,7 +76,7 @@ class Compression(BaseModel):
     """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
     matrix_rank: int = 8
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
-    overrides: Mapping[str, str] = {}
+    overrides: Mapping[str, str] = field(default_factory=dict)
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
 
     @field_validator("gradients", "overrides")
@@ -76,7 +105,7 @@ class Compression(BaseModel):
             raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
-        biased = [name for name in (self.gradients, *self.overrides.values()) if name in _NEEDS_FEEDBACK]
+        biased = [name for name in (self.gradients, *self.overrides.values()) if _needs_feedback(name)]
         if biased and not self.feedback:
             raise ValueError(
                 f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
@@ -100,13 +129,26 @@ class Compression(BaseModel):
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
-_NEEDS_FEEDBACK = {"onebit", "topk", LOW_RANK}
+
+def _needs_feedback(name: str) -> bool:
+    return name == LOW_RANK or kind_of(name).needs_feedback
 
 
 def check_name(name: str) -> None:
     """Raise a ``ValueError`` if gradients cannot be encoded by what has this name."""
     if name != LOW_RANK:
-        codec_of(name)
+        kind_of(name)
+
+
+def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
+    """Raise a ``ValueError`` if a pattern of ``overrides`` fits none of the parameters' ``names``."""
+    for pattern in () if compression is None else compression.overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(map(repr, list(names)[:3]))
+            raise ValueError(
+                f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands "
+                f"for anything), such as {some}"
+            )
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:

@@ -103,7 +103,7 @@ def under_ddp_by_factors() -> None:
 
 
 def refused() -> None:
-    with pytest.raises(ValueError, match=r"compress\(\) on a Transformer in which fully_shard has sharded nothing"):
+    with pytest.raises(ValueError, match=r"on a Transformer in which torch's fully_shard has sharded nothing"):
         yafsdp_cc.compress(Transformer(2, 64), "int8")
     with pytest.raises(ValueError, match=r"a model of this package: pass shard\(model, compression=...\)"):
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
@@ -111,6 +111,11 @@ def refused() -> None:
         fsdp2("powersgd")
     with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
         fsdp2(Compression(overrides={"*": "int4"}))
+    model, wire = fsdp2("int8")
+    with pytest.raises(ValueError, match=r"compressed already: call .remove\(\)"):
+        yafsdp_cc.compress(model, "int4")
+    wire.remove()
+    yafsdp_cc.compress(model, "int4")
 
 
 def on_two_ranks() -> None:
@@ -129,6 +134,11 @@ def over_replicas() -> None:
         model, wire = fsdp2(codec, mesh=mesh)
         assert losses(model) == pytest.approx(exact, rel=tolerance)
         assert wire.sent_bytes
+    with pytest.raises(TypeError, match="replicas takes a process group, such as mesh"):
+        yafsdp_cc.compress(fsdp2()[0], "int8", replicas=mesh["replicate"])
+    whole = fully_shard(Transformer(2, 64), mesh=mesh)
+    with pytest.warns(UserWarning, match="those over replicas stay exact"):
+        yafsdp_cc.compress(whole, "int8")
 
 
 def test_sums_over_replicas():

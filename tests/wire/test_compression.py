@@ -310,14 +310,21 @@ def refusals() -> None:
             sharded(wrong)
     with pytest.raises(ValueError, match="compression has scope='replicate', and the mesh has no replicas"):
         sharded(Compression(scope="replicate"))
+    with pytest.raises(ValueError, match=r"overrides=\{'1.*': ...\} fits no parameter .* such as '0.weight', '0.bias'"):
+        sharded(Compression(overrides={"0.*": "fp32", "1.*": "fp32"}))
+    with pytest.raises(ValueError, match="GradientWire with overrides: a bucket of DDP"):
+        yafsdp_cc.GradientWire(Compression(overrides={"0.*": "fp32"}))
+    with pytest.raises(ValueError, match="GradientWire with weights: DDP gathers none"):
+        yafsdp_cc.GradientWire(Compression(weights="int8"))
     with pytest.raises(ValueError, match="compression differs between ranks"):
         sharded("int8" if dist.get_rank() else "int4")
 
 
 def test_what_cannot_be_is_refused_by_name():
     on_ranks(2, refusals)
+    assert Compression("int4", "int8") == Compression(gradients="int4", weights="int8")
     for wrong, match in (
-        ({"gradients": "int7"}, "there is no codec 'int7'"),
+        ({"gradients": "int7"}, "^there is no codec 'int7'"),
         ({"gradients": "onebit", "feedback": False}, "gradients='onebit' with feedback=False: what it leaves out"),
         ({"weights": "int4"}, "weights='int4': weights are rounded anew in every gather"),
         ({"block": 100}, "block=100: a block has a power of two of elements"),
@@ -325,7 +332,9 @@ def test_what_cannot_be_is_refused_by_name():
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"matrix_rank": 0}, "matrix_rank=0: factors have 1 column or more"),
         ({"gradients": "powersgd", "feedback": False}, "gradients='powersgd' with feedback=False"),
-        ({"gradient": "int8"}, "Extra inputs are not permitted"),
+        ({"gradient": "int8"}, "^Compression has no 'gradient', only gradients, weights, feedback"),
+        ({"gradients": None}, "^gradients=None: input should be a valid string$"),
+        ({"residual": "fp16"}, "^residual='fp16': input should be 'fp32', 'bf16' or 'int8'$"),
     ):
         with pytest.raises(ValueError, match=match):
             Compression(**wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.compression import LOW_RANK
+from yafsdp_cc.compression import EXACT, LOW_RANK
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.plan import (
     Plan,
@@ -21,7 +21,7 @@ from yafsdp_cc.wire.factored import sent_bytes
 from yafsdp_cc.wire.lowrank import matrices_of, numel_of
 
 CHOICES = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
-"""Codecs of gradients whose cost a plan compares."""
+"""Codecs of gradients whose cost a plan compares, besides the one in use."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def plan_for(root: Root) -> Plan:
         second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.receive_bytes,
         residual_bytes=root.reductions.residual_bytes,
-        choices=tuple(_choice(root, trainable, name) for name in CHOICES) if root.compressed is not None else (),
+        choices=_choices(root, trainable),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
         crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
         host=_host(root, flats),
@@ -91,6 +91,14 @@ def _shared(root: Root) -> int:
     """Bytes to sum over replicas what the shard's ranks have summed."""
     replicas = root.reductions.replicas
     return 0 if replicas is None else replicas.wire_bytes()
+
+
+def _choices(root: Root, flats: Sequence[Flat]) -> tuple[PlannedChoice, ...]:
+    """What codecs of gradients would cost: those that are compared always, and the one in use."""
+    if root.compressed is None:
+        return ()
+    names = dict.fromkeys((*CHOICES, root.compressed.config.gradients))
+    return tuple(_choice(root, flats, name) for name in names if name != EXACT)
 
 
 def _choice(root: Root, flats: Sequence[Flat], name: str) -> PlannedChoice:

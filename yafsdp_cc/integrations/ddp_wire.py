@@ -19,11 +19,21 @@ class GradientWire:
     Args:
         compression: as of ``shard``; of gradients alone.
         group: the ranks of the DDP; None: all.
+
+    Raises:
+        ValueError: the compression asks for what cannot be done here.
+        TypeError: ``compression`` is none.
     """
 
     def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:
         config = compression_of(compression)
-        assert config is not None
+        if config is None:
+            raise TypeError("GradientWire takes a Compression or the name of a codec such as 'int8', got None")
+        if config.overrides or config.weights is not None:
+            what = "overrides: a bucket of DDP crosses in one piece"
+            if not config.overrides:
+                what = "weights: DDP gathers none"
+            raise ValueError(f"GradientWire with {what}; leave them out, or use yafsdp_cc.shard")
         self.config = config
         self.group = group if group is not None else dist.group.WORLD
         self.sums: dict[int, SharedSum] = {}

@@ -8,13 +8,16 @@ hooks: they live as long as these, and start empty.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression import EXACT, LOW_RANK, Compression, compression_of
 from yafsdp_cc.engine.module import ShardedModule
@@ -39,6 +42,8 @@ class Compressing:
 
     def __init__(self, hooks: Sequence[_Reducing | _Gathering | _Summing]) -> None:
         self._hooks = tuple(hooks)
+        self.removed = False
+        """Whether ``remove`` has been called."""
 
     @property
     def sent_bytes(self) -> int:
@@ -47,6 +52,7 @@ class Compressing:
 
     def remove(self) -> None:
         """Let torch's own exchanges do it from now on. What is still in residuals is lost."""
+        self.removed = True
         for hook in self._hooks:
             hook.forget()
 
@@ -64,15 +70,25 @@ def compress(
             then.
 
     Raises:
-        ValueError: nothing in the model is sharded, or the compression asks for what cannot be done here.
-        TypeError: ``compression`` is none.
+        ValueError: nothing in the model is sharded, it has a compression already, or the compression asks for what
+            cannot be done here.
+        TypeError: an argument is of the wrong type.
     """
     config = compression_of(compression)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if any(isinstance(module, ShardedModule) for module in modules):
         raise ValueError("compress() on a model of this package: pass shard(model, compression=...)")
-    if config is None or not modules:
-        raise ValueError(f"compress() on a {type(model).__name__} in which fully_shard has sharded nothing")
+    if config is None:
+        raise TypeError("compress() takes a Compression or the name of a codec such as 'int8', got None")
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(f"replicas takes a process group, such as mesh['replicate'].get_group(); got {replicas!r}")
+    if not modules:
+        raise ValueError(
+            f"compress() on a {type(model).__name__} in which torch's fully_shard has sharded nothing: call it first, "
+            "or yafsdp_cc.shard(model, compression=...) instead; for DDP there is GradientWire"
+        )
+    if any(module in _compressed and not _compressed[module].removed for module in modules):
+        raise ValueError("compress() on a model that is compressed already: call .remove() on what it returned first")
     if config.overrides:
         raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
     if config.gradients == LOW_RANK:
@@ -94,7 +110,28 @@ def compress(
             gathering = _Gathering(config)
             module.set_custom_all_gather(gathering)
             hooks.append(gathering)
-    return Compressing(hooks)
+    if replicas is None and any(map(_has_replicas, modules)):
+        warnings.warn(
+            "compress() of a model on a mesh (replicate, shard) encodes the sums within a shard, and those over "
+            "replicas stay exact. For the other way round: fully_shard(..., mesh=mesh['shard']) and compress(..., "
+            "replicas=mesh['replicate'].get_group())",
+            stacklevel=2,
+        )
+    compressing = Compressing(hooks)
+    _compressed.update(dict.fromkeys(modules, compressing))
+    return compressing
+
+
+_compressed: WeakKeyDictionary[nn.Module, Compressing] = WeakKeyDictionary()
+"""What each module has been given."""
+
+
+def _has_replicas(module: nn.Module) -> bool:
+    """Whether parameters are the same along the first dimension of a mesh and cut across another."""
+    return any(
+        isinstance(each, DTensor) and each.device_mesh.ndim > 1 and each.placements[0].is_replicate()
+        for each in module.parameters()
+    )
 
 
 class _Reducing(ReduceScatter):

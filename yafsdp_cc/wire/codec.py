@@ -1,4 +1,5 @@
 """Codecs: how a chunk of numbers becomes fewer bytes, and back. One file each in ``codecs``; a new one is one more.
+A user's own is a subclass in a file of the user's (docs/compression.md, "A codec of your own").
 
     values    [messages, n] fp32        n is a multiple of the block
     message   [messages, bytes] uint8   one row for each rank that is sent one
@@ -79,6 +80,8 @@ class Codec(ABC):
     name: ClassVar[str]
     rounds_randomly: ClassVar[bool] = False
     """Whether ``encode`` takes noise, and then is right on average."""
+    needs_feedback: ClassVar[bool] = False
+    """Whether what a message leaves out is a large part of the gradient, and wrong in the same way every time."""
 
     def __init__(self, block: int = BLOCK) -> None:
         if block not in BLOCKS:
@@ -87,6 +90,10 @@ class Codec(ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
+            known = _codecs.get(cls.name)
+            # The same class again is a module that is loaded again.
+            if cls.name in ELSEWHERE or (known is not None and _path(known) != _path(cls)):
+                raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
             _codecs[cls.name] = cls
 
     @abstractmethod
@@ -117,17 +124,30 @@ class Codec(ABC):
         """Of each block, whether the message could say all of it: [messages, blocks] bool."""
 
 
+def kind_of(name: str) -> type[Codec]:
+    """The class of the codec of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import yafsdp_cc.wire.codecs  # noqa: F401  (they register themselves, and import this module)
+
+    if name not in _codecs:
+        raise ValueError(f"there is no codec {name!r}, only {', '.join(sorted([*_codecs, *ELSEWHERE]))}")
+    return _codecs[name]
+
+
 def codec_of(name: str, block: int = BLOCK) -> Codec:
     """The codec of a name.
 
     Raises:
         ValueError: there is none, or it cannot have this block.
     """
-    import yafsdp_cc.wire.codecs  # noqa: F401  (they register themselves, and import this module)
+    return kind_of(name)(block)
 
-    if name not in _codecs:
-        raise ValueError(f"there is no codec {name!r}, only {', '.join(sorted([*_codecs, *ELSEWHERE]))}")
-    return _codecs[name](block)
+
+def _path(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
 
 
 # What codecs share

@@ -17,6 +17,7 @@ from yafsdp_cc.wire.codec import Noise, Scaled, block_sum, say, sizes
 
 class OneBit(Scaled):
     name = "onebit"
+    needs_feedback = True
 
     def payload_bytes(self, n: int) -> int:
         return n // 8

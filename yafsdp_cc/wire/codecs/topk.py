@@ -26,6 +26,7 @@ _TOO_LARGE = 2_039
 
 class TopK(Codec):
     name = "topk"
+    needs_feedback = True
 
     def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
         """For each tile: its first element, its end, how many of it are kept, and the byte where it begins."""
