@@ -41,9 +41,10 @@ def _in_plain_words(kind: type[_T]) -> type[_T]:
 
 
 def _line_of(kind: type, error: Any) -> str:
-    name = ".".join(map(str, error["loc"]))
+    names = [each.name for each in fields(kind)]  # pydantic gives the number of what came by position
+    name = ".".join(names[each] if isinstance(each, int) else str(each) for each in error["loc"])
     if error["type"] == "unexpected_keyword_argument":
-        return f"{kind.__name__} has no {name!r}, only {', '.join(each.name for each in fields(kind))}"
+        return f"{kind.__name__} has no {name!r}, only {', '.join(names)}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"

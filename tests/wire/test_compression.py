@@ -298,6 +298,40 @@ def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
     on_ranks(readers, resumed, tmp_path, codec)
 
 
+def scaled_and_resumed(folder: Any) -> None:
+    def fresh() -> tuple[Any, torch.amp.GradScaler]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return sharded(Compression(gradients="onebit")), scaler
+
+    def step(model: Any, scaler: torch.amp.GradScaler, number: int) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler.scale(loss_of(model, number)).backward()
+        found = gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        return found
+
+    model, scaler = fresh()
+    yafsdp_cc.follow_scaler(model, scaler)
+    for number in range(5):
+        step(model, scaler, number)
+    yafsdp_cc.save(folder / "scaled", model, scaler=scaler.state_dict())
+    truth = step(model, scaler, 5)
+    for followed in (False, True):  # before the load already, or only after it
+        model, scaler = fresh()
+        if followed:
+            yafsdp_cc.follow_scaler(model, scaler)
+        scaler.load_state_dict(yafsdp_cc.load(folder / "scaled", model)["scaler"])
+        yafsdp_cc.follow_scaler(model, scaler)
+        found = step(model, scaler, 5)
+        assert all(found[name].equal(gradient) for name, gradient in truth.items())
+
+
+def test_residuals_are_resumed_in_units_of_the_scale(tmp_path):
+    on_ranks(2, scaled_and_resumed, tmp_path)
+
+
 # Refused
 
 
@@ -322,6 +356,8 @@ def refusals() -> None:
 
 def test_what_cannot_be_is_refused_by_name():
     on_ranks(2, refusals)
+    with pytest.raises(ValueError, match=r"^gradients=None: input should be a valid string$"):
+        Compression(None)  # type: ignore[arg-type]
     assert Compression("int4", "int8") == Compression(gradients="int4", weights="int8")
     for wrong, match in (
         ({"gradients": "int7"}, "^there is no codec 'int7'"),

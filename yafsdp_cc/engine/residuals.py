@@ -78,6 +78,7 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "fits": _form(root, flat, encoded),
             "values": encoded.residual.values.cpu(),
             "scales": encoded.residual.scales.cpu(),
+            "loss_scale": _loss_scale(root),
             "owed": torch.zeros(0) if encoded.owed is None else encoded.owed.cpu(),
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
@@ -101,6 +102,11 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
         encoded.residual.scales.copy_(raw[name]["scales"])
         owed = raw[name]["owed"]
         encoded.owed = owed.to(root.device) if owed.numel() else None
+        # They are in units of the loss scale that they were saved under.
+        if (factor := _loss_scale(root) / raw[name].get("loss_scale", 1.0)) != 1.0:
+            encoded.residual.multiply(factor)
+            if encoded.owed is not None:
+                encoded.owed.mul_(factor)
     return True
 
 
