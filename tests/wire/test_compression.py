@@ -139,6 +139,28 @@ def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing(codec):
     on_ranks(2, a_step_that_is_not_finite, codec)
 
 
+def a_kept_one_that_is_not_finite(codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    model.set_requires_gradient_sync(False)
+    seen = model(torch.ones(4, 40))
+    if dist.get_rank() == 1:
+        seen.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf))  # a row of rank 0's
+    seen.sum().backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 0).backward()
+    assert not model[4].weight.grad.full_tensor().isfinite().all()
+    model.zero_grad()
+    ledger = Ledger(model, sharded(None))
+    for step in range(6):
+        ledger.step(step, micro=2)
+    ledger.check()
+
+
+@pytest.mark.parametrize("codec", ["int4", "powersgd"])
+def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec):
+    on_ranks(2, a_kept_one_that_is_not_finite, codec)
+
+
 def scaled() -> None:
     model, exact = sharded(Compression(gradients="onebit", residual="int8")), sharded(None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
