@@ -5,72 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.ranks import on_ranks
+from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.residuals import mean_residuals
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 30))
-
-
-def sharded(compression: Any, **more: Any) -> Any:
-    return yafsdp_cc.shard(net(), units=[nn.Linear], compression=compression, **more)
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    draws = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randn(4, 40, generator=draws)
-    loss: Tensor = model(x).square().mean() * (1 + step % 5)
-    return loss
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
-
-
-def unsaid(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.full_tensor().double() for name, each in mean_residuals(root_of(model)).items()}
-
-
-class Ledger:
-    """What was said and what should have been, summed over steps."""
-
-    def __init__(self, model: Any, exact: Any) -> None:
-        self.models = model, exact
-        self.sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self.before = unsaid(model)
-
-    def step(self, step: int, micro: int = 1) -> None:
-        for model, total in zip(self.models, self.sums, strict=True):
-            for number in range(micro):
-                model.set_requires_gradient_sync(number == micro - 1)
-                loss_of(model, 10 * step + number).backward()
-            for name, gradient in gradients(model).items():
-                total[name] = total.get(name, 0.0) + gradient
-            model.zero_grad()
-
-    def check(self) -> None:
-        """Σ said = Σ gradients + E₀ − E_T."""
-        said, due = self.sums
-        after = unsaid(self.models[0])
-        assert after
-        for name in after:
-            off = said[name] - (due[name] + self.before[name] - after[name])
-            assert off.norm() <= 3e-6 * due[name].norm(), name
 
 
 # Nothing is lost
@@ -273,51 +220,6 @@ def overridden() -> None:
 
 def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
     on_ranks(2, overridden)
-
-
-# Checkpoints
-
-
-def saved(folder: Any, codec: str) -> None:
-    model = sharded(Compression(gradients=codec, residual="fp32"))
-    for step in range(5):
-        loss_of(model, step).backward()
-        model.zero_grad()
-    yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
-    residuals = unsaid(model)
-    loss_of(model, 5).backward()
-    found = gradients(model)
-    if dist.get_rank() == 0:
-        torch.save((residuals, found), folder / "truth.pt")
-
-
-def resumed(folder: Any, codec: str) -> None:
-    residuals, found = torch.load(folder / "truth.pt")
-    model = sharded(Compression(gradients=codec, residual="fp32"))
-    loss_of(model, 100).backward()  # residuals of its own, that are forgotten
-    model.zero_grad()
-    if dist.get_world_size() == 2:
-        assert yafsdp_cc.load(folder / "step", model) == {"note": dist.get_rank()}
-        loss_of(model, 5).backward()
-        assert all(gradient.equal(found[name]) for name, gradient in gradients(model).items())
-        return
-    with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
-        assert yafsdp_cc.load(folder / "step", model) == {}
-    now = unsaid(model)
-    assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
-    ledger = Ledger(model, sharded(None))
-    for step in range(5):
-        ledger.step(step)
-    ledger.check()
-
-
-@pytest.mark.parametrize(
-    ("readers", "codec"), [(2, "onebit"), (4, "onebit"), (1, "onebit"), (2, "powersgd"), (4, "powersgd")]
-)
-def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
-    """Bit for bit by as many as before."""
-    on_ranks(2, saved, tmp_path, codec)
-    on_ranks(readers, resumed, tmp_path, codec)
 
 
 # Refused

@@ -79,6 +79,7 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "values": encoded.residual.values.cpu(),
             "scales": encoded.residual.scales.cpu(),
             "owed": torch.zeros(0) if encoded.owed is None else encoded.owed.cpu(),
+            "loss_scale": _loss_scale(root),
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
         for flat, encoded in _encoded(root)
@@ -101,6 +102,7 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
         encoded.residual.scales.copy_(raw[name]["scales"])
         owed = raw[name]["owed"]
         encoded.owed = owed.to(root.device) if owed.numel() else None
+        _multiply(encoded, _loss_scale(root) / raw[name]["loss_scale"])
     return True
 
 
@@ -110,10 +112,14 @@ def rescale(root: Root, loss_scale: float) -> None:
     assert root.compressed is not None
     factor, root.compressed.loss_scale = loss_scale / root.compressed.loss_scale, loss_scale
     for _, encoded in _encoded(root):
-        if encoded.residual is not None:
-            encoded.residual.multiply(factor)
-        if encoded.owed is not None:
-            encoded.owed.mul_(factor)
+        _multiply(encoded, factor)
+
+
+def _multiply(encoded: ChunkSum | SharedSum, factor: float) -> None:
+    if encoded.residual is not None:
+        encoded.residual.multiply(factor)
+    if encoded.owed is not None:
+        encoded.owed.mul_(factor)
 
 
 def _loss_scale(root: Root) -> float:

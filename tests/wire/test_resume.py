@@ -1,0 +1,77 @@
+"""Residuals in checkpoints: what was to be said is said after a restart, once and in the right unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from yafsdp_cc import Compression
+
+
+def saved(folder: Any, codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    for step in range(5):
+        loss_of(model, step).backward()
+        model.zero_grad()
+    yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
+    residuals = unsaid(model)
+    loss_of(model, 5).backward()
+    found = gradients(model)
+    if dist.get_rank() == 0:
+        torch.save((residuals, found), folder / "truth.pt")
+
+
+def resumed(folder: Any, codec: str) -> None:
+    residuals, found = torch.load(folder / "truth.pt")
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    loss_of(model, 100).backward()  # residuals of its own, that are forgotten
+    model.zero_grad()
+    if dist.get_world_size() == 2:
+        assert yafsdp_cc.load(folder / "step", model) == {"note": dist.get_rank()}
+        loss_of(model, 5).backward()
+        assert all(gradient.equal(found[name]) for name, gradient in gradients(model).items())
+        return
+    with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
+        assert yafsdp_cc.load(folder / "step", model) == {}
+    now = unsaid(model)
+    assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
+    ledger = Ledger(model, sharded(None))
+    for step in range(5):
+        ledger.step(step)
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("readers", "codec"), [(2, "onebit"), (4, "onebit"), (1, "onebit"), (2, "powersgd"), (4, "powersgd")]
+)
+def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
+    """Bit for bit by as many as before."""
+    on_ranks(2, saved, tmp_path, codec)
+    on_ranks(readers, resumed, tmp_path, codec)
+
+
+def rescaled(folder: Any) -> None:
+    truth = None
+    for init_scale in (2.0**10, 2.0**4):
+        model = sharded(Compression(gradients="onebit", residual="int8"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        yafsdp_cc.follow_scaler(model, scaler)
+        if truth is None:
+            scaler.scale(loss_of(model, 0)).backward()
+            yafsdp_cc.save(folder / "step", model)
+            truth = unsaid(model)
+        yafsdp_cc.load(folder / "step", model)
+        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**12})
+        yafsdp_cc.follow_scaler(model, scaler)
+        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+
+
+def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path):
+    on_ranks(2, rescaled, tmp_path)
