@@ -75,3 +75,27 @@ def rescaled(folder: Any) -> None:
 
 def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path):
     on_ranks(2, rescaled, tmp_path)
+
+
+def in_the_warm_up(folder: Any) -> None:
+    config, found = Compression(gradients="onebit", warmup_steps=3), []
+    for model in (sharded(config), sharded(config)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 2 and found:
+                yafsdp_cc.load(folder / "step", model)
+            elif step == 2:
+                yafsdp_cc.save(folder / "step", model)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model[2].weight.full_tensor())
+    assert found[0].equal(found[1])
+    model.set_reshard_after_forward(False)
+    loss_of(model, 5).backward()  # put together without what sums exactly
+    yafsdp_cc.load(folder / "step", model)
+    loss_of(model, 2).backward()
+
+
+def test_a_warm_up_goes_on_where_it_was(tmp_path):
+    on_ranks(2, in_the_warm_up, tmp_path)

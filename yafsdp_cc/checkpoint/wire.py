@@ -31,6 +31,7 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
     root = _compressed(model)
     if root is None or root.compressed is None:
         return {}
+    root.compressed.look(root.units)  # the last step has had no pass after it
     return {RAW: raw_residuals(root), STEPS: root.compressed.steps}
 
 
@@ -58,7 +59,8 @@ def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
     if root is None or root.compressed is None:
         return True
     if steps is not None:
-        root.compressed.steps = steps
+        root.compressed.resume(steps)
+        root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
     return raw is not None and restore_residuals(root, raw)
 
 
