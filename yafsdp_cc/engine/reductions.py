@@ -158,8 +158,11 @@ class Reductions:
     def take_over(self, other: Reductions) -> None:
         """What was said to ``other`` holds here too."""
         self.concludes, self._told = other.concludes, other._told
+        for flat, encoded in other._encoded.items():
+            if flat in self._encoded:
+                self._encoded[flat].owed = encoded.owed
         if self.replicas is not None and other.replicas is not None:
-            self.replicas.sums = other.replicas.sums
+            self.replicas.take_over(other.replicas)
 
     def home(self, unit: Unit) -> Slot:
         """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
