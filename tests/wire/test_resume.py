@@ -100,3 +100,20 @@ def in_the_warm_up(folder: Any) -> None:
 
 def test_a_warm_up_goes_on_where_it_was(tmp_path):
     on_ranks(2, in_the_warm_up, tmp_path)
+
+
+def between_micro_batches(folder: Any) -> None:
+    model = sharded(Compression(gradients="int8", residual="fp32"))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0).backward()
+    yafsdp_cc.save(folder / "step", model)
+    kept = unsaid(model)
+    loss_of(model, 1).backward()  # forgotten
+    for _ in range(2):
+        yafsdp_cc.load(folder / "step", model)
+        assert all(each.equal(kept[name]) for name, each in unsaid(model).items())
+        yafsdp_cc.save(folder / "step", model)
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path):
+    on_ranks(2, between_micro_batches, tmp_path)

@@ -114,14 +114,19 @@ class ChunkSum(ABC):
             self._doubt.add_(doubt)
             self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
 
+    @property
+    def waiting(self) -> Tensor | None:
+        """[chunk], what is in no residual and added to the next sum."""
+        pending = None if self.kept is None else self._pending
+        return self.owed if pending is None else pending if self.owed is None else pending + self.owed
+
     def unsaid(self) -> Tensor:
         """[world, chunk] fp32: what this rank has still to say to each, and of its own chunk to sum."""
         whole = torch.zeros(self._post.world, self.chunk, dtype=torch.float32, device=self._post.device)
         if self.residual is not None:
             whole[self._peers] = self.residual.load()
-        for own in (self._pending if self.kept is not None else None, self.owed):
-            if own is not None:
-                whole[self._post.rank] += own
+        if (own := self.waiting) is not None:
+            whole[self._post.rank] += own
         return whole
 
     def forget(self) -> None:
