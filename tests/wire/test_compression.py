@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
@@ -35,6 +36,41 @@ def nothing_is_lost(steps: int) -> None:
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
     on_ranks(world, nothing_is_lost, 200 if "YAFSDP_SOAK" in os.environ else 12, timeout=600)
+
+
+class Skipping(nn.Module):
+    """One unit, of which not all is always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        seen: Tensor = self.first(x) if skips else self.second(self.first(x))
+        return seen
+
+
+def unused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for codec, more in itertools.product(("onebit", "powersgd"), ({}, {"mesh": mesh})):
+        model = yafsdp_cc.shard(
+            Skipping(), units=[Skipping], compression=Compression(gradients=codec, residual="fp32"), **more
+        )
+        model(torch.ones(2, 64), True).sum().backward()
+        assert model.second.weight.grad is None  # as without compression, while there is nothing to be said
+        model(torch.randn(2, 64), False).square().mean().backward()
+        model.zero_grad()
+        before = unsaid(model)["second.weight"]
+        model(torch.ones(2, 64), True).sum().backward()
+        after = unsaid(model)["second.weight"]
+        said = model.second.weight.grad.full_tensor().double()
+        assert torch.allclose(said, before - after, atol=1e-8)
+        assert after.norm() < before.norm()
+
+
+def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost():
+    on_ranks(4, unused)
 
 
 def over_replicas() -> None:
