@@ -187,6 +187,12 @@ def as_planned() -> None:
         assert counters.owned_bytes == plan.owned_bytes
         assert counters.reduced_bytes == 4 * (plan.wire.reduce + plan.wire.small)
         assert counters.gathered_bytes == 4 * (plan.wire.gather_forward + plan.wire.gather_backward)
+    model = sharded("int8")
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        loss_of(model, number).backward()
+    wire = yafsdp_cc.plan_of(model).wire
+    assert yafsdp_cc.counters_of(model).reduced_bytes == wire.reduce + wire.small  # one message says them all
     text = str(plan)
     assert "if all gradients were" in text
     assert "onebit" in text

@@ -123,7 +123,8 @@ class Reductions:
     def pends(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` are kept there, to be sent."""
         encoded = self._encoded.get(flat)
-        return encoded is not None and encoded.kept is not None
+        kept = encoded is not None and encoded.kept is not None
+        return kept and all(sent is not flat for _, sent, _ in self._sent)  # until it lands, what was sent is kept
 
     def keep(self, space: GradientSpace, used: list[list[bool]]) -> None:
         """Take the gradients in ``space`` in, for a later ``send``."""
