@@ -82,6 +82,37 @@ def taken_away() -> None:
     assert losses(warm, 4) == exact[:4]
 
 
+class Growing(nn.Module):
+    """Of its layers, those below a number are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for layer in self.layers[:used]:
+            x = layer(x)
+        return x
+
+
+def some_of_a_group() -> None:
+    model, exact = Growing(), Growing()
+    for each in (model, exact):
+        fully_shard(each)
+    yafsdp_cc.compress(model, Compression(gradients="int8", residual="fp32"))
+    for used in (1, 3, 2, 3, 1):
+        x = torch.randn(4, 32)
+        for each in (model, exact):
+            each.zero_grad()
+            each(x, used).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                there, due = ours.grad.to_local(), theirs.grad.to_local()
+                assert torch.allclose(there, due, atol=0.02 * due.abs().max())
+
+
 def under_ddp() -> None:
     exact = losses(ddp()[0])
     identity, wire = ddp("fp32")
@@ -114,7 +145,7 @@ def refused() -> None:
 
 
 def on_two_ranks() -> None:
-    for body in (under_fsdp2, taken_away, under_ddp, under_ddp_by_factors, refused):
+    for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, refused):
         body()
 
 

@@ -3,7 +3,8 @@
     compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every gather
 
 A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
-hooks: they live as long as these, and start empty.
+hooks: they live as long as these, and start empty. Hooks see numbers and not whose they are: where some parameters of a
+group go unused, what is left unsaid is told apart by how many numbers there are.
 """
 
 from __future__ import annotations
@@ -103,14 +104,15 @@ class _Reducing(ReduceScatter):
     def __init__(self, config: Compression, name: str) -> None:
         self._config: Compression | None = config
         self._name = name
-        self._encoded: EncodedReduce | None = None
-        self._padded: Tensor | None = None
+        self._encoded: dict[int, EncodedReduce] = {}
+        """By elements of a rank: FSDP2 sends those parameters of a group that have gradients."""
         self._calls = 0
         self.sent_bytes = 0
 
     def forget(self) -> None:
         """Encode nothing any more."""
-        self._config = self._encoded = self._padded = None
+        self._config = None
+        self._encoded.clear()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -133,14 +135,11 @@ class _Reducing(ReduceScatter):
                 f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
                 "that FSDP2 divides outside of it"
             )
-        encoded = self._encoded or self._start(config, output_tensor, group)
         world, n = group.size(), output_tensor.numel()
+        encoded = self._encoded.get(n) or self._start(config, output_tensor, group)
         whole = input_tensor
         if encoded.chunk != n:
-            if self._padded is None:
-                self._padded = input_tensor.new_zeros(world, encoded.chunk)
-            self._padded[:, :n].copy_(input_tensor.view(world, n))
-            whole = self._padded.view(-1)
+            whole = torch.nn.functional.pad(input_tensor.view(world, n), (0, encoded.chunk - n)).view(-1)
         for work in encoded.send(whole, asynchronous=False):
             work.wait()
         self.sent_bytes += encoded.sent_bytes()
@@ -162,8 +161,9 @@ class _Reducing(ReduceScatter):
         counts = counts_of(extents, world * chunk, block, output.device)
         counts = None if counts is None else counts.view(world, -1)
         recursion = Recursion(carry=config.carry)
-        self._encoded = EncodedReduce(post, codec, world * chunk, counts, residual, self._name, recursion)
-        return self._encoded
+        encoded = EncodedReduce(post, codec, world * chunk, counts, residual, f"{self._name}/{n}", recursion)
+        self._encoded[n] = encoded
+        return encoded
 
 
 class _Gathering(AllGather):
