@@ -133,11 +133,45 @@ def under_ddp_by_factors() -> None:
     assert of_wholes.sent_bytes / wire.sent_bytes > 2
 
 
+class Backwards(nn.Module):
+    """Uses its layers in another order than it has them, which DDP learns in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in (1, 2, 0):
+            x = self.layers[place](x)
+        return x
+
+
+def buckets_anew() -> None:
+    model, exact = (nn.parallel.DistributedDataParallel(Backwards()) for _ in range(2))
+    wire = yafsdp_cc.GradientWire("powersgd")
+    model.register_comm_hook(wire, yafsdp_cc.encoded_mean)
+    for _ in range(4):
+        x = torch.randn(4, 32)
+        for each in (model, exact):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.dim() == 2 or torch.allclose(ours.grad, theirs.grad, atol=1e-7)  # biases are in no matrix
+    assert len(wire.sums) == 1  # the first step's is gone
+
+
 def refused() -> None:
     with pytest.raises(ValueError, match=r"compress\(\) on a Transformer in which fully_shard has sharded nothing"):
         yafsdp_cc.compress(Transformer(2, 64), "int8")
     with pytest.raises(ValueError, match=r"a model of this package: pass shard\(model, compression=...\)"):
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
+    with pytest.raises(TypeError, match=r"compress\(\) with None"):
+        yafsdp_cc.compress(Transformer(2, 64), None)
+    with pytest.raises(TypeError, match=r"GradientWire\(None\)"):
+        yafsdp_cc.GradientWire(None)
+    with pytest.raises(ValueError, match="GradientWire with overrides or weights"):
+        yafsdp_cc.GradientWire(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
     with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
@@ -145,7 +179,7 @@ def refused() -> None:
 
 
 def on_two_ranks() -> None:
-    for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, refused):
+    for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, buckets_anew, refused):
         body()
 
 

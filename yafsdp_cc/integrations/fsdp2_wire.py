@@ -9,7 +9,7 @@ group go unused, what is left unsaid is told apart by how many numbers there are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,8 @@ def compress(
 
     Args:
         model: with modules that ``fully_shard`` was called on.
-        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters cross together.
+        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters cross together. Steps of a
+            warm-up are backwards that send gradients, here.
         replicas: a group over which gradients are summed and averaged besides, encoded: those that hold the same part,
             of a model that ``fully_shard`` was told the mesh of one replica only. What crosses within one is exact
             then.
@@ -69,10 +70,12 @@ def compress(
         TypeError: ``compression`` is none.
     """
     config = compression_of(compression)
+    if config is None:
+        raise TypeError("compress() with None: torch's own exchanges are what there is without it")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if any(isinstance(module, ShardedModule) for module in modules):
         raise ValueError("compress() on a model of this package: pass shard(model, compression=...)")
-    if config is None or not modules:
+    if not modules:
         raise ValueError(f"compress() on a {type(model).__name__} in which fully_shard has sharded nothing")
     if config.overrides:
         raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
@@ -241,8 +244,8 @@ def mean(
     total: Tensor,
     config: Compression,
     group: dist.ProcessGroup,
-    sums: dict[int, SharedSum],
-    key: int,
+    sums: dict[Any, SharedSum],
+    key: Any,
     name: str,
     places: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> int:
