@@ -171,6 +171,7 @@ def shard(
     root = assemble(model)
     if config is not None:
         _warn_of_few_bits(config)
+        _warn_of_idle_overrides(config, owned)
         _warn_of_residuals(root.plan)
     mark_optimizer_steps()
     return model
@@ -260,6 +261,16 @@ def _warn_of_few_bits(config: Compression) -> None:
             f"gradients={config.gradients!r} with an optimizer that is not of the 1-bit family, and none is here yet: "
             "Adam's loss falls more slowly with fewer than 4 bits (docs/compression.md has figures). 'int4' costs next "
             "to nothing",
+            stacklevel=3,
+        )
+
+
+def _warn_of_idle_overrides(config: Compression, owned: Sequence[OwnedParameter]) -> None:
+    """Say so where a pattern was meant for something and finds nothing."""
+    if idle := config.idle_overrides(each.name for each in owned):
+        warnings.warn(
+            f"compression overrides {idle} decide about no parameter: they fit no full name, or a pattern before "
+            "them holds",
             stacklevel=3,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
@@ -91,7 +91,16 @@ class Compression(BaseModel):
 
     def codec_for(self, name: str) -> str:
         """The codec of the gradient of a parameter with this full name."""
-        return next((codec for pattern, codec in self.overrides.items() if fnmatchcase(name, pattern)), self.gradients)
+        pattern = self._pattern_for(name)
+        return self.gradients if pattern is None else self.overrides[pattern]
+
+    def idle_overrides(self, names: Iterable[str]) -> list[str]:
+        """Patterns that decide about none of the parameters with these full names."""
+        deciding = {self._pattern_for(name) for name in names}
+        return [pattern for pattern in self.overrides if pattern not in deciding]
+
+    def _pattern_for(self, name: str) -> str | None:
+        return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
 
     def make(self, codec: str) -> Codec:
         """The codec of a name other than ``"powersgd"``, with this block."""

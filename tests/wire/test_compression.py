@@ -245,7 +245,9 @@ def test_encoded_weights_are_the_same_on_all_ranks():
 
 def overridden() -> None:
     exact = sharded(None)
-    model = sharded(Compression(gradients="onebit", overrides={"0.*": "fp32", "2.weight": "int8"}))
+    patterns = {"0.*": "fp32", "0.weight": "int4", "2.weight": "int8", "lm_head*": "fp32"}
+    with pytest.warns(UserWarning, match=r"overrides \['0.weight', 'lm_head\*'\] decide about no parameter"):
+        model = sharded(Compression(gradients="onebit", overrides=patterns))
     codecs = [flat.codec for unit in root_of(model).units for flat in unit.flats]
     assert codecs == ["fp32", "int8", "onebit"]
     for each in (model, exact):
