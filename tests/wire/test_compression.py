@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 
@@ -198,6 +198,24 @@ def as_planned() -> None:
     assert "onebit" in text
     for choice in plan.choices:
         assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
+
+
+def doubled() -> None:
+    for compression in ("int8", Compression(gradients="powersgd", matrix_rank=64), Compression(weights="fp8")):
+        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression)
+        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear])
+        x = torch.randn(4, 40, dtype=torch.float64)
+        for number in range(3):
+            for each in (model, exact):
+                each.set_requires_gradient_sync(number > 0)
+                each(x).square().mean().backward()
+        for name, gradient in gradients(exact).items():
+            assert model.get_parameter(name).grad.dtype == torch.float64
+            assert (gradients(model)[name] - gradient).norm() < 0.1 * gradient.norm()
+
+
+def test_gradients_in_double_precision_are_encoded_as_fp32():
+    on_ranks(2, doubled)
 
 
 def test_bytes_sent_and_held_are_as_planned():
