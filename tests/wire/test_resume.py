@@ -117,3 +117,20 @@ def between_micro_batches(folder: Any) -> None:
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path):
     on_ranks(2, between_micro_batches, tmp_path)
+
+
+def into_another(folder: Any) -> None:
+    model = sharded("onebit")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    held = unsaid(model)
+    other = sharded(Compression(gradients="int8", overrides={"0.*": "fp32"}))
+    for each, left_out in ((other, "of 0.weight, which"), (sharded(None), "of 0.weight, 2.weight, 4.weight, which")):
+        with pytest.warns(UserWarning, match=f"gradients that were still to be said, {left_out} this model does not"):
+            yafsdp_cc.load(folder / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
+    assert all(torch.allclose(each, held[name]) for name, each in unsaid(other).items())
+
+
+def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_path):
+    on_ranks(2, into_another, tmp_path)
