@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.wire.shared import SharedSum
 
 
+# As torch 2.13 calls them; the older names warn there.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
 class Compressing:
     """What ``compress`` has put in place: what it has sent, and the way back."""
 
@@ -131,7 +136,7 @@ class _Reducing(ReduceScatter):
         config = self._config
         self._calls += 1
         if config is None or self._calls <= config.warmup_steps:
-            exact: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            exact: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
             return exact
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
@@ -188,7 +193,7 @@ class _Gathering(AllGather):
     ) -> dist.Work | None:
         config = self._config
         if config is None or config.weights is None or not input_tensor.is_floating_point():
-            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group, async_op)
             return work
         world, n, block = group.size(), input_tensor.numel(), config.block
         codec, chunk = config.make(config.weights), -(-n // block) * block
