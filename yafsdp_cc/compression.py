@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, fields
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -121,7 +121,16 @@ class Compression:
 
     def codec_for(self, name: str) -> str:
         """The codec of the gradient of a parameter with this full name."""
-        return next((codec for pattern, codec in self.overrides.items() if fnmatchcase(name, pattern)), self.gradients)
+        pattern = self._pattern_for(name)
+        return self.gradients if pattern is None else self.overrides[pattern]
+
+    def idle_overrides(self, names: Iterable[str]) -> list[str]:
+        """Patterns that decide about none of the parameters with these full names."""
+        deciding = {self._pattern_for(name) for name in names}
+        return [pattern for pattern in self.overrides if pattern not in deciding]
+
+    def _pattern_for(self, name: str) -> str | None:
+        return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
 
     def make(self, codec: str) -> Codec:
         """The codec of a name other than ``"powersgd"``, with this block."""
@@ -142,14 +151,15 @@ def check_name(name: str) -> None:
 
 
 def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
-    """Raise a ``ValueError`` if a pattern of ``overrides`` fits none of the parameters' ``names``."""
-    for pattern in () if compression is None else compression.overrides:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            some = ", ".join(map(repr, list(names)[:3]))
-            raise ValueError(
-                f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands "
-                f"for anything), such as {some}"
-            )
+    """Raise a ``ValueError`` if a pattern of ``overrides`` decides about none of the parameters of these ``names``."""
+    for pattern in () if compression is None else compression.idle_overrides(names):
+        if any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"overrides={{{pattern!r}: ...}} comes too late: patterns before it hold wherever it fits")
+        some = ", ".join(map(repr, list(names)[:3]))
+        raise ValueError(
+            f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands for "
+            f"anything), such as {some}"
+        )
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -76,10 +77,43 @@ def under_fsdp2() -> None:
 def taken_away() -> None:
     exact, (model, wire) = losses(fsdp2()[0]), fsdp2(Compression(gradients="onebit", weights="int8"))
     wire.remove()
-    assert losses(model) == exact
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert losses(model) == exact
     assert wire.sent_bytes == 0
     warm, _ = fsdp2(Compression(gradients="onebit", warmup_steps=3))
     assert losses(warm, 4) == exact[:4]
+
+
+class Growing(nn.Module):
+    """Of its layers, those below a number are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for layer in self.layers[:used]:
+            x = layer(x)
+        return x
+
+
+def some_of_a_group() -> None:
+    model, exact = Growing(), Growing()
+    for each in (model, exact):
+        fully_shard(each)
+    yafsdp_cc.compress(model, Compression(gradients="int8", residual="fp32"))
+    for used in (1, 3, 2, 3, 1):
+        x = torch.randn(4, 32)
+        for each in (model, exact):
+            each.zero_grad()
+            each(x, used).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                there, due = ours.grad.to_local(), theirs.grad.to_local()
+                assert torch.allclose(there, due, atol=0.02 * due.abs().max())
 
 
 def under_ddp() -> None:
@@ -102,11 +136,45 @@ def under_ddp_by_factors() -> None:
     assert of_wholes.sent_bytes / wire.sent_bytes > 2
 
 
+class Backwards(nn.Module):
+    """Uses its layers in another order than it has them, which DDP learns in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in (1, 2, 0):
+            x = self.layers[place](x)
+        return x
+
+
+def buckets_anew() -> None:
+    model, exact = (nn.parallel.DistributedDataParallel(Backwards()) for _ in range(2))
+    wire = yafsdp_cc.GradientWire("powersgd")
+    model.register_comm_hook(wire, yafsdp_cc.encoded_mean)
+    for _ in range(4):
+        x = torch.randn(4, 32)
+        for each in (model, exact):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.dim() == 2 or torch.allclose(ours.grad, theirs.grad, atol=1e-7)  # biases are in no matrix
+    assert len(wire.sums) == 1  # the first step's is gone
+
+
 def refused() -> None:
     with pytest.raises(ValueError, match=r"on a Transformer in which torch's fully_shard has sharded nothing"):
         yafsdp_cc.compress(Transformer(2, 64), "int8")
     with pytest.raises(ValueError, match=r"a model of this package: pass shard\(model, compression=...\)"):
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
+    with pytest.raises(TypeError, match=r"compress\(\) with None"):
+        yafsdp_cc.compress(Transformer(2, 64), None)
+    with pytest.raises(TypeError, match=r"GradientWire\(None\)"):
+        yafsdp_cc.GradientWire(None)
+    with pytest.raises(ValueError, match="GradientWire with overrides or weights"):
+        yafsdp_cc.GradientWire(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
     with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
@@ -119,7 +187,7 @@ def refused() -> None:
 
 
 def on_two_ranks() -> None:
-    for body in (under_fsdp2, taken_away, under_ddp, under_ddp_by_factors, refused):
+    for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, buckets_anew, refused):
         body()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -15,62 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.ranks import on_ranks
+from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.residuals import mean_residuals
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 30))
-
-
-def sharded(compression: Any, **more: Any) -> Any:
-    return yafsdp_cc.shard(net(), units=[nn.Linear], compression=compression, **more)
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    draws = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randn(4, 40, generator=draws)
-    loss: Tensor = model(x).square().mean() * (1 + step % 5)
-    return loss
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
-
-
-def unsaid(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.full_tensor().double() for name, each in mean_residuals(root_of(model)).items()}
-
-
-class Ledger:
-    """What was said and what should have been, summed over steps."""
-
-    def __init__(self, model: Any, exact: Any) -> None:
-        self.models = model, exact
-        self.sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self.before = unsaid(model)
-
-    def step(self, step: int, micro: int = 1) -> None:
-        for model, total in zip(self.models, self.sums, strict=True):
-            for number in range(micro):
-                model.set_requires_gradient_sync(number == micro - 1)
-                loss_of(model, 10 * step + number).backward()
-            for name, gradient in gradients(model).items():
-                total[name] = total.get(name, 0.0) + gradient
-            model.zero_grad()
-
-    def check(self) -> None:
-        """Σ said = Σ gradients + E₀ − E_T."""
-        said, due = self.sums
-        after = unsaid(self.models[0])
-        assert after
-        for name in after:
-            off = said[name] - (due[name] + self.before[name] - after[name])
-            assert off.norm() <= 3e-6 * due[name].norm(), name
 
 
 # Nothing is lost
@@ -88,6 +36,41 @@ def nothing_is_lost(steps: int) -> None:
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
     on_ranks(world, nothing_is_lost, 200 if "YAFSDP_SOAK" in os.environ else 12, timeout=600)
+
+
+class Skipping(nn.Module):
+    """One unit, of which not all is always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        seen: Tensor = self.first(x) if skips else self.second(self.first(x))
+        return seen
+
+
+def unused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for codec, more in itertools.product(("onebit", "powersgd"), ({}, {"mesh": mesh})):
+        model = yafsdp_cc.shard(
+            Skipping(), units=[Skipping], compression=Compression(gradients=codec, residual="fp32"), **more
+        )
+        model(torch.ones(2, 64), True).sum().backward()
+        assert model.second.weight.grad is None  # as without compression, while there is nothing to be said
+        model(torch.randn(2, 64), False).square().mean().backward()
+        model.zero_grad()
+        before = unsaid(model)["second.weight"]
+        model(torch.ones(2, 64), True).sum().backward()
+        after = unsaid(model)["second.weight"]
+        said = model.second.weight.grad.full_tensor().double()
+        assert torch.allclose(said, before - after, atol=1e-8)
+        assert after.norm() < before.norm()
+
+
+def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost():
+    on_ranks(4, unused)
 
 
 def over_replicas() -> None:
@@ -139,6 +122,28 @@ def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing(codec):
     on_ranks(2, a_step_that_is_not_finite, codec)
 
 
+def a_kept_one_that_is_not_finite(codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    model.set_requires_gradient_sync(False)
+    seen = model(torch.ones(4, 40))
+    if dist.get_rank() == 1:
+        seen.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf))  # a row of rank 0's
+    seen.sum().backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 0).backward()
+    assert not model[4].weight.grad.full_tensor().isfinite().all()
+    model.zero_grad()
+    ledger = Ledger(model, sharded(None))
+    for step in range(6):
+        ledger.step(step, micro=2)
+    ledger.check()
+
+
+@pytest.mark.parametrize("codec", ["int4", "powersgd"])
+def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec):
+    on_ranks(2, a_kept_one_that_is_not_finite, codec)
+
+
 def scaled() -> None:
     model, exact = sharded(Compression(gradients="onebit", residual="int8")), sharded(None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -182,11 +187,35 @@ def as_planned() -> None:
         assert counters.owned_bytes == plan.owned_bytes
         assert counters.reduced_bytes == 4 * (plan.wire.reduce + plan.wire.small)
         assert counters.gathered_bytes == 4 * (plan.wire.gather_forward + plan.wire.gather_backward)
+    model = sharded("int8")
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        loss_of(model, number).backward()
+    wire = yafsdp_cc.plan_of(model).wire
+    assert yafsdp_cc.counters_of(model).reduced_bytes == wire.reduce + wire.small  # one message says them all
     text = str(plan)
     assert "if all gradients were" in text
     assert "onebit" in text
     for choice in plan.choices:
         assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
+
+
+def doubled() -> None:
+    for compression in ("int8", Compression(gradients="powersgd", matrix_rank=64), Compression(weights="fp8")):
+        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression)
+        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear])
+        x = torch.randn(4, 40, dtype=torch.float64)
+        for number in range(3):
+            for each in (model, exact):
+                each.set_requires_gradient_sync(number > 0)
+                each(x).square().mean().backward()
+        for name, gradient in gradients(exact).items():
+            assert model.get_parameter(name).grad.dtype == torch.float64
+            assert (gradients(model)[name] - gradient).norm() < 0.1 * gradient.norm()
+
+
+def test_gradients_in_double_precision_are_encoded_as_fp32():
+    on_ranks(2, doubled)
 
 
 def test_bytes_sent_and_held_are_as_planned():
@@ -253,85 +282,6 @@ def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
     on_ranks(2, overridden)
 
 
-# Checkpoints
-
-
-def saved(folder: Any, codec: str) -> None:
-    model = sharded(Compression(gradients=codec, residual="fp32"))
-    for step in range(5):
-        loss_of(model, step).backward()
-        model.zero_grad()
-    yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
-    residuals = unsaid(model)
-    loss_of(model, 5).backward()
-    found = gradients(model)
-    if dist.get_rank() == 0:
-        torch.save((residuals, found), folder / "truth.pt")
-
-
-def resumed(folder: Any, codec: str) -> None:
-    residuals, found = torch.load(folder / "truth.pt")
-    model = sharded(Compression(gradients=codec, residual="fp32"))
-    loss_of(model, 100).backward()  # residuals of its own, that are forgotten
-    model.zero_grad()
-    if dist.get_world_size() == 2:
-        assert yafsdp_cc.load(folder / "step", model) == {"note": dist.get_rank()}
-        loss_of(model, 5).backward()
-        assert all(gradient.equal(found[name]) for name, gradient in gradients(model).items())
-        return
-    with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
-        assert yafsdp_cc.load(folder / "step", model) == {}
-    now = unsaid(model)
-    assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
-    ledger = Ledger(model, sharded(None))
-    for step in range(5):
-        ledger.step(step)
-    ledger.check()
-
-
-@pytest.mark.parametrize(
-    ("readers", "codec"), [(2, "onebit"), (4, "onebit"), (1, "onebit"), (2, "powersgd"), (4, "powersgd")]
-)
-def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
-    """Bit for bit by as many as before."""
-    on_ranks(2, saved, tmp_path, codec)
-    on_ranks(readers, resumed, tmp_path, codec)
-
-
-def scaled_and_resumed(folder: Any) -> None:
-    def fresh() -> tuple[Any, torch.amp.GradScaler]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        return sharded(Compression(gradients="onebit")), scaler
-
-    def step(model: Any, scaler: torch.amp.GradScaler, number: int) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        scaler.scale(loss_of(model, number)).backward()
-        found = gradients(model)
-        scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-        return found
-
-    model, scaler = fresh()
-    yafsdp_cc.follow_scaler(model, scaler)
-    for number in range(5):
-        step(model, scaler, number)
-    yafsdp_cc.save(folder / "scaled", model, scaler=scaler.state_dict())
-    truth = step(model, scaler, 5)
-    for followed in (False, True):  # before the load already, or only after it
-        model, scaler = fresh()
-        if followed:
-            yafsdp_cc.follow_scaler(model, scaler)
-        scaler.load_state_dict(yafsdp_cc.load(folder / "scaled", model)["scaler"])
-        yafsdp_cc.follow_scaler(model, scaler)
-        found = step(model, scaler, 5)
-        assert all(found[name].equal(gradient) for name, gradient in truth.items())
-
-
-def test_residuals_are_resumed_in_units_of_the_scale(tmp_path):
-    on_ranks(2, scaled_and_resumed, tmp_path)
-
-
 # Refused
 
 
@@ -344,6 +294,8 @@ def refusals() -> None:
             sharded(wrong)
     with pytest.raises(ValueError, match="compression has scope='replicate', and the mesh has no replicas"):
         sharded(Compression(scope="replicate"))
+    with pytest.raises(ValueError, match=r"overrides=\{'0.weight': ...\} comes too late: patterns before it hold"):
+        sharded(Compression(overrides={"0.*": "fp32", "0.weight": "int4"}))
     with pytest.raises(ValueError, match=r"overrides=\{'1.*': ...\} fits no parameter .* such as '0.weight', '0.bias'"):
         sharded(Compression(overrides={"0.*": "fp32", "1.*": "fp32"}))
     with pytest.raises(ValueError, match="GradientWire with overrides: a bucket of DDP"):

@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         _read(groups, reader, group)
         with together(group):
             check_groups(groups[OPTIMIZER]["param_groups"], model, optimizer, folder)
-    state |= room_for_wire(model, reader.contents)
+    state |= room_for_wire(model, reader.contents, optimizer is not None)
     _read(state, reader, group)
     set_model_state_dict(model, state[MODEL])
     if optimizer is not None:

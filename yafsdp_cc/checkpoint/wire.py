@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,6 +32,7 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
     root = _compressed(model)
     if root is None or root.compressed is None:
         return {}
+    root.compressed.look(root.units)  # the last step has had no pass after it
     return {RAW: raw_residuals(root), STEPS: root.compressed.steps}
 
 
@@ -41,13 +43,20 @@ def mean_wire_of(model: nn.Module) -> dict[str, Any]:
     return {RESIDUALS: residuals} if residuals else {}
 
 
-def room_for_wire(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """What torch loads the checkpoint's residuals into: those that the model has, too."""
+def room_for_wire(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
+    """What torch loads the checkpoint's residuals into: those that the model has, too.
+
+    Where training is to go on, a warning names those that it has not.
+    """
     root = _compressed(model)
-    if root is None:
-        return {}
     saved = {path[1] for path in (contents.planner_data or {}).values() if path[0] == RESIDUALS}
-    room = {name: tensor for name, tensor in room_for_residuals(root).items() if name in saved}
+    room = {} if root is None else {name: each for name, each in room_for_residuals(root).items() if name in saved}
+    if trains and (lost := sorted(saved - room.keys())):
+        warnings.warn(
+            f"the checkpoint has gradients that were still to be said, of {', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
+            stacklevel=3,
+        )
     return {RESIDUALS: room} if room else {}
 
 
@@ -58,7 +67,8 @@ def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
     if root is None or root.compressed is None:
         return True
     if steps is not None:
-        root.compressed.steps = steps
+        root.compressed.resume(steps)
+        root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
     return raw is not None and restore_residuals(root, raw)
 
 

@@ -11,6 +11,8 @@ from yafsdp_cc.wire.feedback import Recursion, Residual
 from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.ranks import Ranks
+    from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
     from yafsdp_cc.wire.post import Post
@@ -51,11 +54,18 @@ class Compressed:
         """Whether the warm-up is over."""
         return self.steps >= self.config.warmup_steps
 
-    def look(self, stamps: tuple[tuple[int, ...], ...]) -> None:
-        """Count a step where the versions of all weights have changed since the last pass."""
+    def look(self, units: Iterable[Unit]) -> None:
+        """Count a step of the warm-up where the weights have changed since this was asked last."""
+        if self.is_warm:
+            return
+        stamps = tuple(unit.stamp() for unit in units)
         if self._seen and stamps != self._seen:
             self.steps += 1
         self._seen = stamps
+
+    def resume(self, steps: int) -> None:
+        """Go on after so many steps, with weights that were loaded and so are no step's."""
+        self.steps, self._seen = steps, ()
 
     @property
     def weights(self) -> Codec | None:

@@ -123,7 +123,8 @@ class Reductions:
     def pends(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` are kept there, to be sent."""
         encoded = self._encoded.get(flat)
-        return encoded is not None and encoded.kept is not None
+        kept = encoded is not None and encoded.kept is not None
+        return kept and all(sent is not flat for _, sent, _ in self._sent)  # until it lands, what was sent is kept
 
     def keep(self, space: GradientSpace, used: list[list[bool]]) -> None:
         """Take the gradients in ``space`` in, for a later ``send``."""
@@ -158,8 +159,11 @@ class Reductions:
     def take_over(self, other: Reductions) -> None:
         """What was said to ``other`` holds here too."""
         self.concludes, self._told = other.concludes, other._told
+        for flat, encoded in other._encoded.items():
+            if flat in self._encoded:
+                self._encoded[flat].owed = encoded.owed
         if self.replicas is not None and other.replicas is not None:
-            self.replicas.sums = other.replicas.sums
+            self.replicas.take_over(other.replicas)
 
     def home(self, unit: Unit) -> Slot:
         """Where the unit's gradients are written; a slot of its own if unfrozen ones do not fit in the ring's."""
@@ -211,20 +215,23 @@ class Reductions:
 
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
+        self._land()
+        if self.replicas is not None:
+            self.replicas.settle()
         words = [0.0] * len(pieces)
         unused: list[Piece] = []
         sent = [(flat.pieces, wrote) for _, flat, wrote in self._sent]
         sent.append((small.pieces, [piece.written for piece in small.pieces]))
+        late = {piece for _, flat, _ in self._sent if flat.residual is not None for piece in flat.pieces}
         for members, wrote in sent:
             for piece, written in zip(members, wrote, strict=True):
                 if written:
                     words[piece.place] = 1.0
                 elif piece.parameter.requires_grad:
                     unused.append(piece)
-        self._land()
+                    if piece in late and piece.parameter.grad is None and self._says(piece):
+                        words[piece.place] = 1.0
         self._sent.clear()
-        if self.replicas is not None:
-            self.replicas.settle()
         self.journal.write(_SMALL)
         totals = small.send(words + self.journal.sums(), self.lane, self.replicas)
         self.counters.reduced_bytes += small.wire_bytes(self.replicas)
@@ -249,6 +256,12 @@ class Reductions:
                 if hooks and piece.parameter.grad is not None:
                     for hook in hooks.values():
                         hook(piece.parameter)
+
+    def _says(self, piece: Piece) -> bool:
+        """Whether a sum has brought something of a parameter that nobody may have used: what was still to be said."""
+        if self.crossings is not None:
+            self.crossings.wait()
+        return bool(piece.local_gradient.any())
 
     @property
     def is_idle(self) -> bool:

@@ -73,6 +73,13 @@ class Replicas:
             name, device = flat.pieces[0].cut.name, self.device
             self._encoded[flat] = compressed.sum_for(flat, self.group, rank, device, name)
 
+    def take_over(self, other: Replicas) -> None:
+        """What was said to ``other`` holds here too."""
+        self.sums = other.sums
+        for flat, encoded in other._encoded.items():
+            if flat in self._encoded:
+                self._encoded[flat].owed = encoded.owed
+
     def take(
         self,
         flat: Flat,

@@ -58,6 +58,7 @@ def room_for_residuals(root: Root) -> dict[str, FlatDTensor]:
 def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
     """Empty all residuals, and have what ``mean_residuals`` once returned added to the next sums."""
     for flat, encoded in _encoded(root):
+        encoded.forget()
         owed = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=root.device)
         for piece in flat.pieces:
             piece.range_of(owed).copy_(residuals[piece.cut.name].to_local())
@@ -67,8 +68,6 @@ def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
         if encoded.residual is not None:
             encoded.residual.values.zero_()
             encoded.residual.scales.zero_()
-        if flat.lowrank is not None:
-            flat.lowrank.restart()
 
 
 def raw_residuals(root: Root) -> dict[str, Any]:
@@ -78,8 +77,8 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "fits": _form(root, flat, encoded),
             "values": encoded.residual.values.cpu(),
             "scales": encoded.residual.scales.cpu(),
+            "owed": torch.zeros(0) if (owed := encoded.waiting) is None else owed.cpu(),
             "loss_scale": _loss_scale(root),
-            "owed": torch.zeros(0) if encoded.owed is None else encoded.owed.cpu(),
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
         for flat, encoded in _encoded(root)
@@ -94,6 +93,7 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
     if ours.keys() != raw.keys() or any(raw[name]["fits"] != _form(root, *pair) for name, pair in ours.items()):
         return False
     for name, (flat, encoded) in ours.items():
+        encoded.forget()
         if flat.lowrank is not None:
             factors, flat.lowrank.sends_right = raw[name]["lowrank"]
             flat.lowrank.factors.copy_(factors)
@@ -102,11 +102,7 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
         encoded.residual.scales.copy_(raw[name]["scales"])
         owed = raw[name]["owed"]
         encoded.owed = owed.to(root.device) if owed.numel() else None
-        # They are in units of the loss scale that they were saved under.
-        if (factor := _loss_scale(root) / raw[name].get("loss_scale", 1.0)) != 1.0:
-            encoded.residual.multiply(factor)
-            if encoded.owed is not None:
-                encoded.owed.mul_(factor)
+        _multiply(encoded, _loss_scale(root) / raw[name]["loss_scale"])
     return True
 
 
@@ -116,10 +112,14 @@ def rescale(root: Root, loss_scale: float) -> None:
     assert root.compressed is not None
     factor, root.compressed.loss_scale = loss_scale / root.compressed.loss_scale, loss_scale
     for _, encoded in _encoded(root):
-        if encoded.residual is not None:
-            encoded.residual.multiply(factor)
-        if encoded.owed is not None:
-            encoded.owed.mul_(factor)
+        _multiply(encoded, factor)
+
+
+def _multiply(encoded: ChunkSum | SharedSum, factor: float) -> None:
+    if encoded.residual is not None:
+        encoded.residual.multiply(factor)
+    if encoded.owed is not None:
+        encoded.owed.mul_(factor)
 
 
 def _loss_scale(root: Root) -> float:

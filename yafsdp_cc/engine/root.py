@@ -174,8 +174,8 @@ class Root:
         for piece in self._pieces:
             piece.check()
         self._strangers.check()
-        if self.compressed is not None and not self.compressed.is_warm:
-            self.compressed.look(tuple(unit.stamp() for unit in self.units))
+        if self.compressed is not None:
+            self.compressed.look(self.units)
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()

@@ -17,7 +17,8 @@ class GradientWire:
     """State of the DDP communication hook ``encoded_mean``.
 
     Args:
-        compression: as of ``shard``; of gradients alone.
+        compression: as of ``shard``; of gradients alone, all by one codec. Steps of a warm-up are backwards that send
+            gradients, here.
         group: the ranks of the DDP; None: all.
 
     Raises:
@@ -36,7 +37,8 @@ class GradientWire:
             raise ValueError(f"GradientWire with {what}; leave them out, or use yafsdp_cc.shard")
         self.config = config
         self.group = group if group is not None else dist.group.WORLD
-        self.sums: dict[int, SharedSum] = {}
+        self.sums: dict[tuple[int, ...], SharedSum] = {}
+        """By the parameters of a bucket, in its order."""
         self.sent_bytes = 0
         """Bytes that this rank has sent through it so far."""
         self.steps = 0
@@ -55,11 +57,15 @@ def encoded_mean(state: GradientWire, bucket: GradBucket) -> torch.futures.Futur
         exact_mean(total, state.group)
         future.set_result(total)
         return future
-    key = total.numel() * 1024 + bucket.index()
     places, start = [], 0
     for parameter in bucket.parameters():
         places.append((start, parameter.shape))
         start += parameter.numel()
-    state.sent_bytes += mean(total, state.config, state.group, state.sums, key, f"ddp/{key}", places)
+    key = tuple(id(parameter) for parameter in bucket.parameters())
+    if key not in state.sums:
+        for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
+            del state.sums[stale]
+    name = f"ddp/{bucket.index()}/{total.numel()}"
+    state.sent_bytes += mean(total, state.config, state.group, state.sums, key, name, places)
     future.set_result(total)
     return future

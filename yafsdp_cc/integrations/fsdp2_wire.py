@@ -3,13 +3,14 @@
     compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every gather
 
 A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
-hooks: they live as long as these, and start empty.
+hooks: they live as long as these, and start empty. Hooks see numbers and not whose they are: where some parameters of a
+group go unused, what is left unsaid is told apart by how many numbers there are.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ReduceOp
 
     from yafsdp_cc.wire.shared import SharedSum
+
+
+# As torch 2.13 calls them; the older names warn there.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Compressing:
@@ -64,7 +70,8 @@ def compress(
 
     Args:
         model: with modules that ``fully_shard`` was called on.
-        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters cross together.
+        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters cross together. Steps of a
+            warm-up are backwards that send gradients, here.
         replicas: a group over which gradients are summed and averaged besides, encoded: those that hold the same part,
             of a model that ``fully_shard`` was told the mesh of one replica only. What crosses within one is exact
             then.
@@ -140,14 +147,15 @@ class _Reducing(ReduceScatter):
     def __init__(self, config: Compression, name: str) -> None:
         self._config: Compression | None = config
         self._name = name
-        self._encoded: EncodedReduce | None = None
-        self._padded: Tensor | None = None
+        self._encoded: dict[int, EncodedReduce] = {}
+        """By elements of a rank: FSDP2 sends those parameters of a group that have gradients."""
         self._calls = 0
         self.sent_bytes = 0
 
     def forget(self) -> None:
         """Encode nothing any more."""
-        self._config = self._encoded = self._padded = None
+        self._config = None
+        self._encoded.clear()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -163,21 +171,18 @@ class _Reducing(ReduceScatter):
         config = self._config
         self._calls += 1
         if config is None or self._calls <= config.warmup_steps:
-            exact: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            exact: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
             return exact
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
                 f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
                 "that FSDP2 divides outside of it"
             )
-        encoded = self._encoded or self._start(config, output_tensor, group)
         world, n = group.size(), output_tensor.numel()
+        encoded = self._encoded.get(n) or self._start(config, output_tensor, group)
         whole = input_tensor
         if encoded.chunk != n:
-            if self._padded is None:
-                self._padded = input_tensor.new_zeros(world, encoded.chunk)
-            self._padded[:, :n].copy_(input_tensor.view(world, n))
-            whole = self._padded.view(-1)
+            whole = torch.nn.functional.pad(input_tensor.view(world, n), (0, encoded.chunk - n)).view(-1)
         for work in encoded.send(whole, asynchronous=False):
             work.wait()
         self.sent_bytes += encoded.sent_bytes()
@@ -199,8 +204,9 @@ class _Reducing(ReduceScatter):
         counts = counts_of(extents, world * chunk, block, output.device)
         counts = None if counts is None else counts.view(world, -1)
         recursion = Recursion(carry=config.carry)
-        self._encoded = EncodedReduce(post, codec, world * chunk, counts, residual, self._name, recursion)
-        return self._encoded
+        encoded = EncodedReduce(post, codec, world * chunk, counts, residual, f"{self._name}/{n}", recursion)
+        self._encoded[n] = encoded
+        return encoded
 
 
 class _Gathering(AllGather):
@@ -222,7 +228,7 @@ class _Gathering(AllGather):
     ) -> dist.Work | None:
         config = self._config
         if config is None or config.weights is None or not input_tensor.is_floating_point():
-            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group, async_op)
             return work
         world, n, block = group.size(), input_tensor.numel(), config.block
         codec, chunk = config.make(config.weights), -(-n // block) * block
@@ -278,8 +284,8 @@ def mean(
     total: Tensor,
     config: Compression,
     group: dist.ProcessGroup,
-    sums: dict[int, SharedSum],
-    key: int,
+    sums: dict[Any, SharedSum],
+    key: Any,
     name: str,
     places: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> int:

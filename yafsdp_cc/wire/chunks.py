@@ -50,6 +50,8 @@ class ChunkSum(ABC):
         """[chunk], what is added to the next sum: what other ranks' residuals held in an earlier run."""
         self.kept: list[bool] | None = None
         """Of which parameters there are gradients that wait for the next ``send``; None: of none."""
+        self._doubt: Tensor | None = None
+        """NaN where some of these were not finite, and so are in no residual; else zero."""
 
     @property
     def one_at_a_time(self) -> bool:
@@ -75,9 +77,17 @@ class ChunkSum(ABC):
         """Bytes that this rank sends in a step, on average."""
         return self.sent_bytes()
 
-    @abstractmethod
     def send(self, whole: Tensor, asynchronous: bool) -> Works:
         """Start the sum of ``whole`` (world × chunk); its own chunk must stay as it is until ``totals`` has run."""
+        if not self._peers:
+            return []
+        if self.kept is not None and self._doubt is not None:
+            whole.view(self._post.world, -1)[:, 0].add_(self._doubt)  # all ranks are to see it
+        return self._send(whole, asynchronous)
+
+    @abstractmethod
+    def _send(self, whole: Tensor, asynchronous: bool) -> Works:
+        """Write the messages, and start their exchange."""
 
     @abstractmethod
     def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
@@ -95,22 +105,28 @@ class ChunkSum(ABC):
             kernels.accumulate(chunks, self.residual.rows(first, first + chunks.shape[0]))
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=whole.device)
-        own = self._own(whole)
-        if self.kept is None:
+        own, doubt = self._own(whole), whole.sum(dtype=torch.float32).mul_(0.0)
+        if self.kept is None or self._doubt is None:
             self._pending.copy_(own)
-            self.kept = used
+            self.kept, self._doubt = used, doubt
         else:
             self._pending.add_(own)
+            self._doubt.add_(doubt)
             self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
+
+    @property
+    def waiting(self) -> Tensor | None:
+        """[chunk], what is in no residual and added to the next sum."""
+        pending = None if self.kept is None else self._pending
+        return self.owed if pending is None else pending if self.owed is None else pending + self.owed
 
     def unsaid(self) -> Tensor:
         """[world, chunk] fp32: what this rank has still to say to each, and of its own chunk to sum."""
         whole = torch.zeros(self._post.world, self.chunk, dtype=torch.float32, device=self._post.device)
         if self.residual is not None:
             whole[self._peers] = self.residual.load()
-        for own in (self._pending if self.kept is not None else None, self.owed):
-            if own is not None:
-                whole[self._post.rank] += own
+        if (own := self.waiting) is not None:
+            whole[self._post.rank] += own
         return whole
 
     def forget(self) -> None:

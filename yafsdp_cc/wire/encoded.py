@@ -72,9 +72,7 @@ class EncodedReduce(ChunkSum):
     def sent_bytes(self, whole: Tensor | None = None) -> int:
         return self._message_bytes * len(self._peers)
 
-    def send(self, whole: Tensor, asynchronous: bool) -> Works:
-        if not self._peers:
-            return []
+    def _send(self, whole: Tensor, asynchronous: bool) -> Works:
         messages = self._post.sent(self._message_bytes)
         noise = None if self._noise is None else self._noise.throw()
         for first, chunks in self._stretches(whole):

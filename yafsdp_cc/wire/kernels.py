@@ -49,7 +49,7 @@ def encode(
         )
         return
     ops.encode(
-        gradients,
+        _taken(gradients),
         message,
         _NUMBERS[codec.name],
         codec.block,
@@ -71,7 +71,7 @@ def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> 
     if ops is None:
         feedback.accumulate(gradients, residual, scale=scale)
         return
-    ops.accumulate(gradients, residual.values, residual.scales, residual.block, scale, _stream(gradients))
+    ops.accumulate(_taken(gradients), residual.values, residual.scales, residual.block, scale, _stream(gradients))
 
 
 def decode_sum(
@@ -85,19 +85,25 @@ def decode_sum(
     if ops is None:
         feedback.decode_sum(codec, messages, own, place, total)
         return
+    own = None if own is None else _taken(own)
     ops.decode_sum(messages, _NUMBERS[codec.name], codec.block, n, own, place, total, start, _stream(messages))
 
 
 def decode(codec: Codec, messages: Tensor, values: Tensor) -> None:
     """What ``messages`` say, into ``values`` [messages, n] of any floating-point dtype."""
     ops = ops_for(messages.device) if codec.name in _NUMBERS else None
-    if ops is not None:
+    if ops is not None and values.dtype != torch.float64:
         ops.decode(messages, _NUMBERS[codec.name], codec.block, values, _stream(messages))
     elif values.dtype == torch.float32:
         codec.decode(messages, values)
     else:
-        codec.decode(messages, said := torch.empty_like(values, dtype=torch.float32))
+        decode(codec, messages, said := torch.empty_like(values, dtype=torch.float32))
         values.copy_(said)
+
+
+def _taken(numbers: Tensor) -> Tensor:
+    """Numbers that are encoded, in a dtype that native kernels read."""
+    return numbers.to(torch.float32) if numbers.dtype == torch.float64 else numbers
 
 
 def _stream(tensor: Tensor) -> int:

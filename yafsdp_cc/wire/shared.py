@@ -48,6 +48,11 @@ class SharedSum(ABC):
         """Bytes of its own, the residual's among them."""
         return 0 if self.residual is None else self.residual.nbytes
 
+    @property
+    def waiting(self) -> Tensor | None:
+        """[numel], what is in no residual and added to the next sum."""
+        return self.owed
+
     def unsaid(self) -> Tensor:
         """[numel] fp32: what this rank has still to say, and its part of what is owed."""
         total = torch.zeros(self._numel, dtype=torch.float32, device=self._device)

@@ -1,0 +1,171 @@
+"""Residuals in checkpoints: what was to be said is said after a restart, once and in the right unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from yafsdp_cc import Compression
+
+
+def saved(folder: Any, codec: str) -> None:
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    for step in range(5):
+        loss_of(model, step).backward()
+        model.zero_grad()
+    yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
+    residuals = unsaid(model)
+    loss_of(model, 5).backward()
+    found = gradients(model)
+    if dist.get_rank() == 0:
+        torch.save((residuals, found), folder / "truth.pt")
+
+
+def resumed(folder: Any, codec: str) -> None:
+    residuals, found = torch.load(folder / "truth.pt")
+    model = sharded(Compression(gradients=codec, residual="fp32"))
+    loss_of(model, 100).backward()  # residuals of its own, that are forgotten
+    model.zero_grad()
+    if dist.get_world_size() == 2:
+        assert yafsdp_cc.load(folder / "step", model) == {"note": dist.get_rank()}
+        loss_of(model, 5).backward()
+        assert all(gradient.equal(found[name]) for name, gradient in gradients(model).items())
+        return
+    with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
+        assert yafsdp_cc.load(folder / "step", model) == {}
+    model.set_reshard_after_forward(False)  # another assembly owes what this one does
+    now = unsaid(model)
+    assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
+    ledger = Ledger(model, sharded(None))
+    for step in range(5):
+        ledger.step(step)
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("readers", "codec"), [(2, "onebit"), (4, "onebit"), (1, "onebit"), (2, "powersgd"), (4, "powersgd")]
+)
+def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
+    """Bit for bit by as many as before."""
+    on_ranks(2, saved, tmp_path, codec)
+    on_ranks(readers, resumed, tmp_path, codec)
+
+
+def rescaled(folder: Any) -> None:
+    truth = None
+    for init_scale in (2.0**10, 2.0**4):
+        model = sharded(Compression(gradients="onebit", residual="int8"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        yafsdp_cc.follow_scaler(model, scaler)
+        if truth is None:
+            scaler.scale(loss_of(model, 0)).backward()
+            yafsdp_cc.save(folder / "step", model)
+            truth = unsaid(model)
+        yafsdp_cc.load(folder / "step", model)
+        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**12})
+        yafsdp_cc.follow_scaler(model, scaler)
+        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+
+
+def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path):
+    on_ranks(2, rescaled, tmp_path)
+
+
+def scaled_and_resumed(folder: Any) -> None:
+    def fresh() -> tuple[Any, torch.amp.GradScaler]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return sharded(Compression(gradients="onebit")), scaler
+
+    def step(model: Any, scaler: torch.amp.GradScaler, number: int) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler.scale(loss_of(model, number)).backward()
+        found = gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        return found
+
+    model, scaler = fresh()
+    yafsdp_cc.follow_scaler(model, scaler)
+    for number in range(5):
+        step(model, scaler, number)
+    yafsdp_cc.save(folder / "scaled", model, scaler=scaler.state_dict())
+    truth = step(model, scaler, 5)
+    for followed in (False, True):  # before the load already, or only after it
+        model, scaler = fresh()
+        if followed:
+            yafsdp_cc.follow_scaler(model, scaler)
+        scaler.load_state_dict(yafsdp_cc.load(folder / "scaled", model)["scaler"])
+        yafsdp_cc.follow_scaler(model, scaler)
+        found = step(model, scaler, 5)
+        assert all(found[name].equal(gradient) for name, gradient in truth.items())
+
+
+def test_residuals_are_resumed_in_units_of_the_scale(tmp_path):
+    on_ranks(2, scaled_and_resumed, tmp_path)
+
+
+def in_the_warm_up(folder: Any) -> None:
+    config, found = Compression(gradients="onebit", warmup_steps=3), []
+    for model in (sharded(config), sharded(config)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 2 and found:
+                yafsdp_cc.load(folder / "step", model)
+            elif step == 2:
+                yafsdp_cc.save(folder / "step", model)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model[2].weight.full_tensor())
+    assert found[0].equal(found[1])
+    model.set_reshard_after_forward(False)
+    loss_of(model, 5).backward()  # put together without what sums exactly
+    yafsdp_cc.load(folder / "step", model)
+    loss_of(model, 2).backward()
+
+
+def test_a_warm_up_goes_on_where_it_was(tmp_path):
+    on_ranks(2, in_the_warm_up, tmp_path)
+
+
+def between_micro_batches(folder: Any) -> None:
+    model = sharded(Compression(gradients="int8", residual="fp32"))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0).backward()
+    yafsdp_cc.save(folder / "step", model)
+    kept = unsaid(model)
+    loss_of(model, 1).backward()  # forgotten
+    for _ in range(2):
+        yafsdp_cc.load(folder / "step", model)
+        assert all(each.equal(kept[name]) for name, each in unsaid(model).items())
+        yafsdp_cc.save(folder / "step", model)
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path):
+    on_ranks(2, between_micro_batches, tmp_path)
+
+
+def into_another(folder: Any) -> None:
+    model = sharded("onebit")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    held = unsaid(model)
+    other = sharded(Compression(gradients="int8", overrides={"0.*": "fp32"}))
+    for each, left_out in ((other, "of 0.weight, which"), (sharded(None), "of 0.weight, 2.weight, 4.weight, which")):
+        with pytest.warns(UserWarning, match=f"gradients that were still to be said, {left_out} this model does not"):
+            yafsdp_cc.load(folder / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
+    assert all(torch.allclose(each, held[name]) for name, each in unsaid(other).items())
+
+
+def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_path):
+    on_ranks(2, into_another, tmp_path)
