@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.compression import LOW_RANK, Compression, check_overrides, compression_of
+from yafsdp_cc.compression import Compression, check_overrides, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
@@ -256,11 +256,12 @@ def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
 
 def _warn_of_few_bits(config: Compression) -> None:
     """Say so where the optimizer is to learn from fewer bits than those it is known to do well with."""
-    if config.gradients in ("ternary", "onebit", "topk", LOW_RANK):
+    few = [codec for codec in dict.fromkeys((config.gradients, *config.overrides.values())) if config.bits(codec) < 4]
+    if few:
         warnings.warn(
-            f"gradients={config.gradients!r} with an optimizer that is not of the 1-bit family, and none is here yet: "
-            "Adam's loss falls more slowly with fewer than 4 bits (docs/compression.md, Which one?). 'int4' trains as "
-            "exact sums do, as far as measured",
+            f"gradients={few[0]!r} with an optimizer that is not of the 1-bit family (none is here yet): Adam's loss "
+            "falls more slowly with fewer than 4 bits. A million parameters ended 0.02 nats per byte above exact sums "
+            "with 'ternary', 0.05 with 'onebit', and where these ended with 'int4' (docs/measurements.md)",
             stacklevel=3,
         )
 

@@ -132,6 +132,10 @@ class Compression:
     def _pattern_for(self, name: str) -> str | None:
         return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
 
+    def bits(self, codec: str) -> float:
+        """Bits for an element of a gradient, of a large one; 0 for ``"powersgd"``, which goes by the shape."""
+        return 0.0 if codec == LOW_RANK else 8 * self.make(codec).message_bytes(1 << 20) / (1 << 20)
+
     def make(self, codec: str) -> Codec:
         """The codec of a name other than ``"powersgd"``, with this block."""
         return codec_of(codec, self.block)
