@@ -32,8 +32,7 @@ TRAINING = {
     "fsdp2 bf16": _trains("fsdp2", bf16=True),
     "fsdp2 bf16 + compress int8/int8": _trains("fsdp2", bf16=True, gradients="int8", weights="int8"),
     "ddp fp32": _trains("ddp"),
-    "ddp fp16 hook": _trains("ddp", hook="fp16"),
-    "ddp bf16 hook": _trains("ddp", hook="bf16"),
+    "ddp fp16 hook": _trains("ddp", fp16_hook=True),  # the one for bf16 wants NCCL
     "ddp powersgd": _trains("ddp_powersgd"),
     "ours exact bf16": _trains("ours"),
     "ours int8 / int8 weights": _trains("ours", gradients="int8", weights="int8"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 class Trainee:
@@ -63,11 +62,11 @@ def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainee:
     return Trainee(model, lambda: wire.sent_bytes)
 
 
-def ddp(*, hook: str | None = None) -> Trainee:
-    """torch's DDP, its gradients cast by one of torch's own hooks."""
+def ddp(*, fp16_hook: bool = False) -> Trainee:
+    """torch's DDP, its gradients cast by torch's own hook if that is wanted."""
     model = DistributedDataParallel(GPT())
-    if hook is not None:
-        model.register_comm_hook(None, HOOKS[hook])
+    if fp16_hook:
+        model.register_comm_hook(None, fp16_compress_hook)
     return Trainee(model)
 
 
