@@ -20,6 +20,7 @@ from yafsdp_cc.bench import trainees
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.demo.model import VOCABULARY
+from yafsdp_cc.netlab.rate import UNSHAPED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,33 +46,36 @@ class Turn(NamedTuple):
 
 def measure(lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Figures of every contestant at every bandwidth, of a lab that has begun."""
-    per_rank = lab.run(_on_rank, lab, names, bandwidths, rounds, steps, timeout=PATIENCE)
-    ranks = len(per_rank)
-    return {
-        bandwidth: _figures({name: [turns[bandwidth][name] for turns in per_rank] for name in names}, ranks)
-        for bandwidth in bandwidths
-    }
+    found = {}
+    for bandwidth in bandwidths:
+        lab.set_bandwidth(bandwidth)
+        per_rank = lab.run(_on_rank, lab, names, bandwidth, rounds, steps, timeout=PATIENCE)
+        found[bandwidth] = _figures({name: [turns[name] for turns in per_rank] for name in names}, len(per_rank))
+    return found
 
 
-def _on_rank(
-    lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int
-) -> dict[str, dict[str, list[Turn]]]:
-    """Of each contestant at each bandwidth, its turns."""
+def _on_rank(lab: Lab, names: Sequence[str], bandwidth: str, rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """Of each contestant, its turns."""
     warnings.simplefilter("ignore", FutureWarning)  # of torch's, of names that rivals use
-    runs = {name: _Run(name, lab) for name in names}
+    runs = {name: _Run(name, lab) for name in names}  # over the network that there will be: some try it out
+    _set_bandwidth(lab, UNSHAPED)
     for run in runs.values():
         run.turn(WARM_UP)
-    found: dict[str, dict[str, list[Turn]]] = {}
-    for bandwidth in bandwidths:
+    _set_bandwidth(lab, bandwidth)
+    found: dict[str, list[Turn]] = {name: [] for name in names}
+    for number, name in in_turns(names, rounds):
+        turn = runs[name].turn(steps)
+        found[name].append(turn)
         if dist.get_rank() == 0:
-            lab.set_bandwidth(bandwidth)
-        found[bandwidth] = {name: [] for name in names}
-        for number, name in in_turns(names, rounds):
-            turn = runs[name].turn(steps)
-            found[bandwidth][name].append(turn)
-            if dist.get_rank() == 0:
-                print(f"{bandwidth} {number}/{rounds} {name}: {turn.seconds:.3f} s/step", file=sys.stderr)
+            print(f"{bandwidth} {number}/{rounds} {name}: {turn.seconds:.3f} s/step", file=sys.stderr)
     return found
+
+
+def _set_bandwidth(lab: Lab, bandwidth: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        lab.set_bandwidth(bandwidth)
+    dist.barrier()
 
 
 class _Run:

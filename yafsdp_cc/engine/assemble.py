@@ -24,6 +24,7 @@ from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.unit import Unit
 from yafsdp_cc.plan.units import ROOT
 from yafsdp_cc.wire.exchange import Gather, backend_of, rehearse
+from yafsdp_cc.wire.link import try_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,14 +56,18 @@ def assemble(model: nn.Module) -> Root:
         old.retire()
     settings = drafts[-1].settings
     # Over gloo a second communicator costs next to nothing, and two ranks need it (see wire.exchange).
-    swaps = ranks.group.size() == 2 and backend_of(ranks.group, ranks.device) == "gloo"
+    is_gloo = backend_of(ranks.group, ranks.device) == "gloo"
+    swaps = is_gloo and ranks.group.size() == 2
     apart = swaps or any(draft.settings.separate_reduce_group for draft in drafts)
+    reduce_group = second_group(ranks) if apart else ranks.group
+    if is_gloo and ranks.device.type == "cpu":
+        try_out(ranks.group, reduce_group)
     gather_lane = settings.lanes.gathers(ranks.device)
     root = Root(
         model,
         drafts,
         ranks.group,
-        second_group(ranks) if apart else ranks.group,
+        reduce_group,
         ranks.replicas,
         ranks.device,
         gather_lane,

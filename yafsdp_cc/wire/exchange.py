@@ -9,7 +9,7 @@ Over gloo a gather is a broadcast of every rank's chunk, from buffer to buffer: 
 made for the occasion and copies, at up to twice the processor time. Two ranks swap chunks, which is one operation where
 broadcasts are two. Gathers and sums should not share a group then: an operation of one rank that has lost step would
 meet one of another size, and gloo ends the process where it does. What is encoded goes from rank to rank, each chunk a
-message of its own, both ways at once.
+message of its own, both ways at once; over slow links (``wire.link``) so does the rest.
 
 Both call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small collective,
 and every buffer here is checked once, when it is made.
@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+
+from yafsdp_cc.wire.link import is_slow
 
 Works: TypeAlias = "list[dist.Work]"
 """What is to be waited for."""
@@ -94,6 +96,7 @@ class Gather:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._is_gloo = backend_of(group, device) == "gloo"
+        self._is_slow = is_slow(group)
         self._options = AllgatherOptions()
         self._swap = AllToAllOptions()
         self._broadcasts = tuple(BroadcastOptions() for _ in range(self.world))
@@ -126,7 +129,8 @@ class Gather:
             return []
         if whole.dtype not in _CARRIED:  # as bytes
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        if self._is_gloo and whole.dtype == torch.uint8 and is_duplex(whole.nbytes, self.world, whole.device):
+        apart = self._is_slow or whole.dtype == torch.uint8
+        if self._is_gloo and apart and is_duplex(whole.nbytes, self.world, whole.device):
             chunks = whole.chunk(self.world)
             return duplex(self.group, chunks, [chunks[self.rank]] * self.world, GATHER_TAG)
         if self._is_gloo and self.world == 2:
@@ -161,6 +165,7 @@ class Reduce:
         self.world: int = group.size()
         self.rank: int = group.rank()
         self._streams = device.type == "cuda"
+        self._is_slow = is_slow(group)
         self._in_place = self.world == 1 or (self._streams and backend_of(group, device) == "nccl")
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
@@ -208,6 +213,9 @@ class Reduce:
             return works_of(self.group._reduce_scatter_base(own, whole, self._scatter))
         self._exchange.asyncOp = asynchronous
         received = self._chunks(whole)
+        if self._is_slow and is_duplex(whole.nbytes, self.world, whole.device):
+            room = [received] * 2 if self.world == 2 else received.chunk(self.world)
+            return duplex(self.group, room, whole.chunk(self.world), MESSAGE_TAG)
         if self.world > 2:
             return works_of(self.group.alltoall_base(received, whole, [], [], self._exchange))
         peer = 1 - self.rank
@@ -265,11 +273,10 @@ def works_of(work: dist.Work | None) -> Works:
 
 
 def is_duplex(size: int, world: int, device: torch.device) -> bool:
-    """Whether ``world`` encoded chunks of so many bytes are large enough to be sent and received one by one.
+    """Whether ``world`` chunks of so many bytes in all are large enough to be sent and received one by one.
 
-    gloo's all-to-all between two ranks sends one way and then the other, at half of what a network carries; but each
-    message by itself costs processor time. What is encoded is so because the network is slow, and then that is worth
-    it. (gloo sends no CUDA tensors so.)
+    Each message by itself costs processor time: that is worth it over a slow network (see ``wire.link``), for which
+    alone something is encoded. (gloo sends no CUDA tensors so.)
     """
     return device.type == "cpu" and size // world >= (_PAIR if world == 2 else _SEVERAL)
 
