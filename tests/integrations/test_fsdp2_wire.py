@@ -171,9 +171,9 @@ def refused() -> None:
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
     with pytest.raises(TypeError, match=r"compress\(\) takes a Compression or the name of a codec"):
         yafsdp_cc.compress(Transformer(2, 64), None)
-    with pytest.raises(TypeError, match=r"GradientWire\(None\)"):
+    with pytest.raises(TypeError, match="GradientWire takes a Compression or the name of a codec"):
         yafsdp_cc.GradientWire(None)
-    with pytest.raises(ValueError, match="GradientWire with overrides or weights"):
+    with pytest.raises(ValueError, match="GradientWire with overrides: a bucket of DDP crosses in one piece"):
         yafsdp_cc.GradientWire(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
