@@ -309,7 +309,7 @@ def refusals() -> None:
 def test_what_cannot_be_is_refused_by_name():
     on_ranks(2, refusals)
     with pytest.raises(ValueError, match=r"^gradients=None: input should be a valid string$"):
-        Compression(None)  # type: ignore[arg-type]
+        Compression(None)  # type: ignore[arg-type]  # the mistake is what is tested
     assert Compression("int4", "int8") == Compression(gradients="int4", weights="int8")
     for wrong, match in (
         ({"gradients": "int7"}, "^there is no codec 'int7'"),

@@ -24,7 +24,7 @@ BOTH = ("kernels", "definition")
 
 os.environ.pop("YAFSDP_CC_SIMD", None)
 if ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
-    pytest.skip("the native extension is not built", allow_module_level=True)
+    pytest.skip("the native extension is not built", allow_module_level=True)  # nothing to hold against torch
 
 
 def levels() -> list[str]:
