@@ -46,7 +46,8 @@ def run(options: argparse.Namespace, ranks: int, bandwidth: str) -> None:
         start = time.perf_counter()
         lab.launch(options.command, timeout=options.timeout)
         wall = time.perf_counter() - start
-        for rank, (sent, received) in enumerate(lab.bytes()):
+        for rank, own in enumerate(lab.bytes()):
+            sent, received = own.sent, own.received
             rates = f"sent_mbit_s={8e-6 * sent / wall:.1f} received_mbit_s={8e-6 * received / wall:.1f}"
             print(
                 f"netlab bandwidth={bandwidth} {ranks=} {rank=} wall_s={wall:.2f} {sent=} {received=} {rates}",

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
 from tests.ranks import on_ranks
+from tests.soak import also
 
 WIDTH, VOCABULARY, BATCH = 48, 66, 2
 Figures = dict[str, Tensor]
@@ -185,7 +186,7 @@ def state_of(job: Job) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True))
 
 
-@pytest.mark.parametrize(("writers", "readers"), [((2, 2), (2, 1)), ((2, 1), (2, 2)), ((1, 2), (2, 1, 2))])
+@pytest.mark.parametrize(("writers", "readers"), [((2, 2), (2, 1)), also((2, 1), (2, 2)), also((1, 2), (2, 1, 2))])
 def test_checkpoints_are_exchanged_with_fsdp2(writers, readers, tmp_path):
     """(dp, tp), or (replicate, dp, tp); bit for bit, both ways."""
     on_ranks(torch.Size(writers).numel(), saved, tmp_path, writers)

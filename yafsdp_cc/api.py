@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.compression import Compression, check_overrides, compression_of
+from yafsdp_cc.compression import Compression, check_kept, check_overrides, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import Cutter
-from yafsdp_cc.engine.draft import Draft
+from yafsdp_cc.engine.draft import Draft, why_not_whole
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
@@ -82,7 +82,8 @@ def shard(
         separate_reduce_group: a second communicator for gradients, so that a gather and a reduce can overlap each
             other; costs the memory of a communicator.
         compression: how gradients and weights are encoded on their way: a codec of gradients by name (``"int8"``,
-            ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. None: sums are exact.
+            ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. ``"auto"``: in each unit as few bits
+            lost as hide its sum under the backward, measured and chosen as training goes. None: sums are exact.
 
     Returns:
         The same object.
@@ -124,11 +125,15 @@ def shard(
         check_divided(owned, mesh)
         check_hooks(owned)
         check_overrides(config, [name for name, _ in model.named_parameters()])
+        keeps, near = after_forward(reshard_after_forward, mesh)
+        for spec in division.units:
+            if spec.modules != (model,) and (why := why_not_whole(keeps or zero_stage < 3, near)):
+                check_kept(config, spec.name, why)
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
-        "reshard_after_forward": after_forward(reshard_after_forward, mesh),
+        "reshard_after_forward": (keeps, near),
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
@@ -145,7 +150,6 @@ def shard(
     prepare = _preparation(model, ranks, sync_module_states, param_init_fn)
     cutter = Cutter(ranks, policy, prepare, host, config)
     inner = replace(policy, output_dtype=None)  # the model's output is meant
-    keeps, near = after_forward(reshard_after_forward, mesh)
     blocks = sum(spec.role == "block" for spec in division.units)
     drafts = [
         Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role, host)
@@ -171,7 +175,6 @@ def shard(
         broadcast(buffers, mesh)
     root = assemble(model)
     if config is not None:
-        _warn_of_few_bits(config)
         _warn_of_residuals(root.plan)
     mark_optimizer_steps()
     return model
@@ -251,18 +254,6 @@ def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
     elif not division.units:
         warnings.warn(
             "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
-        )
-
-
-def _warn_of_few_bits(config: Compression) -> None:
-    """Say so where the optimizer is to learn from fewer bits than those it is known to do well with."""
-    few = [codec for codec in dict.fromkeys((config.gradients, *config.overrides.values())) if config.bits(codec) < 4]
-    if few:
-        warnings.warn(
-            f"gradients={few[0]!r} with an optimizer that is not of the 1-bit family (none is here yet): Adam's loss "
-            "falls more slowly with fewer than 4 bits. A million parameters ended 0.02 nats per byte above exact sums "
-            "with 'ternary', 0.05 with 'onebit', and where these ended with 'int4' (docs/measurements.md)",
-            stacklevel=3,
         )
 
 

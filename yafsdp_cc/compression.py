@@ -12,13 +12,18 @@ import torch
 from pydantic import ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from yafsdp_cc.wire.codec import BLOCK, Codec, codec_of, kind_of
+from yafsdp_cc.wire.codec import BLOCK, Codec, Scaled, codec_of, kind_of
 
 EXACT = "fp32"
 """The name of no codec at all, where the engine sums in fp32 anyway."""
 
 LOW_RANK = "powersgd"
 """The name of what is no codec but a wire of its own (``wire.lowrank``)."""
+
+AUTO = "auto"
+"""The name of whichever of some codecs, or none, is enough to hide the wire (``wire.choice``)."""
+ROUNDING = ("int8", "fp8")
+"""Codecs near enough to weights themselves; others say only how these have changed."""
 
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
@@ -60,9 +65,14 @@ class Compression:
     """
 
     gradients: str = "int8"
-    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix."""
+    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix.
+
+    ``"auto"``: in each unit as few bits lost as hide its sum under the backward, chosen anew as training goes.
+    """
     weights: str | None = None
-    """The codec of weights that are gathered and dropped again, ``"int8"`` or ``"fp8"``; None: as they are."""
+    """The codec of weights; None: as they are. Where they stay whole on every rank, it says how steps change them
+    (``wire.change``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with scales. Where
+    they are dropped after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool = True
     """Whether what a message could not say is kept and said later. Without, rounding is random where it can be."""
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
@@ -79,6 +89,11 @@ class Compression:
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
+    candidates: tuple[str, ...] = ("int8", "int4")
+    """What ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
+    error_budget: float | None = None
+    """The most that ``"auto"`` may leave out of a message, on average over elements, as a share of the gradients'
+    squares: all in int8 leave out 0.00004, all in int4 0.014. None: as the candidates do."""
 
     @field_validator("gradients", "overrides")
     @classmethod
@@ -87,14 +102,30 @@ class Compression:
             check_name(name)
         return value
 
+    @field_validator("candidates")
+    @classmethod
+    def _may_be_chosen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("candidates=(): name the codecs that 'auto' may choose, such as int8 and int4")
+        for name in value:
+            if name == EXACT:
+                raise ValueError(f"candidates={value!r}: exact sums are always among them, leave {EXACT!r} out")
+            if name == LOW_RANK:
+                raise ValueError(
+                    f"candidates={value!r}: 'powersgd' sums factors that all ranks share, and keeps them from step to "
+                    "step; it cannot take turns with codecs. Name it in overrides, for the parameters it is to have"
+                )
+            kind_of(name)
+        return value
+
     @field_validator("weights")
     @classmethod
     def _fits_weights(cls, value: str | None) -> str | None:
-        if value not in (None, "int8", "fp8"):
-            raise ValueError(
-                f"weights={value!r}: weights are rounded anew in every gather, with nothing to make up for it: int8 "
-                "or fp8, or None for their own dtype"
-            )
+        if value is None:
+            return value
+        check_name(value)
+        if value == LOW_RANK or not issubclass(kind_of(value), Scaled):
+            raise ValueError(f"weights={value!r}: {_UNFIT.get(value, _NO_SCALES)}: {_FIT}")
         return value
 
     @model_validator(mode="after")
@@ -106,7 +137,9 @@ class Compression:
             raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
-        biased = [name for name in (self.gradients, *self.overrides.values()) if _needs_feedback(name)]
+        if self.error_budget is not None and not self.error_budget > 0:
+            raise ValueError(f"error_budget={self.error_budget}: a share of more than 0 of the gradients' squares")
+        biased = [name for name in self.codecs if _needs_feedback(name)]
         if biased and not self.feedback:
             raise ValueError(
                 f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
@@ -118,6 +151,12 @@ class Compression:
     def residual_dtype(self) -> torch.dtype | None:
         """What residuals are kept in; None without feedback."""
         return _DTYPES[self.residual] if self.feedback else None
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """All that gradients may be encoded by."""
+        names = (self.gradients, *self.overrides.values())
+        return tuple(dict.fromkeys(each for name in names for each in (self.candidates if name == AUTO else (name,))))
 
     def codec_for(self, name: str) -> str:
         """The codec of the gradient of a parameter with this full name."""
@@ -141,6 +180,14 @@ class Compression:
         return codec_of(codec, self.block)
 
 
+_FIT = "take int8, fp8, int4, ternary or onebit, or None for the weights' own dtype"
+_NO_SCALES = "changes of weights are said by codecs with a scale for each block, subclasses of Scaled"
+_UNFIT = {
+    "fp32": "None sends weights as they are",
+    "bf16": "MixedPrecisionPolicy(param_dtype=torch.bfloat16) sends weights so, and computes with them",
+    "topk": "99 of 100 weights would stay as they were for some hundred steps",
+    LOW_RANK: "factors are of whole matrices, and no rank holds the change of one",
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -150,7 +197,7 @@ def _needs_feedback(name: str) -> bool:
 
 def check_name(name: str) -> None:
     """Raise a ``ValueError`` if gradients cannot be encoded by what has this name."""
-    if name != LOW_RANK:
+    if name not in (LOW_RANK, AUTO):
         kind_of(name)
 
 
@@ -163,6 +210,17 @@ def check_overrides(compression: Compression | None, names: Collection[str]) -> 
         raise ValueError(
             f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands for "
             f"anything), such as {some}"
+        )
+
+
+def check_kept(compression: Compression | None, unit: str, why: str) -> None:
+    """Raise a ``ValueError`` if weights that do not stay whole on every rank, of a ``unit``, cannot be encoded."""
+    name = None if compression is None else compression.weights
+    if name is not None and name not in ROUNDING:
+        raise ValueError(
+            f"compression has weights={name!r}, which says how weights have changed that every rank has kept, but "
+            f"those of unit '{unit}' are {why}: pass zero_stage=2 or reshard_after_forward=False, which keep them, or "
+            "weights='int8', which rounds them"
         )
 
 

@@ -62,7 +62,7 @@ struct DecodeSum {
     Number kind;
     const void* own;  // [length]; null: there is none
     int64_t place;    // before which message `own` is added
-    float* total;     // [length]
+    float* total;     // [length]; may be own where place is 0
     int64_t start, length;
 };
 

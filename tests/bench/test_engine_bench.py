@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import also
+
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine.py"
 
 
-@pytest.mark.parametrize(("precision", "suffix"), [("fp32", ""), ("bf16", "/bf16")])
+@pytest.mark.parametrize(("precision", "suffix"), [also("fp32", ""), ("bf16", "/bf16")])
 def test_one_round_of_a_tiny_model(tmp_path: Path, precision: str, suffix: str) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--models", "tiny", "--precision", precision, "--rounds", "1"]

@@ -19,6 +19,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
 from tests.cli.command import ROOT
 from tests.ranks import RankError, on_ranks
+from tests.soak import LONG
 
 EXAMPLE = ROOT / "docs" / "examples" / "checkpoint.py"
 LINE = re.compile(r"step (\d+) loss (\S+)")
@@ -88,6 +89,7 @@ def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
     assert {step: whole[step] for step in before} == before
 
 
+@LONG
 def test_killed_between_the_two_renames_of_a_save_it_goes_on_too(tmp_path):
     before = finished(tmp_path, steps=20)
     assert "goes on" not in before

@@ -14,6 +14,7 @@ import pytest
 import yafsdp_cc.cli as cli
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
+from tests.soak import LONG
 
 OURS = "ours int8 / int8 weights"
 
@@ -32,6 +33,8 @@ OURS = "ours int8 / int8 weights"
         (["--ranks=two"], "--ranks: 'two': write 2, or 2,4"),
         (["--rounds=0"], "--rounds: must be at least 1, got 0"),
         (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
+        (["--picture=loss.svg"], "--picture is for --suite slow"),
+        (["--suite=slow", "--picture=nowhere/loss.svg"], "--picture nowhere/loss.svg: there is no such folder"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], told: str) -> None:
@@ -71,7 +74,7 @@ def test_training_reports_the_bytes_that_crossed(tmp_path: Path) -> None:
     ran = yafsdp_cc("bench", "--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "2 ranks at 200mbit" in ran.stdout
-    assert max(map(len, ran.stdout.splitlines())) <= 110
+    assert max(map(len, ran.stdout.splitlines())) <= 120
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["about"]["command"].startswith("yafsdp-cc bench --suite=train")
     figures = written["train"]["2"]["200mbit"]
@@ -81,7 +84,27 @@ def test_training_reports_the_bytes_that_crossed(tmp_path: Path) -> None:
     assert ours["tokens_per_s"] > 0
     assert ours["counted_bytes"] > 10e6
     assert 0 < ours["sent_above_counted"] < 0.08
+    assert -0.01 < ours["payload_above_counted"] < 0.02
     assert ours["times_fewer_bytes"] > 2
+
+
+@LONG
+def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
+    with lab_of(ranks=2):
+        pass
+    names = "fsdp2 bf16,ours exact bf16,ours 1-bit adam"
+    flags = ["--ranks=2", "--bandwidth=unshaped", "--rounds=1", "--steps=6", "--json=figures.json"]
+    ran = yafsdp_cc("bench", "--suite=slow", f"--contestants={names}", *flags, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "2 ranks at unshaped, 6 steps" in ran.stdout
+    found = json.loads((tmp_path / "figures.json").read_text())["slow"]["2"]
+    theirs, exact, ours = (found["learnt"][name]["losses"]["6"] for name in names.split(","))
+    assert abs(theirs - exact) < 0.02 * theirs
+    assert ours < 1.1 * theirs < 5.0
+    assert found["learnt"]["ours 1-bit adam"]["phases"][:5] == ["exact", "both", "both", "both", "both"]
+    run = found["runs"]["unshaped"]["ours 1-bit adam"]
+    assert run["sent_bytes"] < found["runs"]["unshaped"]["ours exact bf16"]["sent_bytes"]
+    assert [seconds for seconds, _ in run["curve"]] == sorted(seconds for seconds, _ in run["curve"])
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.command import started, wait_for_line, yafsdp_cc
+from tests.soak import also
 from yafsdp_cc.demo import data
 
 
@@ -19,7 +20,7 @@ def metrics(folder: Path, name: str = "demo") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", also("bf16")])
 def test_three_steps_on_two_ranks(tmp_path: Path, precision: str) -> None:
     ran = yafsdp_cc("demo", "--steps=3", f"--precision={precision}", "--name=short", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -65,7 +66,7 @@ def test_bad_flags_are_told_before_anything_starts(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["the launcher alone", "the whole terminal"])
+@pytest.mark.parametrize("whole_group", [also(False), True], ids=["the launcher alone", "the whole terminal"])
 def test_ctrl_c_stops_it_in_the_middle(tmp_path: Path, whole_group: bool) -> None:
     with started("demo", folder=tmp_path) as process:
         wait_for_line(process, "step    1/")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import ROOT, started, wait_for_line, yafsdp_cc
+from tests.soak import also
 
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
 GROUP = """
@@ -94,7 +95,7 @@ inner()
 @pytest.mark.parametrize(
     ("last_words", "status", "summary"),
     [
-        ("sys.exit(7)", 7, "SystemExit: 7"),
+        also("sys.exit(7)", 7, "SystemExit: 7"),
         ("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
     ],
 )
@@ -148,7 +149,9 @@ finally:
 }
 
 
-@pytest.mark.parametrize("body", WAITING.values(), ids=WAITING.keys())
+@pytest.mark.parametrize(
+    "body", [also(body) if name == "in Python" else body for name, body in WAITING.items()], ids=WAITING.keys()
+)
 def test_ctrl_c_ends_every_rank_quietly(tmp_path: Path, body: str) -> None:
     with started(*TWO, script(tmp_path, body), folder=tmp_path) as process:
         wait_for_line(process, "ready")

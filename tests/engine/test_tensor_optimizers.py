@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, twins, uneven_cuts_of
 from tests.ranks import on_ranks
+from tests.soak import also
 from yafsdp_cc.engine.tensor import FlatDTensor
 
 FORMS = [{"foreach": False}, {"foreach": True}]
@@ -67,7 +68,7 @@ def all_optimizers():
                     assert not isinstance(value, torch.Tensor) or value.numel() == 1 or type(value) is FlatDTensor
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 def test_optimizers_equal_a_single_process_bit_for_bit(world):
     on_ranks(world, all_optimizers)
 

@@ -11,10 +11,16 @@ import yafsdp_cc
 from tests.fully_shard.programs import IN_BF16, PROGRAMS
 from tests.fully_shard.run import Api, Run
 from tests.ranks import on_ranks
+from tests.soak import also
+
+RUNS = [
+    (also if world == 4 and number % 3 and "replicas" not in program.__name__ else pytest.param)(program, world)
+    for number, program in enumerate(PROGRAMS)
+    for world in (2, 4)
+]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("program", "world"), RUNS, ids=lambda value: getattr(value, "__name__", value))
 def test_runs_as_with_fsdp2(program: Callable[[Api], Run], world: int) -> None:
     on_ranks(world, side_by_side, program)
 

@@ -177,6 +177,8 @@ def refused() -> None:
         yafsdp_cc.GradientWire(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
+    with pytest.raises(ValueError, match=r"with weights='int4': FSDP2 gathers every time .* with zero_stage=2"):
+        fsdp2(Compression(weights="int4"))
     with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
         fsdp2(Compression(overrides={"*": "int4"}))
     model, wire = fsdp2("int8")

@@ -314,7 +314,13 @@ def test_what_cannot_be_is_refused_by_name():
     for wrong, match in (
         ({"gradients": "int7"}, "^there is no codec 'int7'"),
         ({"gradients": "onebit", "feedback": False}, "gradients='onebit' with feedback=False: what it leaves out"),
-        ({"weights": "int4"}, "weights='int4': weights are rounded anew in every gather"),
+        ({"weights": "int7"}, "^there is no codec 'int7'"),
+        (
+            {"weights": "bf16"},
+            r"^weights='bf16': MixedPrecisionPolicy\(param_dtype=torch.bfloat16\) sends .*: take int8",
+        ),
+        ({"weights": "topk"}, "^weights='topk': 99 of 100 weights would stay as they were"),
+        ({"weights": "powersgd"}, "^weights='powersgd': factors are of whole matrices"),
         ({"block": 100}, "block=100: a block has a power of two of elements"),
         ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),

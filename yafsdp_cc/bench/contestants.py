@@ -39,7 +39,16 @@ TRAINING = {
     "ours onebit / int8 weights": _trains("ours", gradients="onebit", weights="int8"),
     "ours onebit / int8 kept": _trains("ours", gradients="onebit", weights="int8", zero_stage=2),
     "ours powersgd / int8 weights": _trains("ours", gradients="powersgd", weights="int8"),
+    "ours 1-bit adam": _trains("one_bit_adam"),
+    "ours 1-bit adam warm-up": _trains("one_bit_adam", phase="exact"),
+    "ours 1-bit adam refresh": _trains("one_bit_adam", phase="both"),
 }
+
+PHASES = {"ours 1-bit adam": {"exact": "ours 1-bit adam warm-up", "both": "ours 1-bit adam refresh"}}
+"""Of contestants whose steps are not all alike: who stands for steps of another phase when time is taken."""
+
+SLOW = ("fsdp2 fp32", "fsdp2 bf16", "ddp fp32", "ddp powersgd", "ours exact bf16", "ours 1-bit adam")
+"""Who trains for its loss against wall-clock."""
 
 if find_spec("deepspeed") is not None:
     TRAINING["deepspeed zero-3 bf16"] = _trains("zero_3")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from yafsdp_cc.bench import loopback, report, training
+from yafsdp_cc.bench import slow as slow_runs
+from yafsdp_cc.bench.picture import draw
 from yafsdp_cc.netlab import Lab
-from yafsdp_cc.netlab.rate import Rate
+from yafsdp_cc.netlab.rate import UNSHAPED, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
 def train(
@@ -26,19 +30,54 @@ def train(
         ValueError: there is no such network; nothing has been started.
         Unavailable: this machine cannot have a network of its own.
     """
-    for bandwidth in bandwidths:
-        Rate.parse(bandwidth)
-    if min(ranks) < 2:
-        raise ValueError(f"ranks={min(ranks)}: nothing crosses a network among fewer than 2")
-    labs = {count: Lab(count, delay_ms=delay_ms) for count in ranks}
     found = {}
-    for count, lab in labs.items():
+    for count, lab in _labs(ranks, bandwidths, delay_ms).items():
         with lab:
             figures = training.measure(lab, names, bandwidths, rounds, steps)
         for bandwidth, each in figures.items():
             print(report.training_table(f"{count} ranks at {bandwidth}", each), flush=True)
         found[str(count)] = figures
     return found
+
+
+def slow(
+    names: Sequence[str],
+    ranks: Sequence[int] = (2, 4),
+    bandwidths: Sequence[str] = ("100mbit", "500mbit", "1gbit", UNSHAPED),
+    rounds: int = 3,
+    steps: int = 300,
+    delay_ms: float = 0.0,
+    picture: Path | None = None,
+) -> dict[str, Any]:
+    """Loss against wall-clock over slow networks: figures by ranks, and a picture for each number of them.
+
+    Raises:
+        ValueError: there is no such network; nothing has been started.
+        ModuleNotFoundError: there is to be a picture, and no matplotlib; nothing has been started.
+        Unavailable: this machine cannot have a network of its own.
+    """
+    if picture is not None and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("a picture is drawn by matplotlib: pip install matplotlib")
+    labs = _labs(ranks, bandwidths, delay_ms)
+    found = {}
+    for count, lab in labs.items():
+        with lab:
+            found[str(count)] = figures = slow_runs.measure(lab, names, bandwidths, rounds, steps)
+        for bandwidth, runs in figures["runs"].items():
+            print(report.slow_table(f"{count} ranks at {bandwidth}, {steps} steps", runs), flush=True)
+        if picture is not None:
+            path = picture if len(labs) == 1 else picture.with_stem(f"{picture.stem}-{count}-ranks")
+            draw(path, f"{count} ranks, {steps} steps of 1,024 tokens per rank", figures["runs"])
+    return found
+
+
+def _labs(ranks: Sequence[int], bandwidths: Sequence[str], delay_ms: float) -> dict[int, Lab]:
+    """Those of so many ranks, by their number, once it is known that there are such networks."""
+    for bandwidth in bandwidths:
+        Rate.parse(bandwidth)
+    if min(ranks) < 2:
+        raise ValueError(f"ranks={min(ranks)}: nothing crosses a network among fewer than 2")
+    return {count: Lab(count, delay_ms=delay_ms) for count in ranks}
 
 
 def exchanges(

@@ -16,36 +16,52 @@ from yafsdp_cc.api import counters_of, shard
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import CLIP
 from yafsdp_cc.integrations.fsdp2_wire import compress
+from yafsdp_cc.optim import OneBitAdam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LEARNING: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 class Trainee:
-    """A model, its optimizer, and the bytes that it counts itself as sent so far, if it counts any."""
+    """A model, its optimizer, and the bytes that it counts itself as sent so far, if it counts any.
 
-    def __init__(self, model: nn.Module, counted: Callable[[], int] | None = None) -> None:
+    ``optimizer`` is AdamW unless it is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        counted: Callable[[], int] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.model = model
         self.counted = counted
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), **LEARNING)
 
-    def step(self, tokens: Tensor) -> None:
-        """Learn from [sequences, length + 1] tokens."""
-        self._loss(tokens).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    def step(self, tokens: Tensor, clip: float | None = None) -> None:
+        """Learn from [sequences, length + 1] tokens, with gradients clipped to a norm of ``clip``."""
+        self.loss(tokens).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    def _loss(self, tokens: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Nats per token, the mean."""
         logits = self.model(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def trainee_of(name: str) -> Trainee:
-    """The contestant of this name."""
+def trainee_of(name: str, steps: int = 0) -> Trainee:
+    """The contestant of this name: as it is once it has settled, or as it trains for so many ``steps``."""
     maker, told, _ = TRAINING[name]
+    if steps and maker == "one_bit_adam":
+        return one_bit_adam(warmup_steps=max(1, steps // 20), refreshes=4)
     return _MAKERS[maker](**told)
 
 
@@ -92,7 +108,7 @@ class _Zero3(Trainee):
         model = GPT()
         self._engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            optimizer=torch.optim.AdamW(model.parameters(), **LEARNING),
             config={
                 "train_micro_batch_size_per_gpu": 8,
                 "zero_optimization": {"stage": 3},
@@ -100,24 +116,27 @@ class _Zero3(Trainee):
                 "bf16": {"enabled": True},
             },
         )
-        self.model, self.counted = self._engine, None
+        self.model, self.counted, self.optimizer = self._engine, None, self._engine.optimizer
 
-    def step(self, tokens: Tensor) -> None:
-        self._engine.backward(self._loss(tokens))
+    def step(self, tokens: Tensor, clip: float | None = None) -> None:
+        self._engine.backward(self.loss(tokens))
         self._engine.step()
 
 
 def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainee:
     """This package's engine in bf16; without a ``compression``, what it sends is exact."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few bits with Adam, and of large residuals: nobody keeps what is learnt
+        warnings.simplefilter("ignore")  # of large residuals: the model is small
         model = shard(
             GPT(),
             mp_policy=BF16,
             compression=Compression(**compression) if compression else None,
             zero_stage=zero_stage,
         )
+    return _ours(model)
 
+
+def _ours(model: nn.Module) -> Trainee:
     def counted() -> int:
         counters = counters_of(model)
         return counters.gathered_bytes + counters.reduced_bytes
@@ -125,10 +144,33 @@ def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainee:
     return Trainee(model, counted)
 
 
+def one_bit_adam(*, phase: str = "encoded", warmup_steps: int = 1, refreshes: int = 0) -> Trainee:
+    """This package's engine in bf16 with 1-bit Adam, whose every step is of one ``phase`` after the first.
+
+    Momentum crosses in one bit, from residuals in int8; weights stay whole, and their changes cross in four bits.
+
+    Args:
+        phase: "encoded"; "exact", as in the warm-up; or "both", as where the second moment is refreshed.
+        warmup_steps, refreshes: instead of those of the phase "encoded".
+    """
+    if phase != "encoded":
+        warmup_steps, refreshes = (1 << 30, 0) if phase == "exact" else (1, 1 << 30)
+    compression = Compression("onebit", weights="int4", residual="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large residuals: the model is small
+        trainee = _ours(shard(GPT(), mp_policy=BF16, compression=compression, zero_stage=2))
+    parameters = trainee.model.parameters()
+    trainee.optimizer = OneBitAdam(
+        parameters, **LEARNING, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=CLIP
+    )
+    return trainee
+
+
 _MAKERS: dict[str, Callable[..., Trainee]] = {
     "fsdp2": fsdp2,
     "ddp": ddp,
     "ddp_powersgd": ddp_powersgd,
     "ours": ours,
+    "one_bit_adam": one_bit_adam,
     "zero_3": _Zero3,
 }

@@ -17,7 +17,7 @@ from yafsdp_cc.checkpoint.ranks import by_torch, everybody, place_in, ranks_of, 
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
-from yafsdp_cc.checkpoint.wire import owe_wire, restore_wire, room_for_wire
+from yafsdp_cc.checkpoint.wire import owe_wire, restore_whole, restore_wire, room_for_wire
 from yafsdp_cc.engine.whole import check_shows_shards
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         fits = restore_wire(model, extra)
     if not all(everybody(fits, group)):
         owe_wire(model, state)
+    restore_whole(model, state, extra)
     return extra
 
 

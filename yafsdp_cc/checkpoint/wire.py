@@ -1,4 +1,7 @@
-"""What encoded gradients have still to say, in a checkpoint: for any number of ranks, and as it is for the same."""
+"""What encoded gradients have still to say, in a checkpoint: for any number of ranks, and as it is for the same.
+
+And of weights that follow their shards by encoded changes, what ranks keep: the changes that follow are of that.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from yafsdp_cc.engine.assemble import current
+from yafsdp_cc.engine.following import kept_weights, names_behind, restore_kept, room_for_kept
 from yafsdp_cc.engine.module import ShardedModule
 from yafsdp_cc.engine.residuals import mean_residuals, owe, raw_residuals, restore_residuals, room_for_residuals
 
@@ -16,14 +20,14 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.root import Root
 
-RESIDUALS = "residuals"
-RAW, STEPS = "_wire_residuals", "_wire_steps"
-"""Names in each rank's extra file; the second is alike on all ranks."""
+RESIDUALS, KEPT = "residuals", "kept_weights"
+RAW, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
+"""Names in each rank's extra file; all but the first are alike on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
     """Raise a ``ValueError`` where users' names are ours."""
-    if taken := [name for name in (RAW, STEPS) if name in extra]:
+    if taken := [name for name in (RAW, STEPS, BEHIND) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
@@ -33,14 +37,17 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
     if root is None or root.compressed is None:
         return {}
     root.compressed.look(root.units)  # the last step has had no pass after it
-    return {RAW: raw_residuals(root), STEPS: root.compressed.steps}
+    behind = names_behind(root)
+    return {RAW: raw_residuals(root), STEPS: root.compressed.steps, **({BEHIND: behind} if behind else {})}
 
 
 def mean_wire_of(model: nn.Module) -> dict[str, Any]:
     """What the checkpoint's state holds of compression. A collective."""
     root = _compressed(model)
-    residuals = {} if root is None else mean_residuals(root)
-    return {RESIDUALS: residuals} if residuals else {}
+    if root is None:
+        return {}
+    found = {RESIDUALS: mean_residuals(root), KEPT: kept_weights(root)}
+    return {name: tensors for name, tensors in found.items() if tensors}
 
 
 def room_for_wire(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
@@ -49,15 +56,18 @@ def room_for_wire(model: nn.Module, contents: Metadata, trains: bool) -> dict[st
     Where training is to go on, a warning names those that it has not.
     """
     root = _compressed(model)
-    saved = {path[1] for path in (contents.planner_data or {}).values() if path[0] == RESIDUALS}
+    saved, kept = (
+        {path[1] for path in (contents.planner_data or {}).values() if path[0] == part} for part in (RESIDUALS, KEPT)
+    )
     room = {} if root is None else {name: each for name, each in room_for_residuals(root).items() if name in saved}
+    whole = {} if root is None else {name: each for name, each in room_for_kept(root).items() if name in kept}
     if trains and (lost := sorted(saved - room.keys())):
         warnings.warn(
             f"the checkpoint has gradients that were still to be said, of {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
             stacklevel=3,
         )
-    return {RESIDUALS: room} if room else {}
+    return {**({RESIDUALS: room} if room else {}), **({KEPT: whole} if whole else {})}
 
 
 def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
@@ -77,6 +87,14 @@ def owe_wire(model: nn.Module, state: dict[str, Any]) -> None:
     root = _compressed(model)
     if root is not None:
         owe(root, {**room_for_residuals(root), **state.get(RESIDUALS, {})})
+
+
+def restore_whole(model: nn.Module, state: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Give ranks the whole weights that they kept, once the shards have their own. A collective."""
+    behind = extra.pop(BEHIND, [])
+    root = _compressed(model)
+    if root is not None and KEPT in state:
+        restore_kept(root, state[KEPT], behind)
 
 
 def _compressed(model: nn.Module) -> Root | None:

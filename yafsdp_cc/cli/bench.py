@@ -7,22 +7,23 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from yafsdp_cc.bench.contestants import EXCHANGES, TRAINING
+from yafsdp_cc.bench.contestants import EXCHANGES, SLOW, TRAINING
 from yafsdp_cc.demo.options import positive
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
-CONTESTANTS = {"train": TRAINING, "exchanges": EXCHANGES}
+CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES)}
 OF_TRAINING = ("bandwidths", "delay_ms", "steps")
-"""What the other suite has no use for."""
+"""What suite ``exchanges`` has no use for."""
 
 ABOUT = """\
 train: the demo's model trains over links of the given bandwidth, each rank in a network namespace of this machine.
-Tells tokens per second, and the bytes that crossed. exchanges: one buffer is summed over ranks, or gathered from them,
-over the loopback. Tells processor and wall milliseconds. Contestants take turns: what slows one down slows all."""
+Tells tokens per second, and the bytes that crossed. slow: the same for whole runs of as many tokens, by what they
+learn: loss against wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback.
+Tells processor and wall milliseconds. Contestants take turns: what slows one down slows all."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,18 +42,25 @@ def main(argv: list[str]) -> int:
     for name in names:
         _check(parser, name, "contestant", CONTESTANTS[suite])
     given = {option: value for option, value in asked.items() if value is not None}
-    if suite != "train" and given.keys() & set(OF_TRAINING):
-        parser.error("--bandwidth, --delay-ms and --steps are for --suite train")
-    if path and not path.absolute().parent.is_dir():
-        parser.error(f"--json {path}: there is no such folder")
+    if suite == "exchanges" and given.keys() & set(OF_TRAINING):
+        parser.error("--bandwidth, --delay-ms and --steps are for --suite train and slow")
+    if suite != "slow" and "picture" in given:
+        parser.error("--picture is for --suite slow")
+    for option, file in (("--json", path), ("--picture", given.get("picture"))):
+        if file and not file.absolute().parent.is_dir():
+            parser.error(f"{option} {file}: there is no such folder")
 
     from yafsdp_cc.bench import machine, suites  # not before what is asked is known to be good: torch takes seconds
     from yafsdp_cc.netlab import LabError, Unavailable
 
-    measure = suites.train if suite == "train" else suites.exchanges
+    measures: dict[str, Callable[..., dict[str, Any]]] = {
+        "train": suites.train,
+        "slow": suites.slow,
+        "exchanges": suites.exchanges,
+    }
     try:
-        figures = measure(names, **given)
-    except ValueError as error:
+        figures = measures[suite](names, **given)
+    except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (LabError, Unavailable) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -71,17 +79,19 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--suite", default="train", metavar="NAME", help="train or exchanges (%(default)s)")
+    parser.add_argument("--suite", default="train", metavar="NAME", help="train, slow or exchanges (%(default)s)")
     parser.add_argument("--contestants", type=_names, metavar="NAMES", help="some of them, with commas (all)")
-    parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train: 2, exchanges: 2,4)")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (train: 3, exchanges: 7)")
+    parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train: 2, others: 2,4)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
-    training = parser.add_argument_group("of train")
+    training = parser.add_argument_group("of train and slow")
     training.add_argument(
-        "--bandwidth", dest="bandwidths", type=_names, metavar="RATES", help="of links, 100mbit,1gbit (100mbit)"
+        "--bandwidth", dest="bandwidths", type=_names, metavar="RATES", help="of links, 100mbit,1gbit,unshaped"
     )
     training.add_argument("--delay-ms", type=float, metavar="MS", help="one way; an answer takes twice that (0)")
-    training.add_argument("--steps", type=positive, metavar="N", help="of each contestant in each turn (2)")
+    steps = "of each contestant (in each turn: 2; slow, in all: 300)"
+    training.add_argument("--steps", type=positive, metavar="N", help=steps)
+    training.add_argument("--picture", type=Path, metavar="FILE", help="slow: where to draw, .svg or .png")
     return parser
 
 

@@ -87,7 +87,7 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
             tuple(each.parameter.shape),
             str(each.parameter.dtype).removeprefix("torch."),
             each.parameter.requires_grad,
-            _checksum(held(each.parameter)) if values and not each.parameter.is_meta else 0,
+            checksum(held(each.parameter)) if values and not each.parameter.is_meta else 0,
         )
         for each in owned
     ]
@@ -132,7 +132,7 @@ def all_gathered(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
     return items
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """A 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped elements are seen too."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     total = 0

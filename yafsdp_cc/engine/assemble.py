@@ -145,6 +145,7 @@ def _check(model: nn.Module, drafts: Sequence[Draft]) -> None:
             )
     first = drafts[0]
     for draft in drafts:
+        draft.check()
         if draft.ranks.mesh != first.ranks.mesh:
             raise ValueError(
                 f"'{draft.name}' is sharded across {draft.ranks.mesh}, '{first.name}' across {first.ranks.mesh}: what "

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.compression import EXACT, LOW_RANK
+import torch
+
+from yafsdp_cc.compression import AUTO, EXACT, LOW_RANK
+from yafsdp_cc.engine.flat import Divisor
+from yafsdp_cc.wire.chosen import ChosenReduce
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
 from yafsdp_cc.wire.lowrank import LowRank, matrices_of
+from yafsdp_cc.wire.momentum import Momentum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import TypeVar
 
-    import torch
     import torch.distributed as dist
     from torch import Tensor
 
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.lead import Lead
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.exchange import Reduce
     from yafsdp_cc.wire.post import Post
     from yafsdp_cc.wire.shared import SharedSum
+
+    _Exchange = TypeVar("_Exchange", ChunkSum, SharedSum)
+
+
+class Phase(Enum):
+    """How gradients that can be encoded cross ranks, as an optimizer says."""
+
+    EXACT = "exact"
+    ENCODED = "encoded"
+    BOTH = "both"
+    """Encoded, and exactly besides: into ``Flat.exact``."""
 
 
 class Compressed:
@@ -38,6 +60,7 @@ class Compressed:
         self.config = config
         self.steps = 0
         """Optimizer steps since compression was asked for."""
+        self._told = False
         self._seen: tuple[tuple[int, ...], ...] = ()
         self.loss_scale = 1.0
         """What losses are multiplied by, and so gradients and residuals."""
@@ -48,15 +71,82 @@ class Compressed:
             )
         self.over_replicas = ranks.replicas is not None and config.scope != "shard"
         """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
+        self.phase: Phase | None = None
+        """What an optimizer says about the next backward; None where none leads the wire (``engine.lead``)."""
+        self.leader: weakref.ref[Lead] | None = None
+        """Who says so."""
+        self.beta = 0.0
+        """The decay of the momentum that residuals are, beside what is still to be said; 0 if they are not."""
+        self.follows_scaler = False
+        """Whether ``loss_scale`` is told when a ``GradScaler`` changes it."""
+        self.share = 1.0
+        """How much of a gradient that momentum takes in: 1 − beta of an average, 1 of a sum."""
+        self._divisors: weakref.WeakKeyDictionary[Divisor, Divisor] = weakref.WeakKeyDictionary()
+        self.chosen: dict[Flat, str] = {}
+        """The present codecs of those that are chosen as training goes; exact where nothing is said."""
+        if self.over_replicas and AUTO in (config.gradients, *config.overrides.values()):
+            raise ValueError(
+                "compression='auto' on a mesh (replicate, shard): what shows of sums over replicas is not known here. "
+                "Name a codec for those, or say scope='shard' to choose for the sums within each replica"
+            )
 
     @property
     def is_warm(self) -> bool:
-        """Whether the warm-up is over."""
+        """Whether gradients are encoded now."""
+        if self.phase is not None:
+            return self.phase is not Phase.EXACT
         return self.steps >= self.config.warmup_steps
 
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether a later backward sums exactly what can be encoded."""
+        return self.phase is not None or not self.is_warm
+
+    def follow(self, lead: Lead, beta: float, share: float) -> None:
+        """Be led by an optimizer from now on, whose momentum is what ``beta`` and ``share`` say."""
+        self.leader, self.phase, self.beta, self.share = weakref.ref(lead), Phase.EXACT, beta, share
+        self._divisors.clear()
+
+    def is_momentum(self, flat: Flat) -> bool:
+        """Whether sums of this flat's gradients are an optimizer's momentum now."""
+        return flat.momentum is not None and self.beta > 0 and self.is_warm and self.encodes(flat)
+
+    def divisor_of(self, flat: Flat) -> Divisor:
+        """What turns a sum over ranks into what ``.grad`` is to be: the mean, or the momentum."""
+        mean = flat.divisor
+        if not self.is_momentum(flat):
+            return mean
+        if mean not in self._divisors:
+            self._divisors[mean] = Divisor(mean.factor / self.share, mean.tensor.device)
+        return self._divisors[mean]
+
+    def _units_of(self, flat: Flat) -> float:
+        """What a sum over ranks is in multiples of: of one rank's gradient of an unscaled loss."""
+        return flat.divisor.factor * self.loss_scale
+
+    def _begin(self) -> None:
+        """Say so at the first forward with a graph if its optimizer is to learn from few bits.
+
+        From fewer than those that an optimizer outside of the 1-bit family is known to do well with.
+        """
+        config = self.config
+        if self._told or self.phase is not None:
+            return
+        self._told = True
+        few = [codec for codec in config.codecs if config.bits(codec) < 4]
+        if few:
+            warnings.warn(
+                f"gradients={few[0]!r} and no optimizer of the 1-bit family: with fewer than 4 bits Adam's loss falls "
+                "more slowly. A million parameters ended 0.02 nats per byte above exact sums with 'ternary', 0.04 with "
+                "'onebit', 0.006 with 'int4' (docs/measurements.md). yafsdp_cc.optim.OneBitAdam is made for few bits",
+                stacklevel=2,
+            )
+
     def look(self, units: Iterable[Unit]) -> None:
-        """Count a step of the warm-up where the weights have changed since this was asked last."""
-        if self.is_warm:
+        """Before a forward: count a step of the warm-up where the weights have changed since this was asked last."""
+        if torch.is_grad_enabled():
+            self._begin()
+        if self.phase is not None or self.is_warm:
             return
         stamps = tuple(unit.stamp() for unit in units)
         if self._seen and stamps != self._seen:
@@ -84,11 +174,33 @@ class Compressed:
         if flat.codec == LOW_RANK:
             assert residual is not None
             lowrank = self._low_rank(flat, 0, numel, name, post.device)
-            return FactoredReduce(post, lowrank, numel, residual, self._recursion)
+            return self._led(flat, FactoredReduce(post, lowrank, numel, residual, self._recursion))
         counts = self._counts(flat, post.device)
         counts = None if counts is None else counts.view(post.world, -1)
         codec = self.config.make(flat.codec)
-        return EncodedReduce(post, codec, numel, counts, residual, name, self._recursion)
+        return self._led(flat, EncodedReduce(post, codec, numel, counts, residual, name, self._recursion))
+
+    def chosen_for(self, flat: Flat, post: Post, exact: Reduce, name: str) -> ChosenReduce:
+        """The same where the codec is chosen as training goes; ``exact`` has room for the flat."""
+        numel = flat.layout.numel
+        counts = self._counts(flat, post.device)
+        counts = None if counts is None else counts.view(post.world, -1)
+        codecs = [self.config.make(codec) for codec in self.config.candidates]
+        chosen = ChosenReduce(post, exact, codecs, numel, flat.wire, counts, name, self._recursion)
+        if (codec := self.chosen.get(flat, EXACT)) != EXACT:
+            chosen.encode_by(self.config.make(codec), self._residual(flat, post.world - 1, post.device))
+        return chosen
+
+    def choose(self, flat: Flat, reduce: ChosenReduce, codec: str) -> None:
+        """Have its gradients encoded by this codec from now on, or summed exactly. A collective, on a lane at rest."""
+        if codec == self.chosen.get(flat, EXACT):
+            return
+        self.chosen[flat] = codec
+        if codec == EXACT:
+            reduce.be_exact()
+            flat.residual = None
+        else:
+            reduce.encode_by(self.config.make(codec), self._residual(flat, reduce.peers, reduce.device))
 
     def sum_for(self, flat: Flat, group: dist.ProcessGroup, rank: int, device: torch.device, name: str) -> SharedSum:
         """The sum of a flat's partial sums over replicas, where this is ``rank`` of the shard."""
@@ -97,15 +209,22 @@ class Compressed:
         if flat.codec == LOW_RANK:
             assert residual is not None
             lowrank = self._low_rank(flat, rank * chunk, (rank + 1) * chunk, f"{name}/{rank}", device)
-            return FactoredSum(group, device, lowrank, chunk, residual, self._recursion)
+            return self._led(flat, FactoredSum(group, device, lowrank, chunk, residual, self._recursion))
         counts = self._counts(flat, device)
         counts = None if counts is None else counts.view(flat.layout.world, -1)[rank : rank + 1]
         codec = self.config.make(flat.codec)
-        return EncodedSum(group, device, codec, chunk, counts, residual, name, self._recursion)
+        return self._led(flat, EncodedSum(group, device, codec, chunk, counts, residual, name, self._recursion))
 
     @property
     def _recursion(self) -> Recursion:
-        return Recursion(carry=self.config.carry)
+        return Recursion(self.config.carry, taken=1 - self.beta)
+
+    def _led(self, flat: Flat, exchange: _Exchange) -> _Exchange:
+        """The exchange, with the momentum of the flat where it has one."""
+        if flat.momentum is not None and self.beta > 0:
+            units, block = partial(self._units_of, flat), self.config.block
+            exchange.momentum = Momentum(flat.momentum, self.beta, self.share, block, units)
+        return exchange
 
     def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:
         """That of the flat, made now if there is none yet."""

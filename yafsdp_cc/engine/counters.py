@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -20,3 +20,7 @@ class Counters:
     """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
     host_bytes: int = 0
     """The same of those that were offloaded to host memory."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """By ``compression="auto"``: what the gradients of each unit are encoded by now; ``"fp32"`` is exact."""
+    why: str = ""
+    """What was measured when that was chosen, in a line."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from yafsdp_cc.engine.layout import Extent, Layout
+    from yafsdp_cc.engine.steps import Steps
     from yafsdp_cc.engine.tensor import Cut
     from yafsdp_cc.wire.feedback import Residual
     from yafsdp_cc.wire.lowrank import LowRank
@@ -124,6 +125,7 @@ class Divisor:
     """What turns a sum over ranks into their mean."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor = factor
         self.tensor = torch.tensor(float(factor), device=device)
         """0-d, because a Python number would become a new tensor in every division."""
         self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
@@ -232,6 +234,12 @@ class Flat:
         """What of its gradients is still to be said; kept when the engine is put together again."""
         self.lowrank: LowRank | None = None
         """The factors that its gradients are said by, if they are said so; kept, too."""
+        self.momentum: Tensor | None = None
+        """[chunk] fp32, the first moment of an optimizer that leads the wire (``engine.lead``), which owns it."""
+        self.exact: Tensor | None = None
+        """[chunk] fp32, the mean gradient as exact sums have it, where such an optimizer has asked for it."""
+        self.steps: Steps | None = None
+        """Which of its changes were optimizer steps, if somebody asks."""
 
     def use(self, master: Tensor) -> None:
         """Take ``master`` for this rank's chunk."""

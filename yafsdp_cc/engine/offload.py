@@ -136,6 +136,13 @@ class FromHost(Gather):
         self._crossing.bring(own, shard)
         return own
 
+    def bring(self, target: Tensor, shard: Tensor) -> None:
+        """Copy a part of the shard to ``target``, on the device, cast to its dtype."""
+        if shard.dtype == target.dtype:
+            self._crossing.bring(target, shard)
+        else:  # the room is for shards that are cast to the dtype of the forward
+            target.copy_(shard)
+
 
 def crossings_of(drafts: Sequence[Draft], device: torch.device, gathers: Lane, reduces: Lane) -> Crossings | None:
     """The crossings of an engine of these drafts, which use them from now on; None if all live on the device."""

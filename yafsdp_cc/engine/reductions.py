@@ -6,6 +6,10 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+from yafsdp_cc.compression import AUTO
+from yafsdp_cc.engine.compressed import Phase
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.replicas import Replicas
@@ -17,9 +21,8 @@ from yafsdp_cc.wire.exchange import Reduce
 from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -96,20 +99,23 @@ class Reductions:
         if flat not in self._trained:
             self._trained.add(flat)
             self._land()  # the receive buffer may have to grow
-            if not self._encode(flat):
+            if not self._encode(flat) or (self.compressed is not None and self.compressed.may_be_exact):
                 self.exchange.reserve(flat.layout.numel, flat.wire)
             if self.replicas is not None:
                 self.replicas.reserve(flat, self.exchange.rank)
             flat.train(self.wrap)
 
     def _encode(self, flat: Flat) -> bool:
-        """Make what encodes the gradients of ``flat``, if it is to be; whether they are never summed exactly."""
+        """Make what encodes the gradients of ``flat``, if it is to be; whether it is."""
         compressed = self.compressed
         if compressed is None or compressed.over_replicas or not compressed.encodes(flat):
             return False
         name = flat.pieces[0].cut.name
+        if flat.codec == AUTO:
+            self._encoded[flat] = compressed.chosen_for(flat, self.post, self.exchange, name)
+            return False
         self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
-        return compressed.is_warm
+        return True
 
     def encoded_of(self, flat: Flat) -> ChunkSum | None:
         """How the gradients of ``flat`` are summed once the warm-up is over, if they are encoded then."""
@@ -118,7 +124,7 @@ class Reductions:
     def accumulates(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` can be kept in what its messages have still to say."""
         exchange = self.exchange_of(flat)
-        return isinstance(exchange, ChunkSum) and exchange.accumulates
+        return isinstance(exchange, ChunkSum) and exchange.accumulates and not self._sums_both
 
     def pends(self, flat: Flat) -> bool:
         """Whether gradients of ``flat`` are kept there, to be sent."""
@@ -181,9 +187,12 @@ class Reductions:
         ``used`` says of each flat's pieces whether this rank wrote them.
         """
         self.journal.write(note)
-        slot = space.slot
+        slot, meter = space.slot, self.journal.meter
+        if meter is not None:
+            meter.sends(space.flats[0], self.counters.gathered_bytes)
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange = self.exchange_of(flat)
+            self._check_once(flat)
             if isinstance(exchange, ChunkSum) and exchange.kept is not None:
                 wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
             start = partial(exchange.send, whole)
@@ -193,20 +202,59 @@ class Reductions:
             self.counters.reduced_bytes += exchange.sent_bytes(whole)
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
             self._sent.append((slot, flat, wrote))
+            if self._sums_both and isinstance(exchange, ChunkSum):
+                self._send_exactly(flat, whole, slot)
         slot.owner = None
+        if meter is not None:
+            meter.sent()
+
+    @property
+    def _sums_both(self) -> bool:
+        return self.compressed is not None and self.compressed.phase is Phase.BOTH
+
+    def _check_once(self, flat: Flat) -> None:
+        """Refuse a second sum in a step where sums are momentum: it would decay twice."""
+        if self.compressed is None or not self.compressed.is_momentum(flat):
+            return
+        for piece in flat.pieces:
+            if piece.parameter.requires_grad and piece.parameter.grad is not None:
+                raise RuntimeError(
+                    f"'{piece.cut.name}' has a .grad already, and with the momentum form of a 1-bit optimizer a sum "
+                    "over ranks is a step of the momentum: call optimizer.zero_grad(), which sets .grad to None, "
+                    "before each step, and model.set_requires_gradient_sync(False) for all of its micro-batches but "
+                    "the last"
+                )
+
+    def _send_exactly(self, flat: Flat, whole: Tensor, slot: Slot) -> None:
+        """Sum gradients once more, for ``flat.exact``; what was encoded of them has been taken in before."""
+        exchange = self.exchange
+        if exchange.one_at_a_time:
+            self._land()
+        if flat.exact is None:
+            flat.exact = torch.empty(flat.layout.chunk, dtype=torch.float32, device=self.device)
+        exact, divisor = flat.exact, flat.divisor.tensor
+
+        def take() -> None:
+            for start, total in exchange.totals(whole):
+                torch.div(total, divisor, out=exact.narrow(0, start, total.numel()))
+
+        self.counters.reduced_bytes += exchange.sent_bytes(whole)
+        self.lane.issue(slot.ready, partial(exchange.send, whole), take, after=self.lane.reached())
 
     def _take(self, exchange: Reduce | ChunkSum, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
         totals = exchange.totals(whole)
         if self.replicas is not None:
             self.counters.reduced_bytes += self.replicas.take(flat, totals, wrote, self._add)
         else:
-            assert flat.gradients is not None
-            flat.gradients.land(totals, flat.divisor, wrote)
+            self._land_in(flat, totals, wrote)
 
-    @staticmethod
-    def _add(flat: Flat, total: Tensor, wrote: list[bool]) -> None:
+    def _add(self, flat: Flat, total: Tensor, wrote: list[bool]) -> None:
+        self._land_in(flat, [(0, total)], wrote)
+
+    def _land_in(self, flat: Flat, totals: Iterable[tuple[int, Tensor]], wrote: list[bool]) -> None:
         assert flat.gradients is not None
-        flat.gradients.land([(0, total)], flat.divisor, wrote)
+        divisor = flat.divisor if self.compressed is None else self.compressed.divisor_of(flat)
+        flat.gradients.land(totals, divisor, wrote)
 
     def _land(self) -> None:
         """See the latest reduce through; the lane has done those before it."""
@@ -215,6 +263,8 @@ class Reductions:
 
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
+        if self.journal.meter is not None:
+            self.journal.meter.end()
         self._land()
         if self.replicas is not None:
             self.replicas.settle()
@@ -222,7 +272,12 @@ class Reductions:
         unused: list[Piece] = []
         sent = [(flat.pieces, wrote) for _, flat, wrote in self._sent]
         sent.append((small.pieces, [piece.written for piece in small.pieces]))
-        late = {piece for _, flat, _ in self._sent if flat.residual is not None for piece in flat.pieces}
+        late = {
+            piece
+            for _, flat, _ in self._sent
+            if flat.residual is not None or flat in self._encoded  # which may owe what a residual held
+            for piece in flat.pieces
+        }
         for members, wrote in sent:
             for piece, written in zip(members, wrote, strict=True):
                 if written:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
+from yafsdp_cc.engine.compressed import Phase
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -94,23 +96,31 @@ class Replicas:
         if not self.sums:
             return 0
 
-        encoded = self._encoded.get(flat)
-        if self._compressed is None or not self._compressed.is_warm:
+        encoded, compressed = self._encoded.get(flat), self._compressed
+        if compressed is None or not compressed.is_warm:
             encoded = None
+        exact = None
+        if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
+            exact = flat.exact = partial.sum.to(torch.float32, copy=True)
 
         def start(asynchronous: bool) -> list[dist.Work]:
-            return self.send(partial.sum, asynchronous) if encoded is None else encoded.send(partial.sum, asynchronous)
+            if encoded is None:
+                return self.send(partial.sum, asynchronous)
+            works = encoded.send(partial.sum, asynchronous)
+            return works if exact is None else [*works, *self.send(exact, asynchronous)]
 
         def tail() -> None:
             wrote, partial.used = partial.used, None
             assert wrote is not None
             if encoded is not None:
                 encoded.finish(partial.sum)
+            if exact is not None:
+                exact.div_(flat.divisor.tensor)
             land(flat, partial.sum, wrote)
 
         sent = self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
         self._lane.issue(partial.ticket, start, tail)
-        return sent
+        return sent if exact is None else sent + self.sent_bytes(exact)
 
     def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
         """Sum ``total`` over replicas, in place."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.wire.chunks import ChunkSum
@@ -62,12 +63,14 @@ def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
         owed = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=root.device)
         for piece in flat.pieces:
             piece.range_of(owed).copy_(residuals[piece.cut.name].to_local())
-        # Every replica adds what it owes to the sum over its shard, or all of them the same to the sum over all.
-        ranks = root.world if isinstance(encoded, ChunkSum) else root.drafts[0].ranks.mesh.size()
-        encoded.owed = owed.mul_(ranks * _loss_scale(root))
+        if encoded.momentum is not None:  # fades like the rest of it
+            encoded.momentum.values.add_(owed, alpha=encoded.momentum.share / encoded.momentum.beta)
+        else:
+            # Every replica adds what it owes to the sum over its shard, or all of them the same to the sum over all.
+            ranks = root.world if isinstance(encoded, ChunkSum) else root.drafts[0].ranks.mesh.size()
+            encoded.owed = owed.mul_(ranks * _loss_scale(root))
         if encoded.residual is not None:
-            encoded.residual.values.zero_()
-            encoded.residual.scales.zero_()
+            encoded.residual.clear()
 
 
 def raw_residuals(root: Root) -> dict[str, Any]:
@@ -82,13 +85,18 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
         for flat, encoded in _encoded(root)
-        if encoded.residual is not None
+        if encoded.residual is not None and flat.codec != AUTO
     }
 
 
 @torch.no_grad()
 def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
-    """Take ``raw_residuals`` of the same ranks; whether they fit, else nothing is changed."""
+    """Take ``raw_residuals`` of the same ranks; whether they fit, else nothing is changed.
+
+    Where codecs are chosen, those of the checkpoint may not be those of now: what it still had to say is owed.
+    """
+    if any(flat.codec == AUTO for flat, _ in _encoded(root)):
+        return False
     ours = {pair[0].pieces[0].cut.name: pair for pair in _encoded(root) if pair[1].residual is not None}
     if ours.keys() != raw.keys() or any(raw[name]["fits"] != _form(root, *pair) for name, pair in ours.items()):
         return False

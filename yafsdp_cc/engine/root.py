@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
+from yafsdp_cc.compression import ROUNDING
+from yafsdp_cc.engine.chooser import Chooser
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.lead import settle
 from yafsdp_cc.engine.offload import FromHost, crossings_of
 from yafsdp_cc.engine.opener import Opener
 from yafsdp_cc.engine.order import Order
@@ -19,6 +22,7 @@ from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.strangers import Strangers
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
+from yafsdp_cc.wire.change import EncodedChange
 from yafsdp_cc.wire.encoded import EncodedGather
 from yafsdp_cc.wire.exchange import Gather
 
@@ -70,8 +74,11 @@ class Root:
         self.reductions = Reductions(
             reduce_group, replicas, device, reduce_lane, self.journal, self.counters, self.compressed
         )
-        codec = None if self.compressed is None else self.compressed.weights
-        self.encoded_gather = None if codec is None or self.world == 1 else EncodedGather(self.gather, codec)
+        self.chooser = Chooser.of(self)
+        codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
+        self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, device)
+        rounds = codec is not None and codec.name in ROUNDING
+        self.encoded_gather = EncodedGather(self.gather, codec) if codec is not None and rounds else None
         self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
@@ -111,11 +118,13 @@ class Root:
     def adopt(self, units: dict[Draft, Unit], small: SmallGroup, root_unit: Unit | None) -> None:
         """Take in the units, in module order, and make the slots."""
         self.units, self.small, self.unit = tuple(units.values()), small, root_unit
+        for unit in self.units:
+            unit.encode(self.encoded_gather, self.encoded_change if unit.stays_whole else None)
         for role in dict.fromkeys(unit.role for unit in self.units):
             members = [unit for unit in self.units if unit.role == role]
             turns = [unit for unit in members if unit.flats and not unit.draft.settings.keeps]
             keeping = [unit for unit in members if unit.flats and unit.draft.settings.keeps]
-            size = max(weight_bytes(unit.flats, self.encoded_gather) for unit in members)
+            size = max(weight_bytes(unit.flats, unit.encoded) for unit in members)
             depth = max((len(unit.draft.settings.forward_prefetch) for unit in turns), default=0)
             count = min(max(2, 1 + depth) if role == "block" else 1, len(turns))
             ring = Ring(role, count, len(keeping), size, self.device, self.gather_lane)
@@ -124,9 +133,9 @@ class Root:
             for index, unit in enumerate(members):
                 unit.index = index
             for index, unit in enumerate(turns):
-                unit.home = Weights(ring.home(index), unit.flats, self.encoded_gather)
+                unit.home = Weights(ring.home(index), unit.flats, unit.encoded)
             for slot, unit in zip(ring.kept, keeping, strict=True):
-                unit.home = Weights(slot, unit.flats, self.encoded_gather)
+                unit.home = Weights(slot, unit.flats, unit.encoded)
             for unit in members:
                 if not unit.flats:  # all it has is small
                     unit.home = Weights(Slot(0, self.device, self.gather_lane), ())
@@ -145,6 +154,8 @@ class Root:
             unit.small = tuple(p for p in small.pieces if any(module in inside for module, _ in p.sites))
             unit.borrows = unit is not root_unit and not tied.isdisjoint(inside)
         self.order = Order([unit for unit in self.units if unit is not root_unit])
+        if self.compressed is not None:
+            settle(self)
 
     @property
     def may_retire(self) -> bool:
@@ -176,6 +187,8 @@ class Root:
         self._strangers.check()
         if self.compressed is not None:
             self.compressed.look(self.units)
+        if self.chooser is not None:
+            self.chooser.look()
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -192,9 +205,9 @@ class Root:
         return passage
 
     @property
-    def gathers_encoded(self) -> EncodedGather | None:
-        """By which weights are gathered now, if encoded."""
-        return self.encoded_gather if self.compressed is not None and self.compressed.is_warm else None
+    def is_warm(self) -> bool:
+        """Whether weights may be gathered encoded by now."""
+        return self.compressed is not None and self.compressed.is_warm
 
     def close(self) -> None:
         """The forward of the pass is over."""
@@ -272,6 +285,8 @@ class Root:
         if self._task != -1:
             self.recover()
         self._task = task
+        if self.chooser is not None:
+            self.chooser.meter.begin(self.counters.gathered_bytes)
         if not self.whole_backward():  # its root gate may never be reached
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.passage is None:
@@ -367,6 +382,7 @@ class Root:
         shards = sum(flat.owned_bytes for unit in self.units for flat in unit.flats)
         second = sum(unit.second.owned_bytes for unit in self.units if unit.second is not None)
         rooms = 0 if self.crossings is None else self.crossings.owned_bytes
+        rooms += 0 if self.encoded_change is None else self.encoded_change.owned_bytes
         return shards + weights + second + carried + rooms + self.reductions.owned_bytes + self.small.owned_bytes
 
     @property

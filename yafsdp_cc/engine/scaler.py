@@ -26,7 +26,10 @@ def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     if root_of(model).compressed is None:
         raise ValueError(f"follow_scaler: this {type(model).__name__} is sharded without a compression")
     update = scaler.update
-    rescale(current(model), scaler.get_scale())
+    root = current(model)
+    rescale(root, scaler.get_scale())
+    assert root.compressed is not None
+    root.compressed.follows_scaler = True
 
     @functools.wraps(update)
     def update_both(*args: Any, **kwargs: Any) -> None:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from yafsdp_cc.engine.following import Following
 from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.slots import Slot
+from yafsdp_cc.engine.steps import UNKNOWN
 from yafsdp_cc.engine.windows import Weights, weight_bytes
 from yafsdp_cc.profiling.spans import Span
+from yafsdp_cc.wire.encoded import EncodedGather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.lanes import Start, Tail
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.second import SecondShard
+    from yafsdp_cc.wire.change import EncodedChange
     from yafsdp_cc.wire.exchange import Gather
 
 
@@ -38,14 +42,23 @@ class Supply:
         self.home: Weights
         """Where the weights are gathered unless that slot is in use."""
         self.gather: Gather = root.gather
+        self.encoded: EncodedGather | EncodedChange | None = None
+        """By which weights cross ranks encoded."""
+        self.following: Following | None = None
+        """How weights in the home slot follow their shards, if by encoded changes."""
         self.second: SecondShard | None = None
         """A shard of whole weights within fewer, nearer ranks."""
         self.held: Weights | None = None
         """Weights that ``unshard`` has asked for outside of a forward."""
         self._kept = 0
         """How often the home slot is kept for what a recomputation has saved."""
-        self.gather_note = Note.of("gather", name)
+        self.gather_note, self.change_note = Note.of("gather", name), Note.of("change", name)
         self.gather_span = Span("gather", name)
+
+    def encode(self, gather: EncodedGather | None, change: EncodedChange | None) -> None:
+        """Let weights cross ranks by ``change`` where they stay whole, else by ``gather``."""
+        self.encoded = change or gather
+        self.following = Following(self, change) if change is not None and self.flats else None
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the shard does, flat by flat."""
@@ -136,12 +149,12 @@ class Supply:
             sends = [_exact(second.gather, *pair) for pair in zip(weights.wholes, second.parts, strict=True)]
         else:
             # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
-            before = slot.stamp if slot.owner is self else (-1,) * len(stamp)
+            before = slot.stamp if slot.owner is self else (UNKNOWN,) * len(stamp)
             stale = [place for place, version in enumerate(stamp) if before[place] != version]
-            sends = [self._from_shard(weights, place, tails) for place in stale]
+            sends = [self._from_shard(weights, place, before[place], tails) for place in stale]
             if second is not None:
                 tails.append(partial(second.take, weights.wholes, stamp))
-        slot.owner, slot.stamp = self, stamp
+        slot.owner = None  # unless this goes well: what is half changed is to be gathered anew
         slot.fills += 1
 
         def start(asynchronous: bool) -> list[dist.Work]:
@@ -153,30 +166,38 @@ class Supply:
 
         with self.gather_span.of(sum(send.payload for send in sends)):
             root.gather_lane.issue(slot.ready, start, tail if tails else None, after=slot.free)
+        slot.owner, slot.stamp = self, stamp
         root.journal.write(self.gather_note)
         root.counters.gathered_bytes += sum(send.sent_bytes for send in sends)
 
-    def _from_shard(self, weights: Weights, place: int, tails: list[Tail]) -> Send:
-        """Gather the ``place``-th flat from the shards of all ranks; ``tails`` gets what is to be done then."""
-        whole, shard = weights.wholes[place], self.flats[place].master
-        encoded, message = self.root.gathers_encoded, weights.messages[place] if weights.messages else None
-        if encoded is None or message is None:
-            return _exact(self.gather, whole, shard)
+    def _from_shard(self, weights: Weights, place: int, before: int, tails: list[Tail]) -> Send:
+        """Gather the ``place``-th flat, of version ``before`` where it lies, from the shards of all ranks.
+
+        ``tails`` gets what is to be done then.
+        """
+        flat, whole, gather = self.flats[place], weights.wholes[place], self.gather
+        encoded, message = self.encoded, weights.messages[place] if weights.messages else None
+        start: Start | None = None
+        if message is not None and self.root.is_warm:
+            if self.following is not None:
+                start = self.following.start(flat, before, message, whole)
+            elif isinstance(encoded, EncodedGather):
+                start = partial(_rounded, encoded, gather, message, whole, flat.master)
+        if start is None or encoded is None or message is None:
+            return _exact(gather, whole, flat.master)
+        if self.following is not None:
+            self.root.journal.write(self.change_note)
         tails.append(partial(encoded.finish, message, whole))
-        gather = self.gather
-
-        def start(asynchronous: bool) -> list[dist.Work]:
-            return encoded.send(message, gather.brought(whole, shard), asynchronous)
-
         return Send(start, message.nbytes, encoded.sent_bytes(message))
 
     def _spill(self) -> Weights:
         self.root.counters.spills += 1
         with torch.inference_mode(False):  # a later backward may read it
-            size = weight_bytes(self.flats, self.root.encoded_gather)
-            slot = Slot(size, self.root.device, self.root.gather_lane)
+            # Changes are told to what every rank has at home; what lies elsewhere for a while is gathered exactly.
+            encoded = None if self.following is not None else self.encoded
+            slot = Slot(weight_bytes(self.flats, encoded), self.root.device, self.root.gather_lane)
             slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
-            return Weights(slot, self.flats, self.root.encoded_gather, spilled=True)
+            return Weights(slot, self.flats, encoded, spilled=True)
 
 
 class Send(NamedTuple):
@@ -187,6 +208,12 @@ class Send(NamedTuple):
     """Bytes of all ranks' parts."""
     sent_bytes: int
     """Bytes that this rank sends."""
+
+
+def _rounded(
+    encoded: EncodedGather, gather: Gather, message: Tensor, whole: Tensor, shard: Tensor, asynchronous: bool
+) -> list[dist.Work]:
+    return encoded.send(message, gather.brought(whole, shard), asynchronous)
 
 
 def _exact(gather: Gather, whole: Tensor, shard: Tensor) -> Send:

@@ -54,7 +54,7 @@ def plan_for(root: Root) -> Plan:
         wire=PlannedWire(
             gather_forward=forward,
             gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
-            reduce=sum(_reduced(root, flat) for flat in trainable),
+            reduce=sum(reduced_bytes(root, flat) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
         ),
@@ -66,8 +66,10 @@ def plan_for(root: Root) -> Plan:
         residual_bytes=root.reductions.residual_bytes,
         choices=_choices(root, trainable),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
+        change_bytes=0 if root.encoded_change is None else root.encoded_change.owned_bytes,
         crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
         host=_host(root, flats),
+        chosen="" if root.chooser is None else root.chooser.said,
     )
 
 
@@ -97,7 +99,7 @@ def _choices(root: Root, flats: Sequence[Flat]) -> tuple[PlannedChoice, ...]:
     """What codecs of gradients would cost: those that are compared always, and the one in use."""
     if root.compressed is None:
         return ()
-    names = dict.fromkeys((*CHOICES, root.compressed.config.gradients))
+    names = dict.fromkeys((*CHOICES, *root.compressed.config.codecs))
     return tuple(_choice(root, flats, name) for name in names if name != EXACT)
 
 
@@ -134,7 +136,7 @@ def _factored(ranks: int, rank: int, flat: Flat, part: tuple[int, int]) -> int:
     return sum(sent_bytes(numel_of(*matrices, rank, is_right), ranks) for is_right in (False, True)) // 2
 
 
-def _reduced(root: Root, flat: Flat) -> int:
+def reduced_bytes(root: Root, flat: Flat) -> int:
     """Bytes to sum gradients over the ranks of a shard, when nothing is in its warm-up any more."""
     encoded = root.reductions.encoded_of(flat)
     if encoded is not None:
@@ -155,9 +157,9 @@ def _gathered_again(root: Root, unit: Unit) -> int:
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
     message = unit.home.messages[place] if unit.home.messages else None
-    if root.encoded_gather is None or message is None:
+    if unit.encoded is None or message is None:
         return root.gather.sent_bytes(unit.home.wholes[place])
-    return root.encoded_gather.sent_bytes(message)
+    return unit.encoded.sent_bytes(message)
 
 
 def _kept(root: Root, unit: Unit) -> int:
@@ -195,6 +197,7 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     return PlannedRing(
         role=weights.role,
         weight_slots=len(weights.slots) + len(weights.kept),
+        following=len({id(unit.home.slot) for unit in root.units if unit.role == role and unit.following}),
         weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,

@@ -79,6 +79,11 @@ class Unit(Supply):
         self.backward_span = Span("backward", name)
         self.reduce_span = Span("reduce", name)
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether the weights have a slot to themselves and are not gathered from near ranks either."""
+        return self.second is None and (self.draft.settings.keeps or self.role == "root")
+
     # Forward -----------------------------------------------------------------------------------------------------
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Entry]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.slots import Slot
+    from yafsdp_cc.wire.change import EncodedChange
     from yafsdp_cc.wire.encoded import EncodedGather
 
 ENCODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,13 +33,13 @@ def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def weight_bytes(flats: Sequence[Flat], encoded: EncodedGather | None) -> int:
+def weight_bytes(flats: Sequence[Flat], encoded: EncodedGather | EncodedChange | None) -> int:
     """Bytes of a weight slot that holds these flats, and the messages that they are gathered by if ``encoded``."""
     wholes = [flat.layout.numel * flat.compute.itemsize for flat in flats]
     return _starts([*wholes, *_message_bytes(flats, encoded)])[1]
 
 
-def _message_bytes(flats: Sequence[Flat], encoded: EncodedGather | None) -> list[int]:
+def _message_bytes(flats: Sequence[Flat], encoded: EncodedGather | EncodedChange | None) -> list[int]:
     if encoded is None:
         return []
     return [encoded.message_bytes(flat.layout.numel) if flat.compute in ENCODED else 0 for flat in flats]
@@ -72,7 +73,12 @@ class Weights:
     """
 
     def __init__(
-        self, slot: Slot, flats: Sequence[Flat], encoded: EncodedGather | None = None, *, spilled: bool = False
+        self,
+        slot: Slot,
+        flats: Sequence[Flat],
+        encoded: EncodedGather | EncodedChange | None = None,
+        *,
+        spilled: bool = False,
     ) -> None:
         self.slot = slot
         self.spilled = spilled

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from yafsdp_cc.compression import Compression, compression_of
+from yafsdp_cc.compression import AUTO, Compression, compression_of
 from yafsdp_cc.integrations.fsdp2_wire import exact_mean, mean
 from yafsdp_cc.wire.shared import SharedSum
 
@@ -35,6 +35,11 @@ class GradientWire:
             if not config.overrides:
                 what = "weights: DDP gathers none"
             raise ValueError(f"GradientWire with {what}; leave them out, or use yafsdp_cc.shard")
+        if config.gradients == AUTO:
+            raise ValueError(
+                "GradientWire with gradients='auto': what shows of DDP's sums is known to its own schedule, which "
+                "a hook does not see; name a codec, or use yafsdp_cc.shard"
+            )
         self.config = config
         self.group = group if group is not None else dist.group.WORLD
         self.sums: dict[tuple[int, ...], SharedSum] = {}

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.compression import EXACT, LOW_RANK, Compression, compression_of
+from yafsdp_cc.compression import AUTO, EXACT, LOW_RANK, ROUNDING, Compression, compression_of
 from yafsdp_cc.engine.module import ShardedModule
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
@@ -98,10 +98,20 @@ def compress(
         raise ValueError("compress() on a model that is compressed already: call .remove() on what it returned first")
     if config.overrides:
         raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
+    if config.gradients == AUTO:
+        raise ValueError(
+            "compress() with gradients='auto': what shows of FSDP2's sums is known to its own schedule, which hooks do "
+            "not see; name a codec, or pass yafsdp_cc.shard(model, compression='auto')"
+        )
     if config.gradients == LOW_RANK:
         raise ValueError(
             "compress() with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed, and low rank needs "
             "whole matrices; pass yafsdp_cc.shard(model, compression='powersgd'), or a GradientWire to DDP"
+        )
+    if config.weights not in (None, *ROUNDING):
+        raise ValueError(
+            f"compress() with weights={config.weights!r}: FSDP2 gathers every time into memory made for it, so there "
+            "are no weights whose change could be said; take int8 or fp8, or yafsdp_cc.shard with zero_stage=2"
         )
     hooks: list[_Reducing | _Gathering | _Summing] = []
     for number, module in enumerate(modules):

@@ -7,15 +7,25 @@ from typing import NamedTuple
 
 from yafsdp_cc.netlab.wiring import port
 
+HEADERS = 66
+"""Bytes of a frame before what TCP carries: Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps."""
+
 
 class Traffic(NamedTuple):
-    """Bytes that one rank sent and received, from the Ethernet header on."""
+    """Bytes that one rank sent and received, from the Ethernet header on, and the frames that it sent them in."""
 
     sent: int
     received: int
+    frames_sent: int
 
     def since(self, earlier: Traffic) -> Traffic:
-        return Traffic(self.sent - earlier.sent, self.received - earlier.received)
+        """What was counted since."""
+        return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+    @property
+    def payload_sent(self) -> int:
+        """Bytes sent but for headers."""
+        return self.sent - HEADERS * self.frames_sent
 
 
 def read(table: str, ranks: int) -> list[Traffic]:
@@ -24,5 +34,6 @@ def read(table: str, ranks: int) -> list[Traffic]:
     for line in Path(table).read_text().splitlines()[2:]:
         name, _, figures = line.partition(":")
         counters[name.strip()] = figures.split()
-    # What its port received is what the rank sent; columns: bytes received first, bytes sent ninth.
-    return [Traffic(sent=int(counters[port(r)][0]), received=int(counters[port(r)][8])) for r in range(ranks)]
+    # What its port received is what the rank sent; columns: bytes and frames received first, bytes sent ninth.
+    ports = [counters[port(rank)] for rank in range(ranks)]
+    return [Traffic(sent=int(own[0]), received=int(own[8]), frames_sent=int(own[1])) for own in ports]

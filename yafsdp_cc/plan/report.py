@@ -40,10 +40,16 @@ class PlannedRing:
     weight_slot_bytes: int
     gradient_slots: int
     gradient_slot_bytes: int
+    following: int = 0
+    """Of the weight slots, those of weights that stay whole and follow their shards by encoded changes."""
 
     @property
     def weight_bytes(self) -> int:
         return self.weight_slots * self.weight_slot_bytes
+
+    @property
+    def following_bytes(self) -> int:
+        return self.following * self.weight_slot_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -61,7 +67,8 @@ class PlannedSmall:
 
 @dataclass(frozen=True)
 class PlannedWire:
-    """Bytes one rank sends in one step (as many arrive); the first also gathers frozen weights that then stay."""
+    """Bytes one rank sends in one step (as many arrive). The first step also gathers frozen weights that then stay, and
+    gathers exactly what later follows by encoded changes."""
 
     gather_forward: int
     gather_backward: int
@@ -121,10 +128,14 @@ class Plan:
     """What encoded gradients have still to say."""
     choices: tuple[PlannedChoice, ...] = ()
     """Where gradients are encoded, what each codec would cost instead."""
+    change_bytes: int = 0
+    """Room for what encoded changes of weights say."""
     crossing_bytes: int = 0
     """Room on the device for what crosses from and to host memory."""
     host: PlannedHost | None = None
     """What is offloaded."""
+    chosen: str = ""
+    """What ``compression="auto"`` has chosen so far, in words; the wire and the residuals above are those of it."""
 
     @property
     def parameters(self) -> int:
@@ -139,15 +150,18 @@ class Plan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds on its device, by name."""
+        following = sum(ring.following_bytes for ring in self.rings)
         return {
             "parameter shards": self.parameter_shard_bytes,
             "gradient shards": self.gradient_shard_bytes,
-            "weight slots": sum(ring.weight_bytes for ring in self.rings),
+            "weight slots": sum(ring.weight_bytes - ring.following_bytes for ring in self.rings),
+            **({"weights kept whole": following} if following else {}),
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
             "receive buffer": self.receive_bytes,
             **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
             **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
             **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
+            **({"room for changes": self.change_bytes} if self.change_bytes else {}),
             **({"room for crossings": self.crossing_bytes} if self.crossing_bytes else {}),
             "small group": self.small.bytes,
         }
@@ -192,6 +206,7 @@ class Plan:
                 *(["", *_table(_choice_rows(self.choices), left=1), ""] if self.choices else []),
                 *(["", *_table(offloaded, left=1)] if offloaded else []),
                 f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes){there}.",
+                *([f"Chosen now: {self.chosen}."] if self.chosen else []),
             ]
         )
 

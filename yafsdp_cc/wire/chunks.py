@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.wire import kernels
-from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.wire.exchange import Works
+    from yafsdp_cc.wire.feedback import Recursion, Residual
+    from yafsdp_cc.wire.momentum import Momentum
     from yafsdp_cc.wire.post import Post
 
 
@@ -40,6 +41,8 @@ class ChunkSum(ABC):
     def __init__(self, post: Post, numel: int, residual: Residual | None, recursion: Recursion, step: int) -> None:
         self.chunk = numel // post.world
         self.residual = residual
+        self.momentum: Momentum | None = None
+        """Of the own chunk, where residuals are momentum too."""
         self._post = post
         self._recursion = recursion
         self._step = step
@@ -96,23 +99,31 @@ class ChunkSum(ABC):
     @property
     def accumulates(self) -> bool:
         """Whether the residual can take gradients in, for one message later."""
-        return self.residual is not None and self._recursion == CLASSIC
+        return self.residual is not None and self._recursion.carry == 1
 
     def accumulate(self, whole: Tensor, used: list[bool]) -> None:
         """Take gradients of the parameters that are ``used`` in, to be summed with those of the next ``send``."""
         assert self.residual is not None
         for first, chunks in self._stretches(whole):
             kernels.accumulate(chunks, self.residual.rows(first, first + chunks.shape[0]))
-        if self._pending is None:
-            self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=whole.device)
-        own, doubt = self._own(whole), whole.sum(dtype=torch.float32).mul_(0.0)
+        self._take_own(self._own(whole))
+        doubt = whole.sum(dtype=torch.float32).mul_(0.0)
         if self.kept is None or self._doubt is None:
-            self._pending.copy_(own)
             self.kept, self._doubt = used, doubt
         else:
-            self._pending.add_(own)
             self._doubt.add_(doubt)
             self.kept = [now or before for now, before in zip(used, self.kept, strict=True)]
+
+    def _take_own(self, own: Tensor) -> None:
+        if self.momentum is not None:
+            self.momentum.take(own)
+            return
+        if self._pending is None:
+            self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)
+        if self.kept is None:
+            self._pending.copy_(own)
+        else:
+            self._pending.add_(own)
 
     @property
     def waiting(self) -> Tensor | None:
@@ -158,5 +169,9 @@ class ChunkSum(ABC):
                 total.add_(self._pending.narrow(0, start, total.numel()))
             if self.owed is not None:
                 total.add_(self.owed.narrow(0, start, total.numel()))
+            if self.momentum is not None:
+                self.momentum.add_to(total, start)
             yield start, total
+        if self.momentum is not None:
+            self.momentum.decay(own)
         self.kept = self.owed = None

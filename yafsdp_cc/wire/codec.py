@@ -35,8 +35,8 @@ _ROW = 64
 _LANES = 64
 """Running sums that a block's sum is made of: part of the format, so that every machine adds in one order."""
 
-ELSEWHERE = ("powersgd",)
-"""What stands in place of a codec's name for gradients and is none, since it needs whole matrices."""
+ELSEWHERE = ("powersgd", "auto")
+"""What stands in place of a codec's name for gradients and is none: it needs whole matrices, or is a choice of some."""
 
 _codecs: dict[str, type[Codec]] = {}
 
@@ -133,7 +133,7 @@ def kind_of(name: str) -> type[Codec]:
     import yafsdp_cc.wire.codecs  # noqa: F401  (they register themselves, and import this module)
 
     if name not in _codecs:
-        raise ValueError(f"there is no codec {name!r}, only {', '.join(sorted([*_codecs, *ELSEWHERE]))}")
+        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
     return _codecs[name]
 
 

@@ -118,6 +118,10 @@ class Gather:
         """The ``shard`` where the device can read it; ``whole`` has room for it."""
         return shard
 
+    def bring(self, target: Tensor, shard: Tensor) -> None:
+        """Copy a part of the shard to ``target``, on the device, cast to its dtype."""
+        target.copy_(shard)
+
     def own(self, whole: Tensor) -> Tensor:
         """This rank's range of ``whole``."""
         numel = whole.numel() // self.world

@@ -57,6 +57,14 @@ class Residual:
         blocks = n // block if dtype == torch.int8 else 0
         self.scales = torch.zeros(messages, blocks, dtype=torch.float32, device=device)
 
+    @classmethod
+    def around(cls, values: Tensor, block: int) -> Residual:
+        """One whose values are ``values`` [messages, n], fp32 or bf16; what is stored there is stored here."""
+        residual = cls.__new__(cls)
+        residual.block, residual.values = block, values
+        residual.scales = torch.zeros(values.shape[0], 0, dtype=torch.float32, device=values.device)
+        return residual
+
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
@@ -65,6 +73,12 @@ class Residual:
         """Those of messages ``first`` to ``last``; what is stored there is stored here."""
         part = Residual.__new__(Residual)
         part.block, part.values, part.scales = self.block, self.values[first:last], self.scales[first:last]
+        return part
+
+    def columns(self, first: int, last: int) -> Residual:
+        """Elements ``first`` to ``last`` of each message, whole blocks; what is stored there is stored here."""
+        part, blocks = Residual.__new__(Residual), slice(first // self.block, last // self.block)
+        part.block, part.values, part.scales = self.block, self.values[:, first:last], self.scales[:, blocks]
         return part
 
     def load(self) -> Tensor:
@@ -85,6 +99,11 @@ class Residual:
         if where is not None:
             stored = torch.where(where.unsqueeze(-1), stored, self._blocks())
         self.values.copy_(stored.flatten(1))
+
+    def clear(self) -> None:
+        """Nothing is left to say."""
+        self.values.zero_()
+        self.scales.zero_()
 
     def multiply(self, factor: float) -> None:
         """Change the unit that it is in; exact for powers of two."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.wire.exchange import Works
     from yafsdp_cc.wire.feedback import Recursion, Residual
+    from yafsdp_cc.wire.momentum import Momentum
 
 
 class SharedSum(ABC):
@@ -37,6 +38,8 @@ class SharedSum(ABC):
         self.group = group
         self.world: int = group.size()
         self.residual = residual
+        self.momentum: Momentum | None = None
+        """The first moment that all ranks know, where residuals are momentum too."""
         self.owed: Tensor | None = None
         """[numel], what is added to the next sum: what residuals held in an earlier run."""
         self._device = device
@@ -78,6 +81,9 @@ class SharedSum(ABC):
         if self.owed is not None:
             total.add_(self.owed)
             self.owed = None
+        if self.momentum is not None:
+            self.momentum.add_to(total, 0)
+            self.momentum.decay()
 
     @abstractmethod
     def forget(self) -> None:

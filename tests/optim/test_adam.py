@@ -1,0 +1,351 @@
+"""1-bit Adam on sharded models, against its algorithm written out in float64 and against torch's AdamW."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes, drawn, sharded, trained, weights
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.optim import OneBitAdam
+
+
+def as_written_out(form: str) -> None:
+    ranks = dist.get_world_size()
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=4, form=form, refreshes=2)
+    references = [
+        Reference(model, index, ranks, form, warmup_steps=4, refresh_at=(1, 2, 4, 6, 10, 14, 22), **SETTINGS)
+        for index in range(len(SHAPES))
+    ]
+    for step in range(1, 26):
+        trained(model, optimizer, range(step - 1, step))
+        found = weights(model)[::2]
+        for reference, weight in zip(references, found, strict=True):
+            reference.step(step)
+            off = (weight.double() - reference.weight).abs() > 2e-6
+            # A sum of almost nothing may round to the other sign, and the block's next scale is another one then.
+            assert off.float().mean() < 0.03, (step, reference.index)
+
+
+@FORMS
+@pytest.mark.parametrize("world", [2, 4])
+def test_steps_are_those_of_the_algorithm_in_float64(world, form):
+    on_ranks(world, as_written_out, form)
+
+
+def in_the_warm_up() -> None:
+    ours, theirs = sharded(), yafsdp_cc.shard(Slopes(), units=[Slope])
+    optimizers = (
+        OneBitAdam(ours.parameters(), **SETTINGS, warmup_steps=6),
+        torch.optim.AdamW(theirs.parameters(), **SETTINGS, fused=True),
+    )
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        trained(model, optimizer, range(6))
+    assert all(one.equal(other) for one, other in zip(weights(ours), weights(theirs), strict=True))
+    trained(ours, optimizers[0], range(6, 12))
+    trained(theirs, optimizers[1], range(6, 12))
+    for index, (one, other) in enumerate(zip(weights(ours), weights(theirs), strict=True)):
+        assert one.equal(other) is (index % 2 == 1), index  # biases are never encoded
+
+
+def test_warm_up_and_what_is_never_encoded_are_adamw_bit_for_bit():
+    on_ranks(2, in_the_warm_up)
+
+
+def of_micro_batches(form: str, refreshes: int) -> None:
+    once, thrice = sharded(), sharded()
+    settings: dict[str, Any] = SETTINGS | {"warmup_steps": 2, "form": form, "refreshes": refreshes}
+    optimizers = [OneBitAdam(each.parameters(), **settings) for each in (once, thrice)]
+    rank = dist.get_rank()
+    for step in range(12):
+        batches = [drawn(3 * step + micro, rank) for micro in range(3)]
+        once([sum(parts) for parts in zip(*batches, strict=True)]).backward()
+        for micro, batch in enumerate(batches):
+            thrice.set_requires_gradient_sync(micro == 2)
+            thrice(batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(weights(once), weights(thrice), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+@FORMS
+@pytest.mark.parametrize("refreshes", [0, 2])
+def test_micro_batches_are_one_message(form, refreshes):
+    on_ranks(2, of_micro_batches, form, refreshes)
+
+
+def twice_without_zero_grad() -> None:
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+    trained(model, optimizer, range(3))
+    model(drawn(3, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"'parts.2.weight' has a .grad already, .* call optimizer.zero_grad\(\)"):
+        model(drawn(4, 0)).backward()
+    optimizer.zero_grad()
+    trained(model, optimizer, range(4, 6))
+
+
+def test_a_second_sum_in_a_step_is_refused():
+    on_ranks(2, twice_without_zero_grad)
+
+
+def over_replicas(form: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, exact = sharded(mesh=mesh), yafsdp_cc.shard(Slopes(), units=[Slope], mesh=mesh)
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=4, form=form)
+    plain = torch.optim.AdamW(exact.parameters(), **SETTINGS)
+    trained(model, optimizer, range(30))
+    trained(exact, plain, range(30))
+    local = torch.cat([each.to_local().detach().flatten() for each in model.parameters()])
+    others = [torch.empty_like(local) for _ in range(2)]
+    dist.all_gather(others, local, group=mesh.get_group("replicate"))
+    assert others[0].equal(others[1])
+    far = [(a - b).norm() / (a - c).norm() for a, b, c in zip(*map(weights, (exact, model)), start(), strict=True)]
+    assert all(0 < each < 0.35 for each in far[::2]), far
+
+
+def start() -> list[torch.Tensor]:
+    return [each.detach() for each in Slopes().parameters()]
+
+
+@FORMS
+def test_replicas_stay_alike_and_go_where_adamw_goes(form):
+    on_ranks(4, over_replicas, form)
+
+
+def known_second_moment() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3, refreshes=1, max_grad_norm=5.0)
+    weight = model.parts[0].weight
+    for step in range(8):
+        model(drawn(step, rank)).backward()
+        before = optimizer.state[weight]["exp_avg_sq"].full_tensor()
+        mean = torch.stack([drawn(step, each)[0] for each in range(ranks)]).mean(0)
+        if step < 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            used = weight.grad.full_tensor()
+        else:
+            means = [torch.stack([drawn(step, each)[part] for each in range(ranks)]).mean(0) for part in range(3)]
+            norm = torch.cat([each.flatten() for each in means]).norm()
+            used = mean * min(1.0, 5.0 / (norm.item() + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+        after = optimizer.state[weight]["exp_avg_sq"].full_tensor()
+        # After three of the warm-up: the first and the third after it, then the seventh.
+        wanted = 0.95 * before + 0.05 * used**2 if step + 1 in (1, 2, 3, 4, 6) else before
+        assert torch.allclose(after, wanted, rtol=1e-4, atol=1e-9), step
+
+
+def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others():
+    on_ranks(2, known_second_moment)
+
+
+def bytes_sent() -> list[int]:
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=2, refreshes=1)
+    counters, sent = yafsdp_cc.counters_of(model), []
+    for step in range(5):
+        before = counters.reduced_bytes
+        trained(model, optimizer, range(step, step + 1))
+        sent.append(counters.reduced_bytes - before)
+    layouts = [flat.layout for unit in root_of(model).units for flat in unit.flats]
+    exact = 4 * sum(layout.chunk for layout in layouts)
+    wire = yafsdp_cc.plan_of(model).wire
+    return [*(each - wire.small for each in sent), exact, wire.reduce]
+
+
+def test_bytes_of_a_step_are_exact_then_encoded_and_both_at_refreshes():
+    (*sent, exact, encoded), _ = on_ranks(2, bytes_sent)
+    assert sent == [exact, exact, exact + encoded, encoded, exact + encoded]
+    assert encoded < exact / 20
+
+
+def gathered_in_the_step(stage: int, weights_by: str) -> None:
+    model = sharded(zero_stage=stage, compression={"weights": weights_by, "block": 64})
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=3)
+    counters, plan = yafsdp_cc.counters_of(model), yafsdp_cc.plan_of(model)
+    for step in range(6):
+        model(drawn(step, dist.get_rank())).backward()
+        before = counters.gathered_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+        early = counters.gathered_bytes - before
+    assert plan.wire.gather_forward > 0
+    # All of what is kept; else what fits in the slots, of which three blocks have two.
+    whole = plan.wire.gather_forward
+    assert early == whole if stage == 2 else 0.5 * whole < early < whole
+    before = counters.gathered_bytes
+    with torch.no_grad():
+        model(drawn(9, 0))
+    assert counters.gathered_bytes - before == whole - early
+    if stage == 2:
+        for unit, part in zip(root_of(model).units, model.parts, strict=True):
+            (kept,) = unit.home.wholes
+            everywhere = [torch.empty_like(kept) for _ in range(2)]
+            dist.all_gather(everywhere, kept)
+            assert everywhere[0].equal(everywhere[1]), unit.name
+            far = (kept[: part.weight.numel()] - part.weight.full_tensor().flatten()).abs().max()
+            assert 0 < far < 1e-3, unit.name  # of steps of 1e-3, told in four bits
+
+
+@pytest.mark.parametrize(("stage", "weights_by"), [(2, "int4"), (3, "int8")])
+def test_weights_are_on_their_way_before_the_next_forward(stage, weights_by):
+    on_ranks(2, gathered_in_the_step, stage, weights_by)
+
+
+def warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = sharded()
+        trained(model, OneBitAdam(model.parameters(), warmup_steps=1), range(3))
+        fine = sharded("int4")
+        trained(fine, torch.optim.AdamW(fine.parameters()), range(2))
+    other = sharded()
+    with pytest.warns(UserWarning, match="gradients='onebit' and no optimizer of the 1-bit family"):
+        trained(other, torch.optim.AdamW(other.parameters()), range(1))
+
+
+def test_few_bits_without_it_are_warned_of():
+    on_ranks(2, warned)
+
+
+# Beside a GradScaler --------------------------------------------------------------------------------------------------
+
+
+def scaled(form: str) -> None:
+    plain, with_scaler = sharded(), sharded()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    optimizers = [OneBitAdam(each.parameters(), **SETTINGS, warmup_steps=3, form=form) for each in (plain, with_scaler)]
+    yafsdp_cc.follow_scaler(with_scaler, scaler)
+    trained(plain, optimizers[0], range(14))
+    trained(with_scaler, optimizers[1], range(14), scaler)
+    assert scaler.get_scale() > 1024
+    assert all(one.equal(other) for one, other in zip(*map(weights, (plain, with_scaler)), strict=True))
+    before = weights(with_scaler)
+    first, *others = drawn(14, dist.get_rank())
+    if dist.get_rank() == 1:
+        first[0, 0] = torch.inf  # one element, which one rank owns
+    scaler.scale(with_scaler([first, *others])).backward()
+    scaler.step(optimizers[1])
+    scaler.update()
+    optimizers[1].zero_grad()
+    assert all(one.equal(other) for one, other in zip(before, weights(with_scaler), strict=True))
+    assert optimizers[1].steps == 14
+    trained(with_scaler, optimizers[1], range(15, 24), scaler)
+    assert all(each.isfinite().all() for each in weights(with_scaler))
+
+
+@FORMS
+def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(form):
+    on_ranks(2, scaled, form)
+
+
+def scaled_without_a_word() -> None:
+    model = sharded()
+    optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=3), torch.amp.GradScaler("cpu")
+    with pytest.raises(RuntimeError, match=r"call yafsdp_cc.follow_scaler\(model, scaler\) before the first backward"):
+        trained(model, optimizer, range(1), scaler)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(drawn(1, dist.get_rank()))).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="residuals are not told when its scale changes"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_that_nobody_follows_is_refused():
+    on_ranks(2, scaled_without_a_word)
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+def refused() -> None:
+    def said(match: str, model: Any, **settings: Any) -> None:
+        parameters = settings.pop("params", None) or model.parameters()
+        with pytest.raises(ValueError, match=match):
+            OneBitAdam(parameters, **{"warmup_steps": 10, **settings})
+
+    said("of a model that is sharded with a compression, and one of shape", nn.Linear(4, 4))
+    said("of a model that is sharded with a compression", yafsdp_cc.shard(Slopes(), units=[Slope]))
+    said(r"Compression\(warmup_steps=3\) another: leave", sharded(compression={"warmup_steps": 3}))
+    said(r"Compression\(feedback=False\) has none", sharded("int8", compression={"feedback": False}))
+    said("leave carry=0.5 out of the Compression", sharded(compression={"carry": 0.5}))
+    model = sharded()
+    some = [model.parts[0].weight, *(part.bias for part in model.parts)]
+    said(r"was not given 'parts.1.weight', .*overrides=\{\"parts.1.weight\": \"fp32\"\}", model, params=some)
+    groups = [{"params": some}, {"params": [part.weight for part in list(model.parts)[1:]], "betas": (0.5, 0.9)}]
+    said("the same betas in all groups", model, params=groups)
+    said("form='paper': 'momentum' or 'gradient'", model, form="paper")
+    said("warmup_steps=0: at least 1", model, warmup_steps=0)
+    said("refreshes=-1", model, refreshes=-1)
+    said(r"betas=\(1.0, 0.9\)", model, betas=(1.0, 0.9))
+    said("lr=-1", model, lr=-1)
+    first = OneBitAdam(model.parameters(), warmup_steps=1)
+    with pytest.raises(ValueError, match="give OneBitAdam all parameter groups when it is made"):
+        first.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    trained(model, first, range(3))
+    second = OneBitAdam(model.parameters(), warmup_steps=1)
+    with pytest.raises(RuntimeError, match="this OneBitAdam leads the wire no longer"):
+        first.step()
+    trained(model, second, range(3))
+
+
+def test_what_cannot_work_is_refused_by_name():
+    on_ranks(2, refused)
+
+
+def across_replicas_of_a_shard() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh, compression={"scope": "shard"})
+    with pytest.raises(ValueError, match="every replica would have a momentum of its own: leave the scope out"):
+        OneBitAdam(model.parameters(), warmup_steps=1)
+    trained(model, OneBitAdam(model.parameters(), warmup_steps=1, form="gradient"), range(3))
+
+
+def test_momentum_that_replicas_do_not_share_is_refused():
+    on_ranks(4, across_replicas_of_a_shard)
+
+
+def other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = yafsdp_cc.shard(Slopes().to(dtype), units=[Slope], compression=Compression("onebit", block=64))
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
+    for step in range(8):
+        model([each.to(dtype) for each in drawn(step, dist.get_rank())]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(each.isfinite().all() and each.dtype == dtype for each in weights(model))
+    moved = [(a.double() - b.double()).abs().mean() for a, b in zip(weights(model), start(), strict=True)]
+    assert min(moved) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_other_dtypes_train(dtype):
+    on_ranks(2, other_dtypes, dtype)
+
+
+def codecs_as_well(gradients: str) -> None:
+    model, exact = sharded(gradients), yafsdp_cc.shard(Slopes(), units=[Slope])
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=4)
+    trained(model, optimizer, range(25))
+    trained(exact, torch.optim.AdamW(exact.parameters(), **SETTINGS), range(25))
+    far = [(a - b).norm() / (a - c).norm() for a, b, c in zip(*map(weights, (exact, model)), start(), strict=True)]
+    assert max(far) < 0.6, far
+
+
+@pytest.mark.parametrize("gradients", ["int8", "int4", "ternary", "powersgd"])
+def test_momentum_crosses_in_other_codecs_too(gradients):
+    on_ranks(2, codecs_as_well, gradients)

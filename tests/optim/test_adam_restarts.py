@@ -1,0 +1,153 @@
+"""1-bit Adam saved and loaded: at the same number of ranks bit for bit, at others without a loss, and as AdamW's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import yafsdp_cc
+from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, trained, weights
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.residuals import mean_residuals
+from yafsdp_cc.optim import OneBitAdam
+
+
+def saved(folder: Any, form: str, at: int) -> None:
+    model = sharded(compression={"residual": "int8"})
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=5, form=form)
+    trained(model, optimizer, range(at))
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    trained(model, optimizer, range(at, at + 8))
+    found = weights(model)
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "truth.pt")
+
+
+def resumed(folder: Any, form: str, at: int) -> None:
+    model = sharded(compression={"residual": "int8"})
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=5, form=form)
+    trained(model, optimizer, range(40, 47))  # states of its own, that are forgotten
+    yafsdp_cc.load(folder / "step", model, optimizer)
+    trained(model, optimizer, range(at, at + 8))
+    truth = torch.load(folder / "truth.pt")
+    assert all(one.equal(other) for one, other in zip(weights(model), truth, strict=True))
+
+
+@FORMS
+@pytest.mark.parametrize("at", [3, 5, 6, 14])
+def test_a_resumed_run_goes_on_bit_for_bit(at, form, tmp_path):
+    """In the warm-up, at its end, in the step after that and later."""
+    on_ranks(2, saved, tmp_path, form, at)
+    on_ranks(2, resumed, tmp_path, form, at)
+
+
+def momentum_saved(folder: Any, form: str) -> None:
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=5, form=form)
+    trained(model, optimizer, range(14))
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    momentum, found = _momentum(model, optimizer), weights(model)
+    if dist.get_rank() == 0:
+        torch.save((momentum, found), folder / "truth.pt")
+
+
+def _momentum(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """All that updates to come hold of gradients that were, by parameter: the first moment and what is unsaid."""
+    unsaid = {name: each.full_tensor() for name, each in mean_residuals(root_of(model)).items()}
+    beta = SETTINGS["betas"][0]
+    momentum = optimizer.form == "momentum"
+    return [
+        optimizer.state[weight]["exp_avg"].full_tensor()
+        + unsaid.get(name, 0.0) * ((1 - beta) / beta if momentum else 1 - beta)
+        for name, weight in model.named_parameters()
+        if name.endswith("weight")
+    ]
+
+
+def momentum_resumed(folder: Any, form: str) -> None:
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=5, form=form)
+    yafsdp_cc.load(folder / "step", model, optimizer)
+    truth, parameters = torch.load(folder / "truth.pt")
+    assert optimizer.steps == 14
+    assert all(one.equal(other) for one, other in zip(weights(model), parameters, strict=True))
+    if form == "momentum":
+        for one, other in zip(_momentum(model, optimizer), truth, strict=True):
+            assert torch.allclose(one, other, atol=1e-7)
+    trained(model, optimizer, range(14, 20))
+
+
+@FORMS
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1)])
+def test_a_run_goes_on_with_other_ranks_and_no_momentum_is_lost(before, after, form, tmp_path):
+    on_ranks(before, momentum_saved, tmp_path, form)
+    on_ranks(after, momentum_resumed, tmp_path, form)
+
+
+def long_adamw_loaded(folder: Any) -> None:
+    exact = yafsdp_cc.shard(Slopes(), units=[Slope])
+    adamw = torch.optim.AdamW(exact.parameters(), lr=1e-2, betas=(0.9, 0.999))
+    trained(exact, adamw, range(40))
+    yafsdp_cc.save(folder / "exact", exact, adamw)
+    model = sharded("int8")
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, betas=(0.9, 0.999), warmup_steps=3, refreshes=0)
+    yafsdp_cc.load(folder / "exact", model, optimizer)
+    before = weights(model)
+    trained(exact, adamw, range(40, 41))
+    trained(model, optimizer, range(40, 41))
+    for old, one, other in zip(before, weights(model), weights(exact), strict=True):
+        assert (one - other).norm() < 0.1 * (other - old).norm()
+
+
+def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path):
+    """Although the optimizer that loads it has a short warm-up."""
+    on_ranks(2, long_adamw_loaded, tmp_path)
+
+
+def bf16_resumed(folder: Any) -> None:
+    def fresh() -> tuple[Any, Any]:
+        model = yafsdp_cc.shard(Slopes().bfloat16(), units=[Slope], compression=Compression("onebit", block=64))
+        return model, OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model([each.bfloat16() for each in drawn(step, dist.get_rank())]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    one, other = fresh(), fresh()
+    train(*one, range(6))
+    yafsdp_cc.save(folder / "step", *one)
+    yafsdp_cc.load(folder / "step", *other)
+    train(*one, range(6, 12))
+    train(*other, range(6, 12))
+    assert all(a.equal(b) for a, b in zip(weights(one[0]), weights(other[0]), strict=True))
+
+
+def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path):
+    on_ranks(2, bf16_resumed, tmp_path)
+
+
+def adamw_and_back(folder: Any) -> None:
+    exact = yafsdp_cc.shard(Slopes(), units=[Slope])
+    adamw = torch.optim.AdamW(exact.parameters(), **SETTINGS, fused=True)
+    trained(exact, adamw, range(8))
+    yafsdp_cc.save(folder / "exact", exact, adamw)
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=8)
+    yafsdp_cc.load(folder / "exact", model, optimizer)
+    trained(model, optimizer, range(8, 12))
+    yafsdp_cc.save(folder / "encoded", model, optimizer)
+    with pytest.warns(UserWarning, match="gradients that were still to be said"):
+        yafsdp_cc.load(folder / "encoded", exact, adamw)
+    assert all(one.equal(other) for one, other in zip(weights(model), weights(exact), strict=True))
+    trained(exact, adamw, range(12, 14))
+
+
+def test_adamw_loads_its_checkpoints_and_the_other_way_round(tmp_path):
+    on_ranks(2, adamw_and_back, tmp_path)

@@ -1,0 +1,164 @@
+"""What all optimizers that lead the wire do: go on at any number of ranks, under a scaler, and refuse in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import yafsdp_cc
+from tests.optim.lossless import backward, loss_of, sharded, whole
+from tests.ranks import on_ranks
+from tests.wire.ledger import net, unsaid
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
+
+FAMILY: dict[str, Callable[..., Any]] = {
+    "adam-momentum": partial(OneBitAdam, lr=0.01, warmup_steps=3),
+    "adam-gradient": partial(OneBitAdam, lr=0.01, warmup_steps=3, form="gradient"),
+    "sgd-momentum": partial(OneBitSGD, lr=0.05, weight_decay=0.1, warmup_steps=3),
+    "sgd-gradient": partial(OneBitSGD, lr=0.05, weight_decay=0.1, form="gradient"),
+    "lamb-momentum": partial(OneBitLamb, lr=0.01, warmup_steps=3),
+    "lamb-gradient": partial(OneBitLamb, lr=0.01, warmup_steps=3, form="gradient"),
+    "zero-one": partial(ZeroOneAdam, lr=0.01, refreshes=2),
+}
+
+
+# At any number of ranks
+
+
+def narrow() -> nn.Module:
+    """Matrices of which the last of four ranks has nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 51), nn.Tanh(), nn.Linear(51, 40), nn.Tanh(), nn.Linear(40, 30))
+
+
+def made(kind: str, codec: str) -> tuple[Any, Any]:
+    compression = yafsdp_cc.Compression(codec, residual="fp32")
+    model = yafsdp_cc.shard(narrow(), units=[nn.Linear], compression=compression)
+    return model, FAMILY[kind](model.parameters())
+
+
+def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
+    """With the same batch on all ranks, so that the mean is the same for any number of them."""
+    for step in range(first, last):
+        model.zero_grad()
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+
+
+def kept(kind: str, codec: str, folder: Any) -> None:
+    model, optimizer = made(kind, codec)
+    steps(model, optimizer, 0, 8)
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    steps(model, optimizer, 8, 14)
+    found = whole(model.parameters())
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "truth.pt")
+
+
+def gone_on(kind: str, codec: str, folder: Any) -> None:
+    truth = torch.load(folder / "truth.pt")
+    model, optimizer = made(kind, codec)
+    steps(model, optimizer, 20, 22)  # of another run, all forgotten
+    yafsdp_cc.load(folder / "step", model, optimizer)
+    assert optimizer.steps == 8
+    steps(model, optimizer, 8, 14)
+    for mine, theirs in zip(whole(model.parameters()), truth, strict=True):
+        if codec == "onebit":
+            assert mine.equal(theirs)
+        else:
+            assert (mine - theirs).norm() <= 2e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_a_run_goes_on_at_any_number_of_ranks(kind, tmp_path):
+    """With a codec that loses nothing, as it would have gone on; with one bit and as many ranks, bit for bit."""
+    for codec, readers in (("lossless", (1, 4)), ("onebit", (2,))):
+        folder = tmp_path / codec
+        folder.mkdir()
+        on_ranks(2, kept, kind, codec, folder)
+        for world in readers:
+            on_ranks(world, gone_on, kind, codec, folder)
+
+
+# As torch's optimizers are used
+
+
+def scaled(kind: str) -> None:
+    model, twin = sharded("onebit", residual="int8"), sharded("onebit", residual="int8")
+    optimizer, plain = FAMILY[kind](model.parameters()), FAMILY[kind](twin.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    yafsdp_cc.follow_scaler(model, scaler)
+    scales = set()
+    for step in range(9):
+        model.zero_grad()
+        scaler.scale(loss_of(model, step, dist.get_rank())).backward()
+        scales.add(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        backward(twin, step)
+        plain.step()
+        # Powers of two change no rounding.
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (mine.full_tensor() - other.full_tensor()).norm() <= 1e-6 * other.full_tensor().norm()
+    assert len(scales) > 2
+    before = whole(model.parameters())
+    model.zero_grad()
+    (scaler.scale(loss_of(model, 9, 0)) * (torch.inf if dist.get_rank() == 0 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.steps == 9
+    assert all(now.equal(then) for now, then in zip(whole(model.parameters()), before, strict=True))
+    assert all(each.isfinite().all() for each in unsaid(model).values())
+
+    def closure() -> float:
+        backward(twin, 9)
+        return 0.25
+
+    assert plain.step(closure) == 0.25
+    assert plain.steps == 10
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_steps_under_a_scaler_are_those_without(kind):
+    on_ranks(2, scaled, kind)
+
+
+# In words
+
+
+def refused() -> None:
+    model = sharded("onebit")
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.5}]
+    for kind, given, words in (
+        (partial(OneBitSGD), net().parameters(), r"of shape \[60, 40\] is not: yafsdp_cc.shard\(model, compression="),
+        (partial(OneBitSGD, momentum=0), parameters, "momentum=0: more than 0, .* torch.optim.SGD does"),
+        (partial(OneBitSGD, momentum=1.0), parameters, "momentum=1.0: more than 0, less than 1"),
+        (partial(OneBitSGD, lr=-1), parameters, "lr=-1, weight_decay=0.0: 0 or more"),
+        (partial(OneBitSGD, warmup_steps=-1), parameters, "warmup_steps=-1: a number of steps, 0 or more"),
+        (partial(OneBitSGD, form="both"), parameters, "form='both': 'momentum' or 'gradient'"),
+        (OneBitSGD, groups, "the same momentum in all groups"),
+        (OneBitSGD, parameters[1:], "was not given '0.weight', .* give it all parameters"),
+        (partial(OneBitLamb, warmup_steps=0), parameters, "warmup_steps=0: at least 1"),
+        (partial(OneBitLamb, warmup_steps=1, trust=(2, 1)), parameters, r"trust=\(2, 1\): the least trust ratio"),
+        (partial(ZeroOneAdam, refreshes=0), parameters, "refreshes=0: at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind(given)
+    first, second = OneBitSGD(parameters), OneBitSGD(parameters)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="this OneBitSGD leads the wire no longer"):
+        first.step()
+    with pytest.raises(RuntimeError, match=r"has a .grad already, .* call optimizer.zero_grad"):
+        loss_of(model, 1, 0).backward()
+    second.zero_grad()
+
+
+def test_what_cannot_work_is_said():
+    on_ranks(2, refused)

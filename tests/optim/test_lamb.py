@@ -1,0 +1,150 @@
+"""OneBitLamb against its formulas in fp64, on whole tensors: norms are those of whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
+from tests.ranks import on_ranks
+from tests.wire.ledger import net
+from yafsdp_cc.engine import norms
+from yafsdp_cc.optim import OneBitLamb
+
+BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4
+
+
+class Rule:
+    """The rule of one parameter: You et al., 2020, algorithm 2, then Li et al., 2021, algorithm 1."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.m, self.v, self.w = x.clone(), *(torch.zeros_like(x) for _ in range(3))
+        self.average: Any = None
+        self.factor, self.step, self.seen = 1.0, 0, 0
+        self.trusts: list[float] = []
+
+    def exact(self, g: Tensor) -> None:
+        self.step += 1
+        self.seen += 1
+        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * g
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g * g
+        self.w = self.v.clone()
+        u = (
+            self.m / (1 - BETAS[0] ** self.step) / ((self.v / (1 - BETAS[1] ** self.step)).sqrt() + EPS)
+            + DECAY * self.x
+        )
+        trust = 1.0
+        if self.x.norm() > 0:
+            trust = float((self.x.norm() / u.norm()).clamp(0.01, 10))
+            self.average = trust if self.average is None else 0.9 * self.average + 0.1 * trust
+        self.trusts.append(trust)
+        self.x = self.x - RATE * trust * u
+
+    def refresh(self, g: Tensor) -> None:
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g * g
+        self.seen += 1
+
+    def encoded(self, m: Tensor) -> None:
+        """With the momentum of this step."""
+        self.step += 1
+        g = (m - BETAS[0] * self.m) / (1 - BETAS[0])
+        self.m = m
+        self.w = BETAS[1] * self.w + (1 - BETAS[1]) * g * g
+        root = (self.v / (1 - BETAS[1] ** self.seen)).sqrt() + EPS
+        bare = (m / (1 - BETAS[0] ** self.step) / root).clamp(-1, 1)
+        u = bare + DECAY * self.x
+        factor = (root / ((self.w / (1 - BETAS[1] ** self.step)).sqrt() + EPS)).max()
+        share = min(1.0, float(bare.norm() / u.norm()))
+        factor = min(max(float(factor) * share + 1 - share, 0.5), 4.0)
+        self.factor = min(max(factor, 0.9 * self.factor), 1.1 * self.factor)
+        self.x = self.x - RATE * self.average * self.factor * u
+
+
+def the_rule(form: str, replicas: int, codec: str) -> None:
+    world = dist.get_world_size()
+    mesh = {}
+    if replicas > 1:
+        mesh["mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    model, twin = sharded(codec, **mesh), net().double()
+    torch.nn.init.zeros_(twin[4].bias)  # a norm of zero
+    with torch.no_grad():
+        model[4].bias.zero_()
+    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
+    optimizer = OneBitLamb(parameters, RATE, BETAS, EPS, DECAY, warmup_steps=WARMUP, form=form, refreshes=2)
+    encoded = {name for name, each in model.named_parameters() if "factor" in optimizer.state[each]}
+    assert encoded == {"0.weight", "2.weight", "4.weight"}
+    rules = {name: Rule(each) for name, each in zip(names, whole(parameters), strict=True)}
+    factors = []
+    for step in range(1, 15):
+        for theirs, mine in zip(twin.parameters(), whole(parameters), strict=True):
+            theirs.data.copy_(mine)
+        backward_of_all(twin, step, world)
+        backward(model, step)
+        said = dict(zip(names, whole(each.grad for each in parameters), strict=True))
+        optimizer.step()
+        for name, theirs in zip(names, twin.parameters(), strict=True):
+            rule = rules[name]
+            if step <= WARMUP or name not in encoded:
+                rule.exact(theirs.grad)
+            else:
+                if step - WARMUP in (1, 2, 4, 6, 10):
+                    rule.refresh(theirs.grad)
+                m = said[name] if form == "momentum" else BETAS[0] * rule.m + (1 - BETAS[0]) * said[name]
+                rule.encoded(m)
+                factors.append(rule.factor)
+        for name, parameter, now in zip(names, parameters, whole(parameters), strict=True):
+            assert (rules[name].x - now).norm() <= 1e-5 * now.norm(), (name, step)
+            rules[name].x = now  # rounding does not add up
+            if name in encoded and step > WARMUP:
+                assert float(optimizer.state[parameter]["factor"]) == pytest.approx(rules[name].factor, rel=1e-3)
+                assert float(optimizer.state[parameter]["trust"]) == pytest.approx(rules[name].average, rel=1e-5)
+    assert rules["4.bias"].trusts[0] == 1.0 < len(set(rules["0.weight"].trusts))
+    assert len(set(factors)) > 3
+    assert all(0.5 <= factor <= 4 for factor in factors)
+
+
+@pytest.mark.parametrize("form", ["momentum", "gradient"])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_steps_are_those_of_the_rule_on_whole_parameters(world, replicas, form):
+    on_ranks(world, the_rule, form, replicas, "onebit")
+
+
+def both_forms() -> None:
+    models = [sharded(), sharded()]
+    for model, form in zip(models, ("momentum", "gradient"), strict=True):
+        optimizer = OneBitLamb(model.parameters(), RATE, BETAS, warmup_steps=3, form=form)
+        for step in range(10):
+            backward(model, step)
+            optimizer.step()
+    plain = net().double()
+    for parameter, mine in zip(plain.parameters(), whole(models[1].parameters()), strict=True):
+        parameter.data.copy_(mine)
+    assert_close(models[0], plain, 1e-4)
+
+
+def test_both_forms_are_one_where_nothing_is_lost():
+    on_ranks(2, both_forms)
+
+
+def all_reduces() -> None:
+    calls: list[int] = []
+    reduce = norms.reduce_over
+    norms.reduce_over = lambda groups, tensor, *rest: calls.append(tensor.numel()) or reduce(groups, tensor, *rest)
+    model = sharded("onebit")
+    optimizer = OneBitLamb(model.parameters(), warmup_steps=2)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+    # Weights and updates of six parameters; then updates of three without the decay, and the largest of these with
+    # their flags of NaN.
+    assert calls == [12, 12, 15, 6, 15, 6]
+
+
+def test_norms_of_all_parameters_are_one_all_reduce():
+    on_ranks(2, all_reduces)

@@ -1,0 +1,78 @@
+"""A small model whose weights follow by encoded changes, and the rule that they follow, in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import yafsdp_cc
+from tests.wire.ledger import loss_of, sharded
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.wire.codec import codec_of
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def following(codec: str = "int4", **more: Any) -> Any:
+    return sharded(Compression(gradients="fp32", weights=codec), **{"zero_stage": 2, **more})
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights that the last forward has seen, by names; small ones aside."""
+    return {
+        piece.cut.name: view.clone()
+        for unit in root_of(model).units
+        for piece, view in zip(unit.pieces, unit.home.views, strict=True)
+    }
+
+
+def masters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
+
+
+def look(model: nn.Module) -> dict[str, Tensor]:
+    with torch.no_grad():
+        model(torch.ones(1, 40))
+    return kept(model)
+
+
+def is_exact(model: nn.Module, seen: dict[str, Tensor]) -> bool:
+    true = masters(model)
+    return all(view.equal(true[name].to(view.dtype)) for name, view in seen.items())
+
+
+def gathered(model: nn.Module) -> int:
+    return yafsdp_cc.counters_of(model).gathered_bytes
+
+
+def exact_bytes(model: nn.Module) -> int:
+    return sum(root_of(model).gather.sent_bytes(whole) for unit in root_of(model).units for whole in unit.home.wholes)
+
+
+def changed_bytes(model: nn.Module) -> int:
+    return yafsdp_cc.plan_of(model).wire.gather_forward
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def told(codec: str, weight: Tensor, whole: Tensor) -> Tensor:
+    """What ``whole`` becomes, by the rule: a block of 256 elements is of one parameter, and its end may be empty."""
+    values = torch.zeros(1, -(-weight.numel() // 256) * 256)
+    values[0, : weight.numel()] = weight.flatten() - whole.flatten().float()
+    counts = torch.full((1, values.numel() // 256), 256, dtype=torch.int32)
+    counts[0, -1] = (weight.numel() - 1) % 256 + 1
+    said, kind = torch.empty_like(values), codec_of(codec)
+    message = torch.empty(1, kind.message_bytes(values.numel()), dtype=torch.uint8)
+    kind.encode(values, counts, message)
+    kind.decode(message, said)
+    return (whole.float() + said[0, : weight.numel()].view_as(whole)).to(whole.dtype)

@@ -1,0 +1,193 @@
+"""Which weights are told of changes and which cannot be, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.wire.changes import (
+    BF16,
+    changed_bytes,
+    following,
+    gathered,
+    is_exact,
+    kept,
+    look,
+    masters,
+    told,
+    train,
+)
+from tests.wire.ledger import net, sharded
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+
+# What keeps its weights, and what does not
+
+
+class Rooted(nn.Sequential):
+    """Weights of its own, beside its blocks'."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*net())
+        self.own = nn.Parameter(torch.randn(40, 40) / 40**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x @ self.own)
+        return out
+
+
+def some_only() -> None:
+    compression = Compression(gradients="fp32", weights="int8")
+    model = yafsdp_cc.shard(Rooted(), units=[nn.Linear], compression=compression)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = look(model)
+    assert seen["own"].equal(masters(model)["own"])
+    assert not seen["2.weight"].equal(masters(model)["2.weight"])  # dropped, so rounded
+    train(model, optimizer, 0)
+    now, after = masters(model), look(model)
+    assert after["own"].equal(told("int8", now["own"], seen["own"]))
+    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    model[2].set_reshard_after_forward(False)
+    seen = look(model)
+    assert seen["2.weight"].equal(masters(model)["2.weight"])
+    train(model, optimizer, 1)
+    now, after = masters(model), look(model)
+    assert after["2.weight"].equal(told("int8", now["2.weight"], seen["2.weight"]))
+    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+
+
+def test_some_units_may_keep_their_weights_and_others_not():
+    on_ranks(2, some_only)
+
+
+def refusals() -> None:
+    why = r"weights='int4', which says how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
+    with pytest.raises(ValueError, match=why):
+        following(zero_stage=3)
+    near = r"unit '0' are cut again across 2 ranks \(reshard_after_forward=2\): .* or weights='int8', which rounds them"
+    with pytest.raises(ValueError, match=near):
+        following(zero_stage=3, reshard_after_forward=2)
+    one = net()
+    yafsdp_cc.shard(one, units=[one], compression=Compression("fp32", weights="int4"))  # a root keeps its own
+    assert is_exact(one, look(one))
+    model = following(zero_stage=3, reshard_after_forward=False)
+    seen = look(model)
+    model[2].set_reshard_after_forward(True)
+    with pytest.raises(ValueError, match=r"weights='int4'.* unit '2' are dropped"):
+        look(model)
+    model[2].set_reshard_after_forward(False)
+    assert all(view.equal(seen[name]) for name, view in look(model).items())
+    near_int8 = following("int8", zero_stage=3, reshard_after_forward=2)
+    optimizer = torch.optim.SGD(near_int8.parameters(), lr=0.1)
+    for step in range(3):
+        train(near_int8, optimizer, step)
+    assert near_int8(torch.ones(1, 40)).isfinite().all()
+
+
+def test_weights_that_are_dropped_have_no_changes_to_be_told():
+    on_ranks(4, refusals)
+
+
+# In checkpoints
+
+
+def saved(folder: Any, policy: Any) -> None:
+    for moment in ("stepped", "seen"):
+        model = following("onebit", mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            train(model, optimizer, step)
+        if moment == "seen":
+            look(model)
+        yafsdp_cc.save(folder / moment, model, optimizer, note=1)
+        held = kept(model)
+        losses = [train(model, optimizer, step) for step in range(4, 8)]
+        ends = masters(model)
+        if dist.get_rank() == 0:
+            torch.save((held, losses, ends), folder / f"{moment}.pt")
+
+
+def resumed(folder: Any, policy: Any) -> None:
+    for moment in ("stepped", "seen"):
+        held, losses, ends = torch.load(folder / f"{moment}.pt")
+        model = following("onebit", mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, 100)
+        assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
+        assert all(view.equal(held[name]) for name, view in kept(model).items())
+        before, now = gathered(model), masters(model)
+        seen = look(model)
+        assert gathered(model) - before == (changed_bytes(model) if moment == "stepped" else 0)
+        expected = held
+        if moment == "stepped":
+            expected = {name: told("onebit", now[name], whole) for name, whole in held.items()}
+        assert all(seen[name].equal(whole) for name, whole in expected.items())
+        if dist.get_world_size() != 2:
+            continue
+        again = [train(model, optimizer, step) for step in range(4, 8)]
+        assert (again == losses) or dist.get_rank() > 0  # losses of rank 0
+        assert all(each.equal(ends[name]) for name, each in masters(model).items())
+
+
+@pytest.mark.parametrize("policy", [None, BF16])
+@pytest.mark.parametrize("readers", [2, 3])
+def test_a_resumed_run_goes_on_bit_for_bit_and_any_number_of_ranks_from_the_same_weights(readers, policy, tmp_path):
+    on_ranks(2, saved, tmp_path, policy)
+    on_ranks(readers, resumed, tmp_path, policy)
+
+
+def from_elsewhere(folder: Any) -> None:
+    plain, model = sharded(None, zero_stage=2), following("int4")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0)
+    look(model)
+    train(model, optimizer, 1)
+    yafsdp_cc.save(folder / "plain", plain)
+    yafsdp_cc.save(folder / "following", model)
+    yafsdp_cc.load(folder / "following", plain)  # what it has no use for is left
+    assert is_exact(plain, look(plain))
+    yafsdp_cc.load(folder / "plain", model)  # as one of an earlier version
+    assert is_exact(model, look(model))
+    other = following("int8", mp_policy=BF16)  # another codec and dtype
+    yafsdp_cc.load(folder / "following", other)
+    held = kept(other)
+    now, seen = masters(other), look(other)
+    assert all(seen[name].equal(told("int8", now[name], whole)) for name, whole in held.items())
+    with torch.no_grad():
+        other[0].weight.mul_(2.0)
+    assert look(other)["0.weight"].equal(masters(other)["0.weight"].bfloat16())
+
+
+def test_checkpoints_with_and_without_kept_weights_are_exchanged(tmp_path):
+    on_ranks(2, from_elsewhere, tmp_path)
+
+
+def warmed_up(folder: Any) -> None:
+    found = []
+    for turn in range(2):
+        model = sharded(Compression(gradients="fp32", weights="int4", warmup_steps=2), zero_stage=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(6):
+            if step in (1, 2, 3) and not turn:
+                yafsdp_cc.save(folder / str(step), model, optimizer)
+            train(model, optimizer, step)
+        if not turn:
+            found.append(masters(model))
+    for start in (1, 2, 3):
+        model = sharded(Compression(gradients="fp32", weights="int4", warmup_steps=2), zero_stage=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        yafsdp_cc.load(folder / str(start), model, optimizer)
+        for step in range(start, 6):
+            train(model, optimizer, step)
+        assert all(each.equal(found[0][name]) for name, each in masters(model).items()), start
+
+
+def test_a_run_is_resumed_in_its_warm_up_and_just_after_it(tmp_path):
+    on_ranks(2, warmed_up, tmp_path)

@@ -1,0 +1,167 @@
+"""From one codec to another between steps, and back to exact sums: nothing is lost on the way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.wire.choosing import AUTO, EVERY, step_of, switch, untold
+from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
+
+
+def switched() -> None:
+    draws = random.Random(0)
+    for told in ({}, {"carry": 0.5}, {"block": 64}):
+        config = Compression("auto", residual="fp32", candidates=EVERY[1:], **told)
+        model = untold(config)
+        ledger = Ledger(model, sharded(None))
+        for step in range(24):
+            codecs = [draws.choice(EVERY) for _ in root_of(model).units]
+            switch(model, codecs)
+            assert list(yafsdp_cc.counters_of(model).chosen.values()) == codecs
+            sent = yafsdp_cc.counters_of(model).reduced_bytes
+            ledger.step(step, micro=3 if step % 4 == 1 and not told else 1)
+            plan, counters = yafsdp_cc.plan_of(model), yafsdp_cc.counters_of(model)
+            if step % 4 != 1:
+                assert counters.reduced_bytes - sent == plan.wire.reduce + plan.wire.small
+        switch(model, ["fp32"] * 3)
+        ledger.step(24)
+        ledger.check()
+        assert not any(each.any() for each in unsaid(model).values())  # all has been said
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_nothing_is_lost_from_one_codec_to_another(world):
+    on_ranks(world, switched)
+
+
+def handed_over() -> None:
+    for residual in ("fp32", "bf16", "int8"):
+        model, exact = sharded(Compression("auto", residual=residual)), sharded(None)
+        before = yafsdp_cc.plan_of(model)
+        switch(model, ["int4"] * 3)
+        for step in range(3):
+            loss_of(model, step).backward()
+        model.zero_grad()
+        due, held = unsaid(model), yafsdp_cc.plan_of(model)
+        assert any(each.any() for each in due.values())
+        assert held.residual_bytes > 0 == before.residual_bytes
+        switch(model, ["fp32"] * 3)
+        assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsaid(model).items())
+        for each in (model, exact):
+            loss_of(each, 3).backward()
+        for name, gradient in gradients(exact).items():
+            late = due.get(name, torch.zeros(()))
+            assert torch.allclose(gradients(model)[name], gradient + late, rtol=1e-5, atol=1e-8), name
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        loss_of(model, 4)
+        plan = yafsdp_cc.plan_of(model)  # as it is again, the residuals gone
+        assert plan.memory == before.memory
+        assert plan.wire == before.wire
+        assert yafsdp_cc.counters_of(model).owned_bytes == plan.owned_bytes
+
+
+def test_what_was_still_to_be_said_is_in_the_next_exact_sum():
+    on_ranks(2, handed_over)
+    on_ranks(3, handed_over)
+
+
+def assembled_anew() -> None:
+    model = sharded(AUTO)
+    ledger = Ledger(model, sharded(None))
+    switch(model, ["onebit", "fp32", "int4"])
+    ledger.step(0)
+    switch(model, ["fp32", "onebit", "int4"])
+    model.set_reshard_after_forward(False)  # another assembly goes on with the choice, and owes what this one does
+    ledger.step(1)
+    encoded = [root_of(model).reductions.encoded_of(flat) for unit in root_of(model).units for flat in unit.flats]
+    assert [each.is_exact for each in encoded] == [True, False, False]
+    assert [each.codec.name for each in encoded[1:]] == ["onebit", "int4"]
+    ledger.step(2)
+    ledger.check()
+
+
+def test_a_choice_outlives_an_assembly():
+    on_ranks(2, assembled_anew)
+
+
+def saved(folder: Any) -> None:
+    model = untold(AUTO)
+    switch(model, ["onebit", "fp32", "int4"])
+    for step in range(4):
+        step_of(model, step)
+    switch(model, ["fp32", "fp32", "int4"])  # the first one's is owed, the last one's in its residual
+    residuals = unsaid(model)
+    assert {name for name, each in residuals.items() if each.any()} == {"0.weight", "4.weight"}
+    yafsdp_cc.save(folder / "step", model)
+    if dist.get_rank() == 0:
+        torch.save(residuals, folder / "truth.pt")
+
+
+def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
+    truth = torch.load(folder / "truth.pt")
+    model = sharded(compression)
+    if codecs is not None:
+        switch(model, codecs)
+        loss_of(model, 100).backward()  # residuals of its own, that are forgotten
+        model.zero_grad()
+    yafsdp_cc.load(folder / "step", model)
+    now = unsaid(model)
+    for name, each in truth.items():
+        assert torch.allclose(now[name], each, rtol=1e-5, atol=1e-9), name
+    exact = sharded(None)
+    yafsdp_cc.load(folder / "step", exact)
+    ledger = Ledger(model, exact)
+    for step in range(4):
+        ledger.step(step)
+    ledger.check()
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has gradients that were still to be said")
+@pytest.mark.parametrize("readers", [2, 4])
+@pytest.mark.parametrize("codecs", [None, ["fp32"] * 3, ["int4", "int4", "onebit"]])
+def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):
+    on_ranks(2, saved, tmp_path)
+    on_ranks(readers, resumed, tmp_path, AUTO, codecs)
+    if codecs is None:
+        on_ranks(readers, resumed, tmp_path, Compression("int8", residual="fp32"), codecs)
+
+
+class Skipping(nn.Module):
+    """One unit, of which not all is always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        seen: torch.Tensor = self.first(x) if skips else self.second(self.first(x))
+        return seen
+
+
+def unused() -> None:
+    model: Any = yafsdp_cc.shard(Skipping(), units=[Skipping], compression=AUTO)
+    switch(model, ["onebit"])
+    model(torch.randn(2, 64), False).square().mean().backward()
+    model.zero_grad()
+    switch(model, ["fp32"])
+    due = unsaid(model)["second.weight"]
+    model(torch.ones(2, 64), True).sum().backward()
+    assert torch.allclose(model.second.weight.grad.full_tensor().double(), due, rtol=1e-5, atol=1e-9)
+    model.zero_grad()
+    model(torch.ones(2, 64), True).sum().backward()
+    assert model.second.weight.grad is None
+
+
+def test_what_is_owed_to_a_parameter_that_nobody_uses_is_said():
+    on_ranks(2, unused)

@@ -1,0 +1,238 @@
+"""What the optimizers of the 1-bit family share: a warm-up with exact sums, and then a wire that they lead.
+
+    steps 1 … warmup_steps     exact sums, the exact optimizer
+    after those                encoded sums; now and then exact ones besides, further and further apart
+
+Exact sums after the warm-up are for the second moment: its preconditioner may change as long as its changes add up to
+something finite (Lu et al., "0/1 Adam", 2022, section 4.1).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.engine.lead import Lead
+from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.optim.local import local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+Form: TypeAlias = Literal["momentum", "gradient"]
+
+
+class Share(NamedTuple):
+    """A parameter group's part of a step."""
+
+    group: dict[str, Any]
+    exact: list[Tensor]
+    """Parameters whose ``.grad`` is the mean gradient."""
+    encoded: list[Tensor]
+    """Those whose ``.grad`` is what was decoded."""
+
+
+class Leading(Optimizer):
+    """An optimizer that says how gradients cross the network.
+
+    Args:
+        params: of a model that was sharded with a compression, all that are trained.
+        defaults: of parameter groups.
+        beta: the decay of the first moment.
+        share: how much of a gradient that takes in: 1 − beta where it is an average, 1 where it is a sum.
+        warmup_steps: with exact sums.
+        form: what is encoded: the momentum of each rank, which is its residual at the same time, or its gradient.
+        refreshes: exact sums for the second moment before the distance between them doubles; 0 for none.
+        max_grad_norm: what the loop clips gradients to; those of exact sums that it does not see are clipped alike.
+    """
+
+    shortest_warmup: ClassVar[int] = 1
+    """Steps with exact sums that there have to be."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        beta: float,
+        share: float,
+        warmup_steps: int,
+        form: Form,
+        refreshes: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        if form not in ("momentum", "gradient"):
+            raise ValueError(f"form={form!r}: 'momentum' or 'gradient'")
+        if warmup_steps < self.shortest_warmup:
+            raise ValueError(
+                f"warmup_steps={warmup_steps}: at least 1, and about a twentieth of all steps: the second moment is "
+                "learned from exact sums"
+                if self.shortest_warmup
+                else f"warmup_steps={warmup_steps}: a number of steps, 0 or more"
+            )
+        if refreshes < 0:
+            raise ValueError(f"refreshes={refreshes}: a number of exact sums, 0 or more")
+        self.warmup_steps = warmup_steps
+        self.form = form
+        self.refreshes = refreshes
+        self.max_grad_norm = max_grad_norm
+        self.steps = 0
+        """Steps that were made."""
+        self._step_supports_amp_scaling = True  # so that a GradScaler makes itself known
+        super().__init__(params, defaults)
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        self.lead = Lead(parameters, beta if form == "momentum" else 0.0, share, type(self).__name__)
+        for parameter in parameters:
+            self._begin(parameter)
+        self._announce()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step, and say how the next gradients are summed. ``closure`` as torch's optimizers have it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.lead.check()
+        if not self._unscale():
+            return loss
+        phase = self.phase
+        if phase is Phase.BOTH:
+            self._refresh(self._exact_gradients())
+            self.lead.drop_exact()
+        self.steps += 1
+        self._announce()  # gathers begin below, exact or of changes as in the next step
+        self._advance(phase)
+        return loss
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    def _advance(self, phase: Phase) -> None:
+        """Update the parameters, whose gradients were summed as in ``phase``, unit by unit."""
+        for members in self.lead.by_unit():
+            for share in self._shares(members, phase):
+                self._update_share(share)
+
+    def _update_share(self, share: Share) -> None:
+        self._update_exactly(share.group, share.exact)
+        self._update(share.group, share.encoded)
+
+    def _shares(self, members: Sequence[Tensor], phase: Phase) -> Iterator[Share]:
+        """Of each group, what it has of ``members`` with a gradient."""
+        wanted = {id(each) for each in members if each.grad is not None}
+        for group in self.param_groups:
+            used = [each for each in group["params"] if id(each) in wanted]
+            encoded = [each for each in used if phase is not Phase.EXACT and self._is_encoded(each)]
+            exact = [each for each in used if phase is Phase.EXACT or not self._is_encoded(each)]
+            yield Share(group, exact, encoded)
+
+    @abstractmethod
+    def _begin(self, parameter: Tensor) -> None:
+        """Make the state of a parameter."""
+
+    def _share_moment(self, parameter: Tensor, name: str) -> None:
+        """Let the wire use the first moment of a parameter, which the state has under this name."""
+        if self._is_encoded(parameter) and self.form == "momentum":
+            state, shared = self.state[parameter], self.lead.first_moment(parameter)
+            if state[name].to_local().data_ptr() != shared.to_local().data_ptr():
+                state[name] = shared.copy_(state[name])
+
+    def _local(self, parameter: Tensor, name: str) -> Tensor:
+        return local_of(self.state[parameter][name])
+
+    def _refresh(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        """Take in exact gradients, pairs of a parameter and this rank's range of its gradient."""
+
+    @abstractmethod
+    def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update parameters whose ``.grad`` is the mean gradient."""
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update parameters whose ``.grad`` is what was decoded: a mean gradient or the momentum, by ``form``."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: its wire has begun with the parameters that it was given."""
+        if hasattr(self, "lead"):
+            raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the state of any number of ranks; the warm-up, too."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(saved, self._parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if torch.is_tensor(value) and value.dtype != self.state[parameter][name].dtype:
+                    self.state[parameter][name] = value.detach().clone()  # torch has cast it to the parameter's
+        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
+        self.steps = max(steps, default=0)
+        for parameter in self._parameters:
+            self._begin(parameter)
+        self._announce()
+
+    def _is_encoded(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.lead.encoded
+
+    def _refresh_steps(self, until: int) -> Iterator[int]:
+        """Steps after the warm-up, from 1 on, with exact sums besides: 1, 2, 3, 4, 6, 8, 10, 12, 16, ... by fours."""
+        step, distance = 1, 1
+        while self.refreshes and step <= until:
+            for _ in range(self.refreshes):
+                yield step
+                step += distance
+            step += distance
+            distance *= 2
+
+    def _phase_of(self, step: int) -> Phase:
+        """How gradients of a step, from 1 on, are summed."""
+        after = step - self.warmup_steps
+        if after <= 0:
+            return Phase.EXACT
+        return Phase.BOTH if after in self._refresh_steps(after) else Phase.ENCODED
+
+    @property
+    def phase(self) -> Phase:
+        """How the gradients of the next step are summed."""
+        return self._phase_of(self.steps + 1)
+
+    def _announce(self) -> None:
+        self.lead.say(self.phase)
+
+    def _exact_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Of the backward before, unscaled and clipped."""
+        found: list[tuple[Any, Tensor]] = []
+        scale = self.lead.loss_scale
+        for parameter in self._parameters:
+            if self._is_encoded(parameter) and (exact := self.lead.exact(parameter)) is not None:
+                found.append((parameter, exact if scale == 1 else exact.div_(scale)))
+        if self.max_grad_norm is not None and found:
+            norm = get_total_norm([flat_dtensor(exact, parameter._cut) for parameter, exact in found])
+            total = norm.full_tensor() if isinstance(norm, FlatDTensor) else norm
+            share = min(1.0, self.max_grad_norm / (float(total) + 1e-6))
+            for _, exact in found:
+                exact.mul_(share)
+        return found
+
+    def _unscale(self) -> bool:
+        """Divide gradients by a ``GradScaler``'s scale, if one has called; whether there is to be a step."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return True
+        self.lead.check_scaler()
+        scale = getattr(self, "grad_scale", None)  # None where gradients are unscaled already
+        if scale is not None:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+        return not float(found_inf)

@@ -1,0 +1,129 @@
+"""SGD with momentum for sharded models whose gradients are encoded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim.sgd import sgd
+
+from yafsdp_cc.optim.leading import Form, Leading
+from yafsdp_cc.optim.local import local_of, width_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+
+class OneBitSGD(Leading):
+    """SGD with momentum whose gradients cross the network encoded, by what ``Compression(gradients=...)`` names.
+
+    Its update is linear in the gradients, so it needs none of what makes 1-bit Adam difficult: error feedback alone
+    keeps its rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and no second moment wants
+    exact sums. A warm-up is there for those whose first steps are large. The forms are those of ``OneBitAdam``:
+
+    - ``form="momentum"``: each rank's own momentum is encoded, which is what its messages have left unsaid at the same
+      time (``wire.momentum``). ``.grad`` is then the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it
+      limits the update.
+    - ``form="gradient"``: each rank's gradient, with what was left unsaid; the owner of a chunk makes the momentum from
+      what it decodes. Works for several backwards per step without ``no_sync``.
+
+    Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
+    no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum,
+    ``torch.optim.SGD`` itself is what the gradient form would be.
+
+    A state dict is that of ``torch.optim.SGD`` with the number of steps beside it: either can load the other's, at any
+    number of ranks. What messages have left unsaid is saved beside it by ``yafsdp_cc.save``.
+
+    Args:
+        params: of a model that was sharded with a compression, or groups of them: all that are trained.
+        lr: the learning rate; the loop or a scheduler changes it in the groups.
+        momentum: the share of the momentum that a step keeps, the same in all groups.
+        weight_decay: added to the gradient, times the parameter (not decoupled), as ``torch.optim.SGD`` has it.
+        warmup_steps: with exact sums.
+        form: what is encoded, see above.
+
+    Raises:
+        ValueError: the model is not sharded with a compression, or something of that does not fit; the message says
+            what to change.
+    """
+
+    shortest_warmup: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int = 0,
+        form: Form = "momentum",
+    ) -> None:
+        if not 0 < momentum < 1:
+            raise ValueError(
+                f"momentum={momentum}: more than 0, less than 1; for none, torch.optim.SGD does with the compression "
+                "what this would"
+            )
+        if min(lr, weight_decay) < 0:
+            raise ValueError(f"lr={lr}, weight_decay={weight_decay}: 0 or more")
+        super().__init__(
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            beta=momentum,
+            share=1.0,
+            warmup_steps=warmup_steps,
+            form=form,
+            refreshes=0,
+            max_grad_norm=None,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with settings of their own but for the momentum."""
+        super().add_param_group(param_group)
+        if any(group["momentum"] != self.param_groups[0]["momentum"] for group in self.param_groups):
+            self.param_groups.pop()
+            raise ValueError("OneBitSGD takes the same momentum in all groups: the wire has one")
+
+    def _begin(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        state.setdefault("step", torch.tensor(0.0))
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
+        self._share_moment(parameter, "momentum_buffer")
+
+    def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            self.state[parameter]["step"] += 1
+        if not parameters:
+            return
+        wide = [local_of(each).to(width_of(each)) for each in parameters]
+        sgd(
+            wide,
+            [local_of(each.grad).to(width_of(each)) for each in parameters],
+            [self._local(each, "momentum_buffer") for each in parameters],
+            foreach=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        for parameter, updated in zip(parameters, wide, strict=True):
+            if updated.dtype != parameter.dtype:
+                local_of(parameter).copy_(updated)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        decay = group["weight_decay"]
+        for parameter in parameters:
+            self.state[parameter]["step"] += 1
+            local, buffer = local_of(parameter), self._local(parameter, "momentum_buffer")
+            said = local_of(parameter.grad).to(width_of(parameter))
+            if decay:
+                said = said.add(local, alpha=decay)
+            if self.form == "gradient":
+                said = buffer.mul_(group["momentum"]).add_(said)
+            elif decay:
+                buffer.add_(local, alpha=decay)  # the owner's part of the momentum, which the wire carries on
+            local.sub_(said, alpha=group["lr"])

@@ -1,0 +1,78 @@
+"""0/1 Adam for sharded models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.optim.adam import OneBitAdam
+from yafsdp_cc.optim.local import local_of, width_of
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from yafsdp_cc.optim.leading import Share
+
+
+class ZeroOneAdam(OneBitAdam):
+    """AdamW with exact sums further and further apart, from the first step on, and encoded gradients in between.
+
+    Lu et al., "0/1 Adam", 2022, algorithm 1 with its policy for the second moment (𝒯ᵥ): v takes gradients in at
+    steps k₁, k₂, ... whose distance doubles after every ``refreshes`` of them,
+
+        k₁ = 1,   kⱼ₊₁ − kⱼ = 2^⌊j / refreshes⌋        refreshes = 4:  1 2 3 4 6 8 10 12 16 20 ...
+
+    so that it changes by less and less, and there is no warm-up to be chosen. In these steps all sums are exact, the
+    first moment's too, and what messages have left unsaid waits. In all others the gradient of each rank is encoded
+    with what was left unsaid before, and the owner of a chunk makes the first moment from what it decodes; v stays.
+
+    The paper's other policy, steps that each rank makes by itself between rounds of communication (𝒯ᵤ), is not here:
+    the ranks of a shard have no whole weights to make them with, and replicas are held alike after every step.
+
+    Other than in the paper, both moments are corrected for their start at zero: v by the number of gradients that it
+    has seen. After the first distances no element moves further in a step than exact Adam's can. Parameters that are
+    never encoded go through exact AdamW throughout, and so do all for the first ``refreshes`` steps.
+
+    The state dict, memory and what is saved beside are those of ``OneBitAdam``; in a state of AdamW v is believed to
+    have seen the gradients that it would have seen here.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of ``OneBitAdam``.
+        refreshes: κ, exact sums before the distance between them doubles; 1 or more. Of T steps, fewer than
+            κ·(1 + log₂(T / κ + 1)) are exact.
+
+    Raises:
+        ValueError: as ``OneBitAdam``.
+    """
+
+    shortest_warmup: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        refreshes: int = 16,
+    ) -> None:
+        if refreshes < 1:
+            raise ValueError(f"refreshes={refreshes}: at least 1: the second moment is learned from exact sums")
+        super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=0, form="gradient", refreshes=refreshes)
+
+    def _phase_of(self, step: int) -> Phase:
+        return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
+
+    @torch.no_grad()
+    def _update_share(self, share: Share) -> None:
+        if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):  # Adam's own, so far
+            super()._update_share(share)
+            return
+        group, exact, encoded = share
+        seen = [each for each in exact if self._is_encoded(each)]
+        self._refresh([(each, local_of(each.grad).to(width_of(each))) for each in seen])
+        self._update_exactly(group, [each for each in exact if not self._is_encoded(each)])
+        self._update(group, [*seen, *encoded])
