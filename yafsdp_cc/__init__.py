@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from yafsdp_cc import profiling
-    from yafsdp_cc.api import counters_of, plan_of, shard
+    from yafsdp_cc.api import counters_of, plan_of, shard, watch_loss
     from yafsdp_cc.checkpoint.full import full_state_dict
     from yafsdp_cc.checkpoint.load import load
     from yafsdp_cc.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -40,6 +40,7 @@ __all__ = [
     "shard",
     "share_comm_ctx",
     "unshard_model",
+    "watch_loss",
     "whole_parameters",
 ]
 
@@ -64,6 +65,7 @@ _HOME = {
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.fsdp2",
     "unshard_model": "yafsdp_cc.engine.unshard",
+    "watch_loss": "yafsdp_cc.api",
     "whole_parameters": "yafsdp_cc.engine.whole",
 }
 

@@ -189,6 +189,26 @@ def plan_of(model: nn.Module) -> Plan:
     return root_of(model).plan
 
 
+def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
+    """Let a compressed model know how its training goes: the loss of this rank's batch, once per step.
+
+    Where losses stay a tenth above the best that there were, all its gradients go back to more bits (``Compression
+    .guard``). Nothing waits for the value here.
+
+    Args:
+        model: sharded with a compression.
+        loss: of any device, one element; not multiplied by a scale.
+
+    Raises:
+        ValueError: there is no compression, or its guard is off.
+    """
+    compressed = root_of(model).compressed
+    if compressed is None or compressed.guard is None:
+        why = "without a compression" if compressed is None else "with Compression(guard=False)"
+        raise ValueError(f"watch_loss: this {type(model).__name__} is sharded {why}, so nobody would do anything")
+    compressed.guard.tell(loss)
+
+
 def counters_of(model: nn.Module) -> Counters:
     """What the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
 

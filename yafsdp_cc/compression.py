@@ -94,6 +94,9 @@ class Compression:
     error_budget: float | None = None
     """The most that ``"auto"`` may leave out of a message, on average over elements, as a share of the gradients'
     squares: all in int8 leave out 0.00004, all in int4 0.014. None: as the candidates do."""
+    guard: bool = True
+    """Whether units go back to more bits by themselves, int4 and then bf16, where messages say too little of what they
+    should, or losses rise that ``yafsdp_cc.watch_loss`` is told. Not those that ``"auto"`` chooses for."""
 
     @field_validator("gradients", "overrides")
     @classmethod

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.root import Root
 
 RESIDUALS, KEPT = "residuals", "kept_weights"
-RAW, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
+RAW, STEPS, BEHIND, GUARD = "_wire_residuals", "_wire_steps", "_wire_behind", "_wire_guard"
 """Names in each rank's extra file; all but the first are alike on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
     """Raise a ``ValueError`` where users' names are ours."""
-    if taken := [name for name in (RAW, STEPS, BEHIND) if name in extra]:
+    if taken := [name for name in (RAW, STEPS, BEHIND, GUARD) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
@@ -38,7 +38,10 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
         return {}
     root.compressed.look(root.units)  # the last step has had no pass after it
     behind = names_behind(root)
-    return {RAW: raw_residuals(root), STEPS: root.compressed.steps, **({BEHIND: behind} if behind else {})}
+    found = {STEPS: root.compressed.steps, **({BEHIND: behind} if behind else {})}
+    if root.compressed.guard is not None:
+        found[GUARD] = root.compressed.guard.state(root)
+    return {RAW: raw_residuals(root), **found}
 
 
 def mean_wire_of(model: nn.Module) -> dict[str, Any]:
@@ -72,13 +75,16 @@ def room_for_wire(model: nn.Module, contents: Metadata, trains: bool) -> dict[st
 
 def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
     """Take this rank's own out of ``extra``; whether it fits, so that nothing else is to be done."""
-    raw, steps = extra.pop(RAW, None), extra.pop(STEPS, None)
+    raw, steps, guard = (extra.pop(name, None) for name in (RAW, STEPS, GUARD))
     root = _compressed(model)
     if root is None or root.compressed is None:
         return True
     if steps is not None:
         root.compressed.resume(steps)
         root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
+    if guard is not None and root.compressed.guard is not None:
+        root.compressed.guard.resume(root, guard)
+        root = current(model)
     return raw is not None and restore_residuals(root, raw)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from yafsdp_cc.compression import AUTO, EXACT, LOW_RANK
 from yafsdp_cc.engine.flat import Divisor
+from yafsdp_cc.engine.guard import Guard
 from yafsdp_cc.wire.chosen import ChosenReduce
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.lead import Lead
     from yafsdp_cc.engine.ranks import Ranks
+    from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
@@ -82,6 +84,7 @@ class Compressed:
         self.share = 1.0
         """How much of a gradient that momentum takes in: 1 − beta of an average, 1 of a sum."""
         self._divisors: weakref.WeakKeyDictionary[Divisor, Divisor] = weakref.WeakKeyDictionary()
+        self.guard = Guard(config) if config.guard else None
         self.chosen: dict[Flat, str] = {}
         """The present codecs of those that are chosen as training goes; exact where nothing is said."""
         if self.over_replicas and AUTO in (config.gradients, *config.overrides.values()):
@@ -141,6 +144,12 @@ class Compressed:
                 "'onebit', 0.006 with 'int4' (docs/measurements.md). yafsdp_cc.optim.OneBitAdam is made for few bits",
                 stacklevel=2,
             )
+
+    def open(self, root: Root) -> None:
+        """A pass begins."""
+        self.look(root.units)
+        if self.guard is not None and torch.is_grad_enabled():
+            self.guard.look(root)
 
     def look(self, units: Iterable[Unit]) -> None:
         """Before a forward: count a step of the warm-up where the weights have changed since this was asked last."""

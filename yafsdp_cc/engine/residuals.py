@@ -37,7 +37,7 @@ def mean_residuals(root: Root) -> dict[str, FlatDTensor]:
     """
     found = {}
     units = root.drafts[0].ranks.mesh.size() * _loss_scale(root)
-    for flat, encoded in _encoded(root):
+    for flat, encoded in encoded_of(root):
         if encoded.residual is None and encoded.owed is None:
             continue
         unsaid = _summed(root, encoded).div_(units)
@@ -50,7 +50,7 @@ def room_for_residuals(root: Root) -> dict[str, FlatDTensor]:
     """Zeros in the form of ``mean_residuals``."""
     return {
         piece.cut.name: flat_dtensor(torch.zeros_like(piece.local, dtype=torch.float32), piece.cut)
-        for flat, _ in _encoded(root)
+        for flat, _ in encoded_of(root)
         for piece in flat.pieces
     }
 
@@ -58,7 +58,7 @@ def room_for_residuals(root: Root) -> dict[str, FlatDTensor]:
 @torch.no_grad()
 def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
     """Empty all residuals, and have what ``mean_residuals`` once returned added to the next sums."""
-    for flat, encoded in _encoded(root):
+    for flat, encoded in encoded_of(root):
         encoded.forget()
         owed = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=root.device)
         for piece in flat.pieces:
@@ -84,7 +84,7 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "loss_scale": _loss_scale(root),
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
-        for flat, encoded in _encoded(root)
+        for flat, encoded in encoded_of(root)
         if encoded.residual is not None and flat.codec != AUTO
     }
 
@@ -95,9 +95,9 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
 
     Where codecs are chosen, those of the checkpoint may not be those of now: what it still had to say is owed.
     """
-    if any(flat.codec == AUTO for flat, _ in _encoded(root)):
+    if any(flat.codec == AUTO for flat, _ in encoded_of(root)):
         return False
-    ours = {pair[0].pieces[0].cut.name: pair for pair in _encoded(root) if pair[1].residual is not None}
+    ours = {pair[0].pieces[0].cut.name: pair for pair in encoded_of(root) if pair[1].residual is not None}
     if ours.keys() != raw.keys() or any(raw[name]["fits"] != _form(root, *pair) for name, pair in ours.items()):
         return False
     for name, (flat, encoded) in ours.items():
@@ -119,7 +119,7 @@ def rescale(root: Root, loss_scale: float) -> None:
     """Bring all residuals into the units of another loss scale."""
     assert root.compressed is not None
     factor, root.compressed.loss_scale = loss_scale / root.compressed.loss_scale, loss_scale
-    for _, encoded in _encoded(root):
+    for _, encoded in encoded_of(root):
         _multiply(encoded, factor)
 
 
@@ -135,7 +135,8 @@ def _loss_scale(root: Root) -> float:
     return root.compressed.loss_scale
 
 
-def _encoded(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
+def encoded_of(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
+    """All that is ever encoded, and by what exchange."""
     for flat in (flat for unit in root.units for flat in unit.flats):
         replicas = root.reductions.replicas
         encoded = root.reductions.encoded_of(flat) or (None if replicas is None else replicas.encoded_of(flat))

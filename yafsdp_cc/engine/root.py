@@ -186,7 +186,7 @@ class Root:
             piece.check()
         self._strangers.check()
         if self.compressed is not None:
-            self.compressed.look(self.units)
+            self.compressed.open(self)
         if self.chooser is not None:
             self.chooser.look()
         self.small.refresh()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.wire.feedback import Recursion, Residual
     from yafsdp_cc.wire.momentum import Momentum
     from yafsdp_cc.wire.post import Post
+    from yafsdp_cc.wire.shortfall import Shortfall
 
 
 class ChunkSum(ABC):
@@ -43,6 +44,8 @@ class ChunkSum(ABC):
         self.residual = residual
         self.momentum: Momentum | None = None
         """Of the own chunk, where residuals are momentum too."""
+        self.shortfall: Shortfall | None = None
+        """Of messages, where somebody wants to know."""
         self._post = post
         self._recursion = recursion
         self._step = step
@@ -75,6 +78,10 @@ class ChunkSum(ABC):
     @abstractmethod
     def sent_bytes(self, whole: Tensor | None = None) -> int:
         """Bytes that this rank sends, whatever the message says."""
+
+    @abstractmethod
+    def watch(self) -> Shortfall:
+        """Look at messages from the next one on, until ``shortfall`` is None again."""
 
     def planned_bytes(self) -> int:
         """Bytes that this rank sends in a step, on average."""

@@ -26,6 +26,7 @@ from yafsdp_cc.wire.codec import Noise
 from yafsdp_cc.wire.exchange import Gather
 from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
 from yafsdp_cc.wire.shared import SharedSum
+from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +73,10 @@ class EncodedReduce(ChunkSum):
     def sent_bytes(self, whole: Tensor | None = None) -> int:
         return self._message_bytes * len(self._peers)
 
+    def watch(self) -> Shortfall:
+        self.shortfall = Shortfall(self._post.device, said_of_noise(self.codec.name, self.codec.block))
+        return self.shortfall
+
     def _send(self, whole: Tensor, asynchronous: bool) -> Works:
         messages = self._post.sent(self._message_bytes)
         noise = None if self._noise is None else self._noise.throw()
@@ -86,6 +91,8 @@ class EncodedReduce(ChunkSum):
                 recursion=self._recursion,
                 noise=None if noise is None else noise._replace(first=self._peers[first] * self.chunk),
             )
+        if self.shortfall is not None and self.residual is not None:
+            self.shortfall.look(self.codec, messages, self.residual, self._recursion)
         return self._post.exchange(self._message_bytes, asynchronous)
 
     def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
@@ -127,6 +134,10 @@ class EncodedSum(SharedSum):
         """Bytes that this rank sends: its message, to every other."""
         return self._messages[0].nbytes * (self.world - 1)
 
+    def watch(self) -> Shortfall:
+        self.shortfall = Shortfall(self._device, said_of_noise(self.codec.name, self.codec.block))
+        return self.shortfall
+
     def send(self, total: Tensor, asynchronous: bool) -> Works:
         own = self._messages[self._gather.rank]
         kernels.encode(
@@ -138,6 +149,8 @@ class EncodedSum(SharedSum):
             recursion=self._recursion,
             noise=None if self._noise is None else self._noise.throw(),
         )
+        if self.shortfall is not None and self.residual is not None:
+            self.shortfall.look(self.codec, own.unsqueeze(0), self.residual, self._recursion)
         return self._gather.send(self._messages.view(-1), own, asynchronous)
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.exchange import works_of
 from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
 from yafsdp_cc.wire.shared import SharedSum
+from yafsdp_cc.wire.shortfall import Shortfall
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,6 +67,10 @@ class FactoredReduce(ChunkSum):
     def planned_bytes(self) -> int:
         return sum(sent_bytes(self.lowrank.numel(is_right), self._post.world) for is_right in (False, True)) // 2
 
+    def watch(self) -> Shortfall:
+        self.shortfall = Shortfall(self._post.device, self.lowrank.numel(self.lowrank.sends_right) / self._numel)
+        return self.shortfall
+
     def _send(self, whole: Tensor, asynchronous: bool) -> Works:
         message = self._post.said(self.payload // 4)
         due = self._post.due(self._numel).copy_(whole)
@@ -76,10 +81,13 @@ class FactoredReduce(ChunkSum):
         if self._recursion.carry != 1:
             for first, chunks in stretches:
                 chunks.add_(self._kept.rows(first, first + len(chunks)).load(), alpha=1 - self._recursion.carry)
-        said = self._is_said
+        said, before = self._is_said, None if self.shortfall is None else due.clone()
         self.lowrank.relieve(due, message, self._recursion.taken, said.view(-1), self._kept.block)
         for (first, chunks), (_, those) in zip(stretches, self._stretches(said.view(-1)), strict=True):
             self._kept.rows(first, first + len(chunks)).store(chunks, those)
+        if self.shortfall is not None and before is not None:
+            for (_, left), (_, was) in zip(stretches, self._stretches(before), strict=True):
+                self.shortfall.add(*_shares(left, was, self._recursion))
         return self._post.sum(len(message), asynchronous)
 
     def forget(self) -> None:
@@ -128,6 +136,10 @@ class FactoredSum(SharedSum):
     def planned_bytes(self) -> int:
         return sum(sent_bytes(self.lowrank.numel(is_right), self.world) for is_right in (False, True)) // 2
 
+    def watch(self) -> Shortfall:
+        self.shortfall = Shortfall(self._device, self.lowrank.numel(self.lowrank.sends_right) / self._numel)
+        return self.shortfall
+
     def send(self, total: Tensor, asynchronous: bool) -> Works:
         message = self._said()
         due = total.to(torch.float32).unsqueeze(0)  # fp32, as it nearly always is, is used up in place
@@ -135,8 +147,11 @@ class FactoredSum(SharedSum):
         self.lowrank.say(due[0], message)
         if self._recursion.carry != 1:
             due.add_(self._kept.load(), alpha=1 - self._recursion.carry)
+        before = None if self.shortfall is None else due.clone()
         self.lowrank.relieve(due[0], message, self._recursion.taken, self._is_said[0], self._kept.block)
         self._kept.store(due, self._is_said)
+        if self.shortfall is not None and before is not None:
+            self.shortfall.add(*_shares(due[0], before[0], self._recursion))
         self._options.asyncOp = asynchronous
         return works_of(self.group.allreduce([message], self._options))
 
@@ -151,3 +166,9 @@ class FactoredSum(SharedSum):
 
     def _said(self) -> Tensor:
         return self._message[: self.lowrank.numel(self.lowrank.sends_right)]
+
+
+def _shares(left: Tensor, due: Tensor, recursion: Recursion) -> tuple[Tensor, Tensor, Tensor]:
+    """h − D(m), h and D(m), where E = h − a·D(m) is ``left`` of what was ``due``."""
+    said = (due - left) / recursion.taken
+    return due - said, due, said

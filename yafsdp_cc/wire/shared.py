@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.wire.exchange import Works
     from yafsdp_cc.wire.feedback import Recursion, Residual
     from yafsdp_cc.wire.momentum import Momentum
+    from yafsdp_cc.wire.shortfall import Shortfall
 
 
 class SharedSum(ABC):
@@ -40,6 +41,8 @@ class SharedSum(ABC):
         self.residual = residual
         self.momentum: Momentum | None = None
         """The first moment that all ranks know, where residuals are momentum too."""
+        self.shortfall: Shortfall | None = None
+        """Of messages, where somebody wants to know."""
         self.owed: Tensor | None = None
         """[numel], what is added to the next sum: what residuals held in an earlier run."""
         self._device = device
@@ -66,6 +69,10 @@ class SharedSum(ABC):
     @abstractmethod
     def sent_bytes(self) -> int:
         """Bytes that this rank sends."""
+
+    @abstractmethod
+    def watch(self) -> Shortfall:
+        """Look at messages from the next one on, until ``shortfall`` is None again."""
 
     def planned_bytes(self) -> int:
         """Bytes that this rank sends in a step, on average."""

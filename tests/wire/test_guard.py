@@ -1,0 +1,208 @@
+"""Runs that diverge with few bits go back to more by themselves, and others are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression
+from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.codec import Noise, codec_of
+from yafsdp_cc.wire.codecs.onebit import OneBit
+from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
+
+WIDTH = 256
+
+
+class Loud(OneBit):
+    """A codec that says three times too much: what it leaves grows from message to message."""
+
+    name = "loud"
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        super().encode(values, counts, message, noise)
+        self.parts(message, values.shape[1])[0].mul_(3)
+
+
+class Regression:
+    """A linear layer that is to become another one, by gradients of 1,024 examples on each rank."""
+
+    def __init__(self, compression: Compression | None, **shard: Any) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+        yafsdp_cc.shard(self.model, units=[nn.Linear], compression=compression, **shard)
+        self.target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)) / WIDTH**0.5
+        self.step = 0
+
+    def train(self, optimizer: torch.optim.Optimizer, steps: int, told: bool = False) -> list[float]:
+        """The losses."""
+        losses = []
+        for self.step in range(self.step + 1, self.step + steps + 1):  # noqa: B020
+            draws = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())
+            x = torch.randn(1024, WIDTH, generator=draws)
+            loss = (self.model(x) - x @ self.target.T).square().sum(1).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if told:
+                yafsdp_cc.watch_loss(self.model, loss)
+            losses.append(loss.item())
+        return losses
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        return yafsdp_cc.counters_of(self.model).chosen
+
+    @property
+    def why(self) -> str:
+        return yafsdp_cc.counters_of(self.model).why
+
+
+# A plain momentum over topk, whose messages are some hundred steps late, is stable with exact sums alone.
+
+
+def with_momentum(compression: Compression | None, told: bool = False, steps: int = 120) -> tuple[list[float], str]:
+    run = Regression(compression)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.3, momentum=0.9)
+    return run.train(optimizer, steps, told), run.why
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_a_run_that_diverges_comes_back_by_itself():
+    exact, _ = on_ranks(2, with_momentum, None)[0]
+    assert exact[-1] < 0.01 * exact[0]
+    lost, why = on_ranks(2, with_momentum, Compression("topk", guard=False))[0]
+    assert lost[-1] > 1e4 * lost[0]
+    assert not why
+    guarded, why = on_ranks(2, with_momentum, Compression("topk"))[0]
+    assert guarded[-1] < 0.1 * max(guarded)
+    assert max(guarded) < 1e-2 * max(lost)
+    assert "messages of '0.weight' and what goes with it, topk, are " in why
+    assert why.endswith("times what they were once: gradients grow: int4 from now on")
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_it_comes_back_sooner_where_losses_are_told():
+    told, why = on_ranks(2, with_momentum, Compression("topk"), True)[0]
+    assert max(told) < 10 * told[0]
+    assert told[-1] < 0.1 * told[0]
+    assert "int4, belong to losses that have risen from " in why  # and before that topk
+    assert why.endswith(": bf16 from now on")
+
+
+# A codec that cannot be right
+
+
+def loud(kind: str) -> tuple[float, dict[str, str], str]:
+    mesh = {}
+    if kind == "replicas":
+        mesh = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    run = Regression(Compression("loud", residual="fp32"), **mesh)
+    if kind == "momentum":
+        optimizer: Any = OneBitAdam(run.model.parameters(), lr=0.01, warmup_steps=10)
+    else:
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    losses = run.train(optimizer, 60)
+    return losses[-1] / losses[0], run.chosen, run.why
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+@pytest.mark.parametrize(("kind", "ranks"), [("shard", 2), ("momentum", 2), ("replicas", 4)])
+def test_a_codec_that_says_less_than_nothing_is_given_up_at_once(kind, ranks):
+    for end, chosen, why in on_ranks(ranks, loud, kind):
+        assert end < 0.2
+        assert chosen == {"0": "int4"}
+        assert "loud, say -" in why
+        assert "% of what they should: residuals grow where that is below 0.00%" in why
+
+
+# What does well
+
+
+def untouched(gradients: str, residual: str, guard: bool) -> tuple[list[float], int, dict[str, str]]:
+    run = Regression(Compression(gradients, residual=residual, guard=guard))
+    optimizer = OneBitAdam(run.model.parameters(), lr=0.002, warmup_steps=8)
+    losses = run.train(optimizer, 45, told=guard)
+    return losses, yafsdp_cc.counters_of(run.model).reduced_bytes, run.chosen
+
+
+@pytest.mark.parametrize("gradients", ["onebit", "ternary", "int4", "powersgd"])
+def test_what_does_well_is_left_as_it_is(gradients):
+    guarded, unguarded = (on_ranks(2, untouched, gradients, "bf16", guard)[0] for guard in (True, False))
+    assert guarded == unguarded
+    assert guarded[2] == {}
+
+
+# Saved and loaded
+
+
+def saved(folder: Any) -> list[float]:
+    run = Regression(Compression("loud"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    run.train(optimizer, 20)
+    assert run.chosen == {"0": "int4"}
+    yafsdp_cc.save(folder / "step", run.model, optimizer)
+    return run.train(optimizer, 12)
+
+
+def resumed(folder: Any) -> list[float]:
+    run = Regression(Compression("loud"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    yafsdp_cc.load(folder / "step", run.model, optimizer)
+    run.step = 20
+    return run.train(optimizer, 12)
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_a_resumed_run_has_gone_back_too(tmp_path):
+    truth = on_ranks(2, saved, tmp_path)
+    assert on_ranks(2, resumed, tmp_path) == truth
+    for losses in on_ranks(4, resumed, tmp_path):
+        assert losses[-1] < 2 * truth[0][-1]
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("taken", [1.0, 0.1])
+@pytest.mark.parametrize("name", ["onebit", "ternary", "int4", "int8", "topk", "loud"])
+def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
+    torch.manual_seed(0)
+    codec, n = codec_of(name, 256), kernels.PART + 1024
+    gradients, message = torch.randn(2, n), torch.zeros(2, codec_of(name, 256).message_bytes(n), dtype=torch.uint8)
+    residual = Residual(2, n, torch.float32, 256, gradients.device)
+    residual.values.normal_()
+    due = residual.values.double() + gradients.double()
+    recursion = Recursion(taken=taken)
+    kernels.encode(codec, gradients, message, residual=residual, recursion=recursion)
+    said = torch.empty_like(gradients)
+    kernels.decode(codec, message, said)
+    shortfall = Shortfall(gradients.device, said_of_noise(name, 256))
+    shortfall.look(codec, message, residual, recursion)
+    truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
+    torch.testing.assert_close(shortfall.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
+    assert (1 - truth[0] / truth[1]).item() == pytest.approx(said_of_noise(name, 256), abs=0.02)
+
+
+# What is said of it
+
+
+def refusals() -> None:
+    for compression, why in ((None, "without a compression"), (Compression("int8", guard=False), "guard=False")):
+        run = Regression(compression)
+        with pytest.raises(ValueError, match=f"watch_loss: this .*Sequential is sharded .*{why}"):
+            yafsdp_cc.watch_loss(run.model, 1.0)
+
+
+def test_losses_that_nobody_would_look_at_are_refused():
+    on_ranks(2, refusals)

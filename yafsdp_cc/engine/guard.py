@@ -1,0 +1,198 @@
+"""Goes back to more bits by itself where few do harm: in a unit whose messages say too little, or grow as gradients do
+in a run that diverges; and everywhere if losses rise.
+
+    passes    … 9 │ 10 │ 11 … 19 │ 20 │ 21 …
+              look ┘    └ judge   look ┘  └ judge: what has failed twice in a row goes back
+
+A message that says less than nothing makes residuals grow from step to step, so there once is enough.
+
+What a look finds is summed over all ranks, so all judge alike and go back together. A unit's next codec is int4 where
+it had fewer than 4 bits, and else bf16; residuals know of no codec and stay. The engine is then put together anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from yafsdp_cc.compression import AUTO
+from yafsdp_cc.engine.journal import Note
+from yafsdp_cc.engine.mailbox import Mailbox
+from yafsdp_cc.engine.ranks import groups
+from yafsdp_cc.engine.residuals import encoded_of
+from yafsdp_cc.wire.shortfall import SUMS, Shortfall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.compression import Compression
+    from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.root import Root
+    from yafsdp_cc.wire.chunks import ChunkSum
+    from yafsdp_cc.wire.shared import SharedSum
+
+FIRST, PERIOD = (2, 5), 10
+"""Passes after the warm-up at which there is a look, and from one to the next later on."""
+STRIKES = 2
+"""Looks in a row that find fault before anything is done."""
+RISE, GROWTH = 0.1, 10.0
+"""How far losses have to be above their best, in proportion, and how many times messages above their smallest."""
+FEW, MORE = "int4", "bf16"
+"""What is gone back to, one after the other."""
+
+_NOTE = Note.of("look", "at messages")
+_log = logging.getLogger("yafsdp_cc")
+
+
+class Guard:
+    """That of one model; it outlives the exchanges of an assembly."""
+
+    def __init__(self, config: Compression) -> None:
+        self._config = config
+        self._passes = 0
+        self._looks: dict[Flat, Shortfall] | None = None
+        """Of the last look, until it is judged."""
+        self._box: Mailbox | None = None
+        self._codecs: dict[str, str] = {}
+        """What buffers have gone back to, by the full names of their first parameters."""
+        self._strikes: dict[str, int] = {}
+        self._least: dict[str, float] = {}
+        """The norms of their smallest messages that were looked at."""
+        self._best, self._rises = float("inf"), 0
+        self._loss: Tensor | float = 0.0
+        self._losses = 0
+
+    def tell(self, loss: Tensor | float) -> None:
+        """Take in a loss of this rank; nobody waits for its value."""
+        self._loss = self._loss + (loss.detach().to(torch.float64) if isinstance(loss, torch.Tensor) else loss)
+        self._losses += 1
+
+    def look(self, root: Root) -> None:
+        """A pass with a graph begins. Ranks run the same program, so all look at the same passes."""
+        self.judge(root)
+        if root.compressed is None or not root.compressed.is_warm:
+            return
+        self._passes += 1
+        due = self._passes in FIRST or self._passes % PERIOD == 0
+        if due and self._looks is None and (watched := dict(_watched(root))):
+            self._looks = {flat: each.watch() for flat, each in watched.items() if each.residual is not None}
+
+    def judge(self, root: Root) -> None:
+        """Judge by the last look, unless what it is about is still under way. A collective."""
+        idle = root.reductions.is_idle and all(unit.gradient_space is None for unit in root.units)
+        if self._looks is None or not idle:
+            return
+        looks, self._looks = self._looks, None
+        for _, exchange in _watched(root):
+            exchange.shortfall = None
+        told = torch.as_tensor(self._loss, dtype=torch.float64, device=root.device).view(1)
+        found = torch.cat([told, told.new_tensor([self._losses]), *(each.sums for each in looks.values())])
+        self._loss, self._losses = 0.0, 0
+        root.journal.write(_NOTE)
+        for group in groups(root.drafts[0].ranks.mesh):
+            dist.all_reduce(found, group=group)
+        if self._box is None:
+            self._box = Mailbox(len(found), torch.float64, root.device)
+        numbers = self._box.receive(found)
+        if numbers is not None and len(numbers) == len(found):
+            self._act(root, looks, numbers)
+
+    def _act(self, root: Root, looks: Mapping[Flat, Shortfall], numbers: Sequence[float]) -> None:
+        loss, count, *sums = numbers
+        risen = self._risen(loss / count) if count else ""
+        backs = dict.fromkeys([flat for flat, _ in _watched(root)], risen) if risen else {}
+        for place, (flat, look) in enumerate(looks.items()):
+            left, due, said = sums[SUMS * place : SUMS * (place + 1)]
+            if not due or not isfinite(left / due):
+                continue  # sums were exact, or gradients not finite, which optimizers are told of otherwise
+            name, share = flat.pieces[0].cut.name, 1 - left / due
+            fault = ""
+            if share < look.least or share < 0:
+                fault = f"say {share:.2%} of what they should: residuals grow where that is below {look.least:.2%}"
+            elif times := self._grown(root, name, said):
+                fault = f"are {times:.0f} times what they were once: gradients grow"
+            self._strikes[name] = self._strikes.get(name, 0) + 1 if fault else 0
+            if self._strikes[name] >= STRIKES or share < 0:
+                backs[flat] = fault
+        for flat, why in backs.items():
+            self._go_back(root, flat, why)
+
+    def _grown(self, root: Root, name: str, said: float) -> float:
+        """How many times the smallest messages of a buffer those of now are, if that is too much; else 0."""
+        assert root.compressed is not None
+        if self._passes < PERIOD:  # residuals are empty at first, and so messages small
+            return 0.0
+        norm = sqrt(said) / root.compressed.loss_scale
+        least = self._least[name] = min(self._least.get(name, norm), norm)
+        return norm / least if norm > GROWTH * least else 0.0
+
+    def _risen(self, loss: float) -> str:
+        """Why, if losses have been above their best for a while."""
+        if loss <= self._best + RISE * abs(self._best):
+            self._best, self._rises = min(self._best, loss), 0
+            return ""
+        self._rises += 1
+        if self._rises < STRIKES:
+            return ""
+        best, self._best, self._rises = self._best, loss if isfinite(loss) else self._best, 0
+        return f"belong to losses that have risen from {best:.4g} to {loss:.4g}"
+
+    def _go_back(self, root: Root, flat: Flat, why: str) -> None:
+        name, before = flat.pieces[0].cut.name, flat.codec
+        self._codecs[name] = codec = FEW if self._config.bits(before) < 4 else MORE
+        self._strikes.pop(name, None)
+        self._least.pop(name, None)
+        self._box = None
+        _encode_by(root, flat, codec)
+        unit = next(unit for unit in root.units if flat in unit.flats)
+        root.counters.chosen[unit.name] = codec
+        root.counters.why = f"messages of '{name}' and what goes with it, {before}, {why}: {codec} from now on"
+        if dist.get_rank() == int(root.drafts[0].ranks.mesh.mesh.min()):
+            _log.warning("%s", root.counters.why)
+
+    # In checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self, root: Root) -> dict[str, Any]:
+        """What judgements to come depend on, alike on all ranks but for losses. A collective."""
+        self.judge(root)
+        return {
+            "passes": self._passes,
+            "codecs": dict(self._codecs),
+            "strikes": dict(self._strikes),
+            "least": dict(self._least),
+            "rises": (self._best, self._rises),
+            "losses": (float(self._loss), self._losses),
+        }
+
+    def resume(self, root: Root, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` once returned."""
+        self._passes = state["passes"]
+        self._codecs, self._strikes, self._least = (dict(state[name]) for name in ("codecs", "strikes", "least"))
+        (self._best, self._rises), (self._loss, self._losses) = state["rises"], state["losses"]
+        self._looks = self._box = None
+        for flat, exchange in encoded_of(root):
+            exchange.shortfall = None
+            name = flat.pieces[0].cut.name
+            codec = self._codecs.get(name, self._config.codec_for(name))
+            if codec != flat.codec:
+                _encode_by(root, flat, codec)
+
+
+def _encode_by(root: Root, flat: Flat, codec: str) -> None:
+    """Have its gradients encoded by this codec from the next pass on."""
+    flat.codec, flat.lowrank = codec, None
+    root.outdated = True
+
+
+def _watched(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
+    """Buffers that have something to go back to; those that ``"auto"`` chooses for have not."""
+    assert root.compressed is not None
+    for flat, exchange in encoded_of(root):
+        if flat.codec != AUTO and root.compressed.config.bits(flat.codec) < 16:
+            yield flat, exchange

@@ -1,0 +1,69 @@
+"""How well a codec suits what it is given: of what messages should say, the share that they leave unsaid.
+
+With h what is due and D(m) what is said, that is ω = ‖h − D(m)‖² / ‖h‖². After a message its residual is
+E = h − a·D(m), so both come from the residual and the message: h − D(m) = E − (1 − a)·D(m).
+
+A codec that says a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et al.,
+"Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages of gradients g which keep up with them say no less than
+about δ²/4 of what is due. ``least`` is that, by the δ that a codec has of normal noise.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.codec import codec_of
+from yafsdp_cc.wire.pace import left_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.feedback import Recursion, Residual
+
+
+SUMS = 3
+
+
+class Shortfall:
+    """Of the messages of one exchange, while somebody wants to know.
+
+    Args:
+        device: of the messages.
+        said: the share that they say of noise.
+    """
+
+    def __init__(self, device: torch.device, said: float) -> None:
+        self.least = (max(said, 0.0) / 2) ** 2
+        """The share that they have to say for residuals not to grow."""
+        self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
+        """Squares of what was left unsaid, of what was due, and of what was said."""
+
+    @torch.no_grad()
+    def look(self, codec: Codec, messages: Tensor, residual: Residual, recursion: Recursion) -> None:
+        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
+        n = residual.values.shape[1]
+        step = min(kernels.PART, n) if kernels.is_native(codec, messages.device) else n
+        room = torch.empty(step, dtype=torch.float32, device=messages.device)
+        for row, message in enumerate(messages):
+            kept = residual.rows(row, row + 1)
+            for start in range(0, n, step):
+                said = room[: min(step, n - start)]
+                kernels.decode_sum(codec, message.unsqueeze(0), n, None, 0, said, start)
+                left = kept.columns(start, start + len(said)).load()[0].sub_(said, alpha=1 - recursion.taken)
+                self.add(left, left + said, said)
+
+    @torch.no_grad()
+    def add(self, *parts: Tensor) -> None:
+        """Take in what was left unsaid, what was due, and what was said."""
+        self.sums += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+
+
+@cache
+def said_of_noise(codec: str, block: int) -> float:
+    """The share of normal numbers that a message says: 0.64 by onebit, 0.99 by int4."""
+    return 1 - left_out(codec_of(codec, block))
