@@ -44,6 +44,7 @@ CODECS = ("fp32", "int8", "int4", "ternary", "onebit", "powersgd")
 BOTH_WAYS = Compression("onebit", weights="int4", residual="int8")
 LED: dict[str, tuple[Compression, dict[str, Any]]] = {
     "1-bit": (BOTH_WAYS, {}),
+    "1-bit, ternary weights": (replace(BOTH_WAYS, weights="ternary"), {}),
     "1-bit, weights exact": (replace(BOTH_WAYS, weights=None), {}),
     "1-bit, gradients": (BOTH_WAYS, {"form": "gradient"}),
     "1-bit, never refreshed": (BOTH_WAYS, {"refreshes": 0}),

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 UNSHAPED = "unshaped"
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+FRAME = 66_000
+"""Bytes of the largest frame, its headers in each packet counted."""
 QUEUE = "50ms"
 """What may wait at a link, by the time that it takes to send it; what comes then is dropped, as by a switch."""
 
@@ -31,6 +33,7 @@ class Rate(NamedTuple):
         """The line for ``tc -batch`` by which the device sends at this rate from now on."""
         if self.bits == 0:
             return f"qdisc replace dev {device} root pfifo"
-        # A bucket of two milliseconds outlives a late timer; from 262 mbit on it holds the largest frame, uncut.
-        burst = max(16_000, self.bits // 8 // 500)
+        # A bucket of two milliseconds outlives a late timer. One that holds the largest frame leaves it uncut, as network
+        # cards do, and the processors to the ranks; below 100 mbit it would fill for longer than a link may be silent.
+        burst = max(FRAME if self.bits >= 100 * UNITS["mbit"] else 16_000, self.bits // 8 // 500)
         return f"qdisc replace dev {device} root tbf rate {self.bits}bit burst {burst} latency {QUEUE}"
