@@ -33,7 +33,7 @@ class Rate(NamedTuple):
         """The line for ``tc -batch`` by which the device sends at this rate from now on."""
         if self.bits == 0:
             return f"qdisc replace dev {device} root pfifo"
-        # A bucket of two milliseconds outlives a late timer. One that holds the largest frame leaves it uncut, as network
-        # cards do, and the processors to the ranks; below 100 mbit it would fill for longer than a link may be silent.
+        # A bucket of two milliseconds outlives a late timer. One that holds the largest frame leaves it uncut, and the
+        # processors to the ranks, as network cards do; below 100 mbit so large a bucket would be no limit for too long.
         burst = max(FRAME if self.bits >= 100 * UNITS["mbit"] else 16_000, self.bits // 8 // 500)
         return f"qdisc replace dev {device} root tbf rate {self.bits}bit burst {burst} latency {QUEUE}"
