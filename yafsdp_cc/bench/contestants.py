@@ -40,6 +40,7 @@ TRAINING = {
     "ours onebit / int8 kept": _trains("ours", gradients="onebit", weights="int8", zero_stage=2),
     "ours powersgd / int8 weights": _trains("ours", gradients="powersgd", weights="int8"),
     "ours 1-bit adam": _trains("one_bit_adam"),
+    "ours 1-bit adam int4 changes": _trains("one_bit_adam", weights="int4"),
     "ours 1-bit adam warm-up": _trains("one_bit_adam", phase="exact"),
     "ours 1-bit adam refresh": _trains("one_bit_adam", phase="both"),
 }

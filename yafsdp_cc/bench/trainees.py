@@ -144,18 +144,21 @@ def _ours(model: nn.Module) -> Trainee:
     return Trainee(model, counted)
 
 
-def one_bit_adam(*, phase: str = "encoded", warmup_steps: int = 1, refreshes: int = 0) -> Trainee:
+def one_bit_adam(
+    *, phase: str = "encoded", weights: str = "ternary", warmup_steps: int = 1, refreshes: int = 0
+) -> Trainee:
     """This package's engine in bf16 with 1-bit Adam, whose every step is of one ``phase`` after the first.
 
-    Momentum crosses in one bit, from residuals in int8; weights stay whole, and their changes cross in four bits.
+    Momentum crosses in one bit, from residuals in int8; weights stay whole, and their changes cross encoded.
 
     Args:
         phase: "encoded"; "exact", as in the warm-up; or "both", as where the second moment is refreshed.
+        weights: the codec of their changes.
         warmup_steps, refreshes: instead of those of the phase "encoded".
     """
     if phase != "encoded":
         warmup_steps, refreshes = (1 << 30, 0) if phase == "exact" else (1, 1 << 30)
-    compression = Compression("onebit", weights="int4", residual="int8")
+    compression = Compression("onebit", weights=weights, residual="int8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of large residuals: the model is small
         trainee = _ours(shard(GPT(), mp_policy=BF16, compression=compression, zero_stage=2))

@@ -58,7 +58,9 @@ class Guard:
         self._passes = 0
         self._looks: dict[Flat, Shortfall] | None = None
         """Of the last look, until it is judged."""
-        self._box: Mailbox | None = None
+        self._asked: list[Flat] = []
+        self._box: Mailbox
+        """Of what a look finds of these."""
         self._codecs: dict[str, str] = {}
         """What buffers have gone back to, by the full names of their first parameters."""
         self._strikes: dict[str, int] = {}
@@ -97,10 +99,10 @@ class Guard:
         root.journal.write(_NOTE)
         for group in groups(root.drafts[0].ranks.mesh):
             dist.all_reduce(found, group=group)
-        if self._box is None:
-            self._box = Mailbox(len(found), torch.float64, root.device)
-        numbers = self._box.receive(found)
-        if numbers is not None and len(numbers) == len(found):
+        if self._asked != list(looks):
+            self._asked, self._box = list(looks), Mailbox(len(found), torch.float64, root.device)
+        numbers = self._box.receive(found)  # on CUDA those of the look before, so as not to wait for these
+        if numbers is not None:
             self._act(root, looks, numbers)
 
     def _act(self, root: Root, looks: Mapping[Flat, Shortfall], numbers: Sequence[float]) -> None:
@@ -148,7 +150,7 @@ class Guard:
         self._codecs[name] = codec = FEW if self._config.bits(before) < 4 else MORE
         self._strikes.pop(name, None)
         self._least.pop(name, None)
-        self._box = None
+        self._asked = []
         _encode_by(root, flat, codec)
         unit = next(unit for unit in root.units if flat in unit.flats)
         root.counters.chosen[unit.name] = codec
@@ -175,7 +177,7 @@ class Guard:
         self._passes = state["passes"]
         self._codecs, self._strikes, self._least = (dict(state[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = state["rises"], state["losses"]
-        self._looks = self._box = None
+        self._looks, self._asked = None, []
         for flat, exchange in encoded_of(root):
             exchange.shortfall = None
             name = flat.pieces[0].cut.name
