@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.ranks import on_ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.wire import kernels
@@ -87,7 +88,7 @@ def test_a_run_that_diverges_comes_back_by_itself():
     guarded, why = on_ranks(2, with_momentum, Compression("topk"))[0]
     assert guarded[-1] < 0.1 * max(guarded)
     assert max(guarded) < 1e-2 * max(lost)
-    assert "messages of '0.weight' and what goes with it, topk, are " in why
+    assert "messages of gradients of '0.weight' and what goes with it, topk, are " in why
     assert why.endswith("times what they were once: gradients grow: int4 from now on")
 
 
@@ -123,24 +124,28 @@ def test_a_codec_that_says_less_than_nothing_is_given_up_at_once(kind, ranks):
         assert end < 0.2
         assert chosen == {"0": "int4"}
         assert "loud, say -" in why
-        assert "% of what they should: residuals grow where that is below 0.00%" in why
+        assert "% of what they should: what is left grows where that is below 0.00%" in why
 
 
 # What does well
 
 
-def untouched(gradients: str, residual: str, guard: bool) -> tuple[list[float], int, dict[str, str]]:
-    run = Regression(Compression(gradients, residual=residual, guard=guard))
+def untouched(gradients: str, weights: str, guard: bool) -> tuple[list[float], int, int, str]:
+    run = Regression(Compression(gradients, weights=weights, guard=guard), zero_stage=2)
     optimizer = OneBitAdam(run.model.parameters(), lr=0.002, warmup_steps=8)
     losses = run.train(optimizer, 45, told=guard)
-    return losses, yafsdp_cc.counters_of(run.model).reduced_bytes, run.chosen
+    counters = yafsdp_cc.counters_of(run.model)
+    return losses, counters.reduced_bytes, counters.gathered_bytes, counters.why
 
 
-@pytest.mark.parametrize("gradients", ["onebit", "ternary", "int4", "powersgd"])
-def test_what_does_well_is_left_as_it_is(gradients):
-    guarded, unguarded = (on_ranks(2, untouched, gradients, "bf16", guard)[0] for guard in (True, False))
+@pytest.mark.parametrize(
+    ("gradients", "weights"),
+    [("onebit", "ternary"), also("ternary", "int4"), also("int4", "int8"), ("powersgd", "onebit")],
+)
+def test_what_does_well_is_left_as_it_is(gradients, weights):
+    guarded, unguarded = (on_ranks(2, untouched, gradients, weights, guard)[0] for guard in (True, False))
     assert guarded == unguarded
-    assert guarded[2] == {}
+    assert guarded[-1] == ""
 
 
 # Saved and loaded
@@ -187,8 +192,8 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
     kernels.encode(codec, gradients, message, residual=residual, recursion=recursion)
     said = torch.empty_like(gradients)
     kernels.decode(codec, message, said)
-    shortfall = Shortfall(gradients.device, said_of_noise(name, 256))
-    shortfall.look(codec, message, residual, recursion)
+    shortfall = Shortfall(gradients.device, said_of_noise(name, 256), recursion)
+    shortfall.look(codec, message, residual)
     truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
     torch.testing.assert_close(shortfall.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
     assert (1 - truth[0] / truth[1]).item() == pytest.approx(said_of_noise(name, 256), abs=0.02)
@@ -206,3 +211,30 @@ def refusals() -> None:
 
 def test_losses_that_nobody_would_look_at_are_refused():
     on_ranks(2, refusals)
+
+
+# Weights that are told of changes
+
+
+def of_weights() -> tuple[float, str]:
+    run = Regression(Compression("fp32", weights="loud"), zero_stage=2)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    losses = run.train(optimizer, 40)
+    sent = yafsdp_cc.counters_of(run.model).gathered_bytes
+    run.train(optimizer, 1)
+    exact = 4 * WIDTH * WIDTH // 2
+    assert (yafsdp_cc.counters_of(run.model).gathered_bytes - sent == exact) == bool(run.why)
+    run.model[0].unshard()
+    seen = run.model[0].weight.detach().clone()
+    first = seen.clone()
+    dist.broadcast(first, 0)
+    assert seen.equal(first)
+    return losses[-1] / losses[0], run.why
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_weights_whose_changes_say_less_than_nothing_are_gathered():
+    for end, why in on_ranks(2, of_weights):
+        assert end < 1e-3
+        assert why.startswith("messages of changes of '0.weight' and what goes with it, loud, say -")
+        assert why.endswith(": exact from now on")

@@ -240,6 +240,8 @@ class Flat:
         """[chunk] fp32, the mean gradient as exact sums have it, where such an optimizer has asked for it."""
         self.steps: Steps | None = None
         """Which of its changes were optimizer steps, if somebody asks."""
+        self.always_exact = False
+        """Whether ranks that keep its whole weights are never told of changes, but gather them anew."""
 
     def use(self, master: Tensor) -> None:
         """Take ``master`` for this rank's chunk."""

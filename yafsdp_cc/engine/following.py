@@ -17,6 +17,7 @@ from yafsdp_cc.engine.steps import BEHIND, UNKNOWN, watch
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.engine.windows import ENCODED
 from yafsdp_cc.wire.change import Padding
+from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ class Following:
         self._supply = supply
         self._change = change
         self.flats: Sequence[Flat] = [flat for flat in supply.flats if flat.compute in ENCODED]
+        self.shortfalls: dict[Flat, Shortfall] = {}
+        """Of messages, where somebody wants to know."""
         watch(self.flats)
         self._padding = {}
         for flat in self.flats:
@@ -48,9 +51,16 @@ class Following:
 
     def start(self, flat: Flat, before: int, message: Tensor, whole: Tensor) -> Start | None:
         """What tells ``whole``, of version ``before``, how the shards have changed; None: gather them exactly."""
-        if flat.steps is None or not flat.steps.lead(before, flat.master._version):
+        if flat.always_exact or flat.steps is None or not flat.steps.lead(before, flat.master._version):
             return None
-        return partial(self._change.send, message, whole, flat.master, self._padding[flat], self._supply.gather)
+        gather, shortfall = self._supply.gather, self.shortfalls.get(flat)
+        return partial(self._change.send, message, whole, flat.master, self._padding[flat], gather, shortfall)
+
+    def watch(self, flat: Flat) -> Shortfall:
+        """Look at messages of a flat's changes from the next one on, until ``shortfalls`` has none of it."""
+        codec = self._change.codec
+        self.shortfalls[flat] = shortfall = Shortfall(self._supply.root.device, said_of_noise(codec.name, codec.block))
+        return shortfall
 
     def kept(self, flat: Flat) -> tuple[Tensor, bool] | None:
         """This rank's chunk of the weights in the slot, and whether the next forward is told of steps since.
@@ -95,7 +105,7 @@ class Following:
 def kept_weights(root: Root) -> dict[str, FlatDTensor]:
     """Weights that ranks keep and the next forward builds on, cut like the parameters, by full names."""
     found = {}
-    for following, flat in _following(root):
+    for following, flat in all_following(root):
         if (kept := following.kept(flat)) is not None:
             for piece in flat.pieces:
                 found[piece.cut.name] = flat_dtensor(piece.range_of(kept[0]).contiguous(), piece.cut)
@@ -106,7 +116,7 @@ def names_behind(root: Root) -> list[str]:
     """Of the parameters in ``kept_weights``, those whose last steps are still to be told; alike on all ranks."""
     return [
         piece.cut.name
-        for following, flat in _following(root)
+        for following, flat in all_following(root)
         if (kept := following.kept(flat)) is not None and kept[1]
         for piece in flat.pieces
     ]
@@ -116,7 +126,7 @@ def room_for_kept(root: Root) -> dict[str, FlatDTensor]:
     """Zeros in the form of ``kept_weights``."""
     return {
         piece.cut.name: flat_dtensor(torch.zeros_like(piece.local, dtype=flat.compute, device=root.device), piece.cut)
-        for _, flat in _following(root)
+        for _, flat in all_following(root)
         for piece in flat.pieces
     }
 
@@ -124,14 +134,15 @@ def room_for_kept(root: Root) -> dict[str, FlatDTensor]:
 @torch.no_grad()
 def restore_kept(root: Root, kept: Mapping[str, FlatDTensor], behind: Sequence[str]) -> None:
     """Fill slots with what ``kept_weights`` once returned, wherever it has all of a buffer. A collective."""
-    for following, flat in _following(root):
+    for following, flat in all_following(root):
         names = [piece.cut.name for piece in flat.pieces]
         if all(name in kept for name in names):
             parts = {name: kept[name].to_local() for name in names}
             following.resume(flat, parts, not set(names).isdisjoint(behind))
 
 
-def _following(root: Root) -> Iterator[tuple[Following, Flat]]:
+def all_following(root: Root) -> Iterator[tuple[Following, Flat]]:
+    """All weights that are told of changes, and by what."""
     for unit in root.units:
         if unit.following is not None:
             for flat in unit.following.flats:

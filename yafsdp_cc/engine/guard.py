@@ -6,20 +6,22 @@ in a run that diverges; and everywhere if losses rise.
 
 A message that says less than nothing makes residuals grow from step to step, so there once is enough.
 
-What a look finds is summed over all ranks, so all judge alike and go back together. A unit's next codec is int4 where
-it had fewer than 4 bits, and else bf16; residuals know of no codec and stay. The engine is then put together anew.
+What a look finds is summed over all ranks, so all judge alike and go back together. Gradients go on in int4 if they had
+fewer than 4 bits, and else in bf16; residuals know of no codec and stay, and the engine is put together anew. Weights
+that were told of changes are gathered exactly from then on.
 """
 
 from __future__ import annotations
 
 import logging
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression import AUTO
+from yafsdp_cc.engine.following import all_following
 from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.ranks import groups
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.following import Following
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.shared import SharedSum
@@ -46,8 +49,27 @@ RISE, GROWTH = 0.1, 10.0
 FEW, MORE = "int4", "bf16"
 """What is gone back to, one after the other."""
 
+GRADIENTS, CHANGES = "gradients", "changes"
+
 _NOTE = Note.of("look", "at messages")
 _log = logging.getLogger("yafsdp_cc")
+
+
+class Look(NamedTuple):
+    """At one buffer's messages."""
+
+    flat: Flat
+    what: str
+    """That they are of."""
+    shortfall: Shortfall
+
+    @property
+    def name(self) -> str:
+        return self.name_of(self.what, self.flat)
+
+    @staticmethod
+    def name_of(what: str, flat: Flat) -> str:
+        return f"{what} of '{flat.pieces[0].cut.name}'"
 
 
 class Guard:
@@ -56,13 +78,15 @@ class Guard:
     def __init__(self, config: Compression) -> None:
         self._config = config
         self._passes = 0
-        self._looks: dict[Flat, Shortfall] | None = None
-        """Of the last look, until it is judged."""
-        self._asked: list[Flat] = []
+        self._looks: list[Look] = []
+        """The last ones, until they are judged."""
+        self._past: list[Look] = []
+        """Those before, whose sums a lane may still write to."""
+        self._asked: list[str] = []
         self._box: Mailbox
         """Of what a look finds of these."""
         self._codecs: dict[str, str] = {}
-        """What buffers have gone back to, by the full names of their first parameters."""
+        """What buffers have gone back to, by the names of looks."""
         self._strikes: dict[str, int] = {}
         self._least: dict[str, float] = {}
         """The norms of their smallest messages that were looked at."""
@@ -82,55 +106,58 @@ class Guard:
             return
         self._passes += 1
         due = self._passes in FIRST or self._passes % PERIOD == 0
-        if due and self._looks is None and (watched := dict(_watched(root))):
-            self._looks = {flat: each.watch() for flat, each in watched.items() if each.residual is not None}
+        if due and not self._looks:
+            self._looks = [Look(flat, GRADIENTS, exchange.watch()) for flat, exchange in _watched(root)]
+            self._looks += [Look(flat, CHANGES, each.watch(flat)) for each, flat in _told(root)]
 
     def judge(self, root: Root) -> None:
         """Judge by the last look, unless what it is about is still under way. A collective."""
         idle = root.reductions.is_idle and all(unit.gradient_space is None for unit in root.units)
-        if self._looks is None or not idle:
+        if not self._looks or not idle:
             return
-        looks, self._looks = self._looks, None
-        for _, exchange in _watched(root):
-            exchange.shortfall = None
+        self._past, looks, self._looks = self._looks, self._looks, []
+        _leave(root)
         told = torch.as_tensor(self._loss, dtype=torch.float64, device=root.device).view(1)
-        found = torch.cat([told, told.new_tensor([self._losses]), *(each.sums for each in looks.values())])
+        found = torch.cat([told, told.new_tensor([self._losses]), *(look.shortfall.sums for look in looks)])
         self._loss, self._losses = 0.0, 0
         root.journal.write(_NOTE)
         for group in groups(root.drafts[0].ranks.mesh):
             dist.all_reduce(found, group=group)
-        if self._asked != list(looks):
-            self._asked, self._box = list(looks), Mailbox(len(found), torch.float64, root.device)
+        if self._asked != [look.name for look in looks]:
+            self._asked, self._box = [look.name for look in looks], Mailbox(len(found), torch.float64, root.device)
         numbers = self._box.receive(found)  # on CUDA those of the look before, so as not to wait for these
         if numbers is not None:
             self._act(root, looks, numbers)
 
-    def _act(self, root: Root, looks: Mapping[Flat, Shortfall], numbers: Sequence[float]) -> None:
+    def _act(self, root: Root, looks: Sequence[Look], numbers: Sequence[float]) -> None:
         loss, count, *sums = numbers
         risen = self._risen(loss / count) if count else ""
-        backs = dict.fromkeys([flat for flat, _ in _watched(root)], risen) if risen else {}
-        for place, (flat, look) in enumerate(looks.items()):
+        for place, look in enumerate(looks):
             left, due, said = sums[SUMS * place : SUMS * (place + 1)]
-            if not due or not isfinite(left / due):
-                continue  # sums were exact, or gradients not finite, which optimizers are told of otherwise
-            name, share = flat.pieces[0].cut.name, 1 - left / due
             fault = ""
-            if share < look.least or share < 0:
-                fault = f"say {share:.2%} of what they should: residuals grow where that is below {look.least:.2%}"
-            elif times := self._grown(root, name, said):
-                fault = f"are {times:.0f} times what they were once: gradients grow"
-            self._strikes[name] = self._strikes.get(name, 0) + 1 if fault else 0
-            if self._strikes[name] >= STRIKES or share < 0:
-                backs[flat] = fault
-        for flat, why in backs.items():
-            self._go_back(root, flat, why)
+            if due and isfinite(left / due):  # nothing is due of exact sums; of what is not finite optimizers are told
+                fault, share = self._fault(root, look, 1 - left / due, sqrt(said)), 1 - left / due
+                self._strikes[look.name] = self._strikes.get(look.name, 0) + 1 if fault else 0
+                if self._strikes[look.name] < STRIKES and share >= 0:
+                    fault = ""
+            if fault or risen:
+                self._go_back(root, look, fault or risen)
 
-    def _grown(self, root: Root, name: str, said: float) -> float:
+    def _fault(self, root: Root, look: Look, share: float, norm: float) -> str:
+        """What is wrong with messages that say this share of what is due, and have this norm."""
+        least = look.shortfall.least
+        if share < least or share < 0:
+            return f"say {share:.2%} of what they should: what is left grows where that is below {least:.2%}"
+        if look.what is GRADIENTS and (times := self._grown(root, look.name, norm)):
+            return f"are {times:.0f} times what they were once: gradients grow"
+        return ""
+
+    def _grown(self, root: Root, name: str, norm: float) -> float:
         """How many times the smallest messages of a buffer those of now are, if that is too much; else 0."""
         assert root.compressed is not None
         if self._passes < PERIOD:  # residuals are empty at first, and so messages small
             return 0.0
-        norm = sqrt(said) / root.compressed.loss_scale
+        norm /= root.compressed.loss_scale
         least = self._least[name] = min(self._least.get(name, norm), norm)
         return norm / least if norm > GROWTH * least else 0.0
 
@@ -145,18 +172,24 @@ class Guard:
         best, self._best, self._rises = self._best, loss if isfinite(loss) else self._best, 0
         return f"belong to losses that have risen from {best:.4g} to {loss:.4g}"
 
-    def _go_back(self, root: Root, flat: Flat, why: str) -> None:
-        name, before = flat.pieces[0].cut.name, flat.codec
-        self._codecs[name] = codec = FEW if self._config.bits(before) < 4 else MORE
+    def _go_back(self, root: Root, look: Look, why: str) -> None:
+        assert root.compressed is not None
+        flat, name, counters = look.flat, look.name, root.counters
+        unit = next(unit for unit in root.units if flat in unit.flats)
+        if look.what is GRADIENTS:
+            before = flat.codec
+            codec = counters.chosen[unit.name] = FEW if self._config.bits(before) < 4 else MORE
+            _encode_by(root, flat, codec)
+        else:
+            before, codec = str(self._config.weights), "exact"
+            flat.always_exact = True
+        self._codecs[name] = codec
         self._strikes.pop(name, None)
         self._least.pop(name, None)
         self._asked = []
-        _encode_by(root, flat, codec)
-        unit = next(unit for unit in root.units if flat in unit.flats)
-        root.counters.chosen[unit.name] = codec
-        root.counters.why = f"messages of '{name}' and what goes with it, {before}, {why}: {codec} from now on"
+        counters.why = f"messages of {name} and what goes with it, {before}, {why}: {codec} from now on"
         if dist.get_rank() == int(root.drafts[0].ranks.mesh.mesh.min()):
-            _log.warning("%s", root.counters.why)
+            _log.warning("%s", counters.why)
 
     # In checkpoints ------------------------------------------------------------------------------------------------
 
@@ -177,13 +210,15 @@ class Guard:
         self._passes = state["passes"]
         self._codecs, self._strikes, self._least = (dict(state[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = state["rises"], state["losses"]
-        self._looks, self._asked = None, []
-        for flat, exchange in encoded_of(root):
-            exchange.shortfall = None
-            name = flat.pieces[0].cut.name
-            codec = self._codecs.get(name, self._config.codec_for(name))
+        self._looks, self._asked = [], []
+        _leave(root)
+        for flat, _ in encoded_of(root):
+            first = flat.pieces[0].cut.name
+            codec = self._codecs.get(Look.name_of(GRADIENTS, flat), self._config.codec_for(first))
             if codec != flat.codec:
                 _encode_by(root, flat, codec)
+        for _, flat in all_following(root):
+            flat.always_exact = Look.name_of(CHANGES, flat) in self._codecs
 
 
 def _encode_by(root: Root, flat: Flat, codec: str) -> None:
@@ -198,3 +233,18 @@ def _watched(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
     for flat, exchange in encoded_of(root):
         if flat.codec != AUTO and root.compressed.config.bits(flat.codec) < 16:
             yield flat, exchange
+
+
+def _told(root: Root) -> Iterator[tuple[Following, Flat]]:
+    """Buffers whose weights are told of changes; that of a shard of one is none."""
+    for following, flat in all_following(root):
+        if not flat.always_exact:
+            yield following, flat
+
+
+def _leave(root: Root) -> None:
+    """Look at messages no more."""
+    for _, exchange in encoded_of(root):
+        exchange.shortfall = None
+    for following, _ in all_following(root):
+        following.shortfalls.clear()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.wire.codec import Codec
     from yafsdp_cc.wire.exchange import Gather, Works
+    from yafsdp_cc.wire.shortfall import Shortfall
 
 
 def part_of(device: torch.device) -> int:
@@ -65,7 +66,14 @@ class EncodedChange:
         return self._gather.sent_bytes(messages)
 
     def send(
-        self, messages: Tensor, whole: Tensor, shard: Tensor, padding: Padding, gather: Gather, asynchronous: bool
+        self,
+        messages: Tensor,
+        whole: Tensor,
+        shard: Tensor,
+        padding: Padding,
+        gather: Gather,
+        shortfall: Shortfall | None,
+        asynchronous: bool,
     ) -> Works:
         """Fill ``messages`` with what every rank's ``shard`` (n) has and ``whole`` (world × n) has not.
 
@@ -75,6 +83,7 @@ class EncodedChange:
             shard: floating-point, wherever ``gather`` can bring it from.
             padding: of this rank's chunk.
             gather: of the unit that the shard is of.
+            shortfall: takes in what the messages leave unsaid, if somebody wants to know.
             asynchronous: as of ``Gather.exchange``.
         """
         own = messages.view(self._gather.world, -1)[self._gather.rank]
@@ -86,7 +95,11 @@ class EncodedChange:
             for first, last in padding.within(start, start + count):
                 difference.narrow(0, first, last - first).zero_()
             counts = padding.counts_of(start, count, self.codec.block)
-            kernels.encode(self.codec, difference.unsqueeze(0), own.narrow(0, at, size).unsqueeze(0), counts=counts)
+            message = own.narrow(0, at, size).unsqueeze(0)
+            kernels.encode(self.codec, difference.unsqueeze(0), message, counts=counts)
+            if shortfall is not None:
+                kernels.decode(self.codec, message, said := torch.empty_like(difference).unsqueeze(0))
+                shortfall.add(difference - said[0], difference, said[0])
         return self._gather.exchange(messages, own, asynchronous)
 
     def finish(self, messages: Tensor, whole: Tensor) -> None:

@@ -74,7 +74,7 @@ class EncodedReduce(ChunkSum):
         return self._message_bytes * len(self._peers)
 
     def watch(self) -> Shortfall:
-        self.shortfall = Shortfall(self._post.device, said_of_noise(self.codec.name, self.codec.block))
+        self.shortfall = Shortfall(self._post.device, said_of_noise(self.codec.name, self.codec.block), self._recursion)
         return self.shortfall
 
     def _send(self, whole: Tensor, asynchronous: bool) -> Works:
@@ -92,7 +92,7 @@ class EncodedReduce(ChunkSum):
                 noise=None if noise is None else noise._replace(first=self._peers[first] * self.chunk),
             )
         if self.shortfall is not None and self.residual is not None:
-            self.shortfall.look(self.codec, messages, self.residual, self._recursion)
+            self.shortfall.look(self.codec, messages, self.residual)
         return self._post.exchange(self._message_bytes, asynchronous)
 
     def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
@@ -135,7 +135,7 @@ class EncodedSum(SharedSum):
         return self._messages[0].nbytes * (self.world - 1)
 
     def watch(self) -> Shortfall:
-        self.shortfall = Shortfall(self._device, said_of_noise(self.codec.name, self.codec.block))
+        self.shortfall = Shortfall(self._device, said_of_noise(self.codec.name, self.codec.block), self._recursion)
         return self.shortfall
 
     def send(self, total: Tensor, asynchronous: bool) -> Works:
@@ -150,7 +150,7 @@ class EncodedSum(SharedSum):
             noise=None if self._noise is None else self._noise.throw(),
         )
         if self.shortfall is not None and self.residual is not None:
-            self.shortfall.look(self.codec, own.unsqueeze(0), self.residual, self._recursion)
+            self.shortfall.look(self.codec, own.unsqueeze(0), self.residual)
         return self._gather.send(self._messages.view(-1), own, asynchronous)
 
     def forget(self) -> None:

@@ -68,7 +68,9 @@ class FactoredReduce(ChunkSum):
         return sum(sent_bytes(self.lowrank.numel(is_right), self._post.world) for is_right in (False, True)) // 2
 
     def watch(self) -> Shortfall:
-        self.shortfall = Shortfall(self._post.device, self.lowrank.numel(self.lowrank.sends_right) / self._numel)
+        self.shortfall = Shortfall(
+            self._post.device, self.lowrank.numel(self.lowrank.sends_right) / self._numel, self._recursion
+        )
         return self.shortfall
 
     def _send(self, whole: Tensor, asynchronous: bool) -> Works:
@@ -137,7 +139,9 @@ class FactoredSum(SharedSum):
         return sum(sent_bytes(self.lowrank.numel(is_right), self.world) for is_right in (False, True)) // 2
 
     def watch(self) -> Shortfall:
-        self.shortfall = Shortfall(self._device, self.lowrank.numel(self.lowrank.sends_right) / self._numel)
+        self.shortfall = Shortfall(
+            self._device, self.lowrank.numel(self.lowrank.sends_right) / self._numel, self._recursion
+        )
         return self.shortfall
 
     def send(self, total: Tensor, asynchronous: bool) -> Works:

@@ -5,7 +5,8 @@ E = h − a·D(m), so both come from the residual and the message: h − D(m) = 
 
 A codec that says a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et al.,
 "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages of gradients g which keep up with them say no less than
-about δ²/4 of what is due. ``least`` is that, by the δ that a codec has of normal noise.
+about δ²/4 of what is due. ``least`` is that for half the δ that a codec has of normal noise, as real gradients are far
+from alike. They are further from it where residuals are momentum (a < 1), in which noise averages out: by about √a.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import codec_of
+from yafsdp_cc.wire.feedback import CLASSIC, Recursion
 from yafsdp_cc.wire.pace import left_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.wire.codec import Codec
-    from yafsdp_cc.wire.feedback import Recursion, Residual
+    from yafsdp_cc.wire.feedback import Residual
 
 
 SUMS = 3
@@ -35,16 +37,18 @@ class Shortfall:
     Args:
         device: of the messages.
         said: the share that they say of noise.
+        recursion: of their residuals.
     """
 
-    def __init__(self, device: torch.device, said: float) -> None:
-        self.least = (max(said, 0.0) / 2) ** 2
+    def __init__(self, device: torch.device, said: float, recursion: Recursion = CLASSIC) -> None:
+        self.recursion = recursion
+        self.least = (max(said, 0.0) / 4) ** 2 * recursion.taken**0.5
         """The share that they have to say for residuals not to grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """Squares of what was left unsaid, of what was due, and of what was said."""
 
     @torch.no_grad()
-    def look(self, codec: Codec, messages: Tensor, residual: Residual, recursion: Recursion) -> None:
+    def look(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
         """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
         n = residual.values.shape[1]
         step = min(kernels.PART, n) if kernels.is_native(codec, messages.device) else n
@@ -54,7 +58,7 @@ class Shortfall:
             for start in range(0, n, step):
                 said = room[: min(step, n - start)]
                 kernels.decode_sum(codec, message.unsqueeze(0), n, None, 0, said, start)
-                left = kept.columns(start, start + len(said)).load()[0].sub_(said, alpha=1 - recursion.taken)
+                left = kept.columns(start, start + len(said)).load()[0].sub_(said, alpha=1 - self.recursion.taken)
                 self.add(left, left + said, said)
 
     @torch.no_grad()
