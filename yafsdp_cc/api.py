@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.compression import Compression, check_kept, check_overrides, compression_of
+from yafsdp_cc.compression import AUTO, EXACT, Compression, check_kept, check_overrides, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
@@ -200,12 +200,30 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
         loss: of any device, one element; not multiplied by a scale.
 
     Raises:
-        ValueError: there is no compression, or its guard is off.
+        ValueError: there is no compression, its guard is off, or it has nothing to watch; or there are several losses.
+        TypeError: ``loss`` is no number.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch_loss takes the model first and then its loss; got {model!r} as the model")
     compressed = root_of(model).compressed
-    if compressed is None or compressed.guard is None:
-        why = "without a compression" if compressed is None else "with Compression(guard=False)"
-        raise ValueError(f"watch_loss: this {type(model).__name__} is sharded {why}, so nobody would do anything")
+    why = ""
+    if compressed is None:
+        why = "without a compression"
+    elif compressed.guard is None:
+        why = "with Compression(guard=False)"
+    elif compressed.config.named <= {AUTO, EXACT}:
+        why = f"with gradients={compressed.config.gradients!r}, which the guard does not watch"
+    if compressed is None or compressed.guard is None or why:
+        off = compressed is not None and compressed.guard is None
+        other = "leave guard=False out" if off else "name a codec, as in shard(model, compression='int8')"
+        raise ValueError(
+            f"watch_loss: this {type(model).__name__} is sharded {why}, so nobody would do anything: leave the call "
+            f"out, or {other}"
+        )
+    if not isinstance(loss, torch.Tensor | float | int):
+        raise TypeError(f"watch_loss takes a tensor of one element, or a float; got {loss!r}")
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        raise ValueError(f"watch_loss takes one number, and this loss has shape {list(loss.shape)}: pass loss.mean()")
     compressed.guard.tell(loss)
 
 

@@ -52,6 +52,8 @@ def _line_of(kind: type, error: Any) -> str:
         return f"{kind.__name__} has no {name!r}, only {', '.join(names)}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] == "tuple_type":
+        return f"{name}={error['input']!r}: write several in parentheses, and one as ('int8',)"
     return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
@@ -126,7 +128,12 @@ class Compression:
     def _fits_weights(cls, value: str | None) -> str | None:
         if value is None:
             return value
-        check_name(value)
+        if value == AUTO:
+            raise ValueError(f"weights={value!r}: codecs are chosen for gradients alone: {_FIT}")
+        try:
+            check_name(value)
+        except ValueError as error:
+            raise ValueError(f"weights={value!r}: {error}; {_FIT}") from None
         if value == LOW_RANK or not issubclass(kind_of(value), Scaled):
             raise ValueError(f"weights={value!r}: {_UNFIT.get(value, _NO_SCALES)}: {_FIT}")
         return value
@@ -156,8 +163,13 @@ class Compression:
         return _DTYPES[self.residual] if self.feedback else None
 
     @property
+    def named(self) -> frozenset[str]:
+        """What is said of gradients, ``"auto"`` by this name."""
+        return frozenset((self.gradients, *self.overrides.values()))
+
+    @property
     def codecs(self) -> tuple[str, ...]:
-        """All that gradients may be encoded by."""
+        """All that gradients may be encoded by: candidates in the place of ``"auto"``."""
         names = (self.gradients, *self.overrides.values())
         return tuple(dict.fromkeys(each for name in names for each in (self.candidates if name == AUTO else (name,))))
 

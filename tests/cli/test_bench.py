@@ -34,6 +34,8 @@ OURS = "ours int8 / int8 weights"
         (["--rounds=0"], "--rounds: must be at least 1, got 0"),
         (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
         (["--picture=loss.svg"], "--picture is for --suite slow"),
+        (["--suite=slow", "--picture=loss.pdf"], "--picture loss.pdf: name a file that ends with .svg or .png"),
+        (["--contestants", "ddp fp32", OURS], f"arguments: {OURS}; contestants are one argument, with commas between"),
         (["--suite=slow", "--picture=nowhere/loss.svg"], "--picture nowhere/loss.svg: there is no such folder"),
     ],
 )

@@ -283,6 +283,8 @@ def refused() -> None:
     said(r"Compression\(warmup_steps=3\) another: leave", sharded(compression={"warmup_steps": 3}))
     said(r"Compression\(feedback=False\) has none", sharded("int8", compression={"feedback": False}))
     said("leave carry=0.5 out of the Compression", sharded(compression={"carry": 0.5}))
+    said("compression='auto' has it led by what the network carries", sharded("auto"))
+    said("compression='auto' has it led", sharded(compression={"overrides": {"parts.0.*": "auto"}}))
     model = sharded()
     some = [model.parts[0].weight, *(part.bias for part in model.parts)]
     said(r"was not given 'parts.1.weight', .*overrides=\{\"parts.1.weight\": \"fp32\"\}", model, params=some)

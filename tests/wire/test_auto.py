@@ -225,9 +225,10 @@ def test_all_that_is_large_is_encoded_at_100_mbit():
         ({"candidates": ("fp32", "int8")}, "exact sums are always among them"),
         ({"candidates": ("powersgd",)}, "'powersgd' sums factors that all ranks share"),
         ({"candidates": ("int7",)}, "there is no codec 'int7'"),
+        ({"candidates": "int8"}, r"candidates='int8': write several in parentheses, and one as \('int8',\)"),
         ({"error_budget": 0.0}, "error_budget=0.0: a share of more than 0"),
         ({"candidates": ("int8", "onebit"), "feedback": False}, "gradients='onebit' with feedback=False"),
-        ({"weights": "auto"}, "there is no codec 'auto'"),
+        ({"weights": "auto"}, "weights='auto': codecs are chosen for gradients alone: take int8"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wrong, match):

@@ -314,7 +314,7 @@ def test_what_cannot_be_is_refused_by_name():
     for wrong, match in (
         ({"gradients": "int7"}, "^there is no codec 'int7'"),
         ({"gradients": "onebit", "feedback": False}, "gradients='onebit' with feedback=False: what it leaves out"),
-        ({"weights": "int7"}, "^there is no codec 'int7'"),
+        ({"weights": "int7"}, "^weights='int7': there is no codec 'int7', .*; take int8, fp8, int4"),
         (
             {"weights": "bf16"},
             r"^weights='bf16': MixedPrecisionPolicy\(param_dtype=torch.bfloat16\) sends .*: take int8",

@@ -207,6 +207,15 @@ def refusals() -> None:
         run = Regression(compression)
         with pytest.raises(ValueError, match=f"watch_loss: this .*Sequential is sharded .*{why}"):
             yafsdp_cc.watch_loss(run.model, 1.0)
+    with pytest.raises(ValueError, match=r"'auto', which the guard does not watch, .*: leave the call out, or name"):
+        yafsdp_cc.watch_loss(Regression(Compression("auto")).model, 1.0)
+    model = Regression(Compression("int8")).model
+    with pytest.raises(ValueError, match=r"one number, and this loss has shape \[2\]: pass loss.mean\(\)"):
+        yafsdp_cc.watch_loss(model, torch.ones(2))
+    with pytest.raises(TypeError, match="a tensor of one element, or a float; got '3'"):
+        yafsdp_cc.watch_loss(model, "3")  # type: ignore[arg-type]  # the mistake is what is tested
+    with pytest.raises(TypeError, match="the model first and then its loss; got 1"):
+        yafsdp_cc.watch_loss(1.0, model)  # type: ignore[arg-type]  # the mistake is what is tested
 
 
 def test_losses_that_nobody_would_look_at_are_refused():

@@ -68,6 +68,7 @@ def slow(
         if picture is not None:
             path = picture if len(labs) == 1 else picture.with_stem(f"{picture.stem}-{count}-ranks")
             draw(path, f"{count} ranks, {steps} steps of 1,024 tokens per rank", figures["runs"])
+            print(f"drawn in {path}", flush=True)
     return found
 
 

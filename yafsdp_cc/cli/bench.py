@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES)}
 OF_TRAINING = ("bandwidths", "delay_ms", "steps")
 """What suite ``exchanges`` has no use for."""
+PICTURES = (".svg", ".png")
 
 ABOUT = """\
 train: the demo's model trains over links of the given bandwidth, each rank in a network namespace of this machine.
@@ -35,7 +36,12 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str]) -> int:
     """Measure and print; 0, or 1 where this machine can have no network to measure."""
     parser = _parser()
-    asked = vars(parser.parse_args(argv))
+    known, rest = parser.parse_known_args(argv)
+    if rest:
+        one = any(name in CONTESTANTS[suite] for name in rest for suite in CONTESTANTS)
+        hint = "; contestants are one argument, with commas between them" if one else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    asked = vars(known)
     suite, path = asked.pop("suite"), asked.pop("json")
     _check(parser, suite, "suite", CONTESTANTS)
     names = asked.pop("contestants") or list(CONTESTANTS[suite])
@@ -49,6 +55,8 @@ def main(argv: list[str]) -> int:
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{option} {file}: there is no such folder")
+    if "picture" in given and given["picture"].suffix not in PICTURES:
+        parser.error(f"--picture {given['picture']}: name a file that ends with {' or '.join(PICTURES)}")
 
     from yafsdp_cc.bench import machine, suites  # not before what is asked is known to be good: torch takes seconds
     from yafsdp_cc.netlab import LabError, Unavailable
@@ -80,7 +88,8 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--suite", default="train", metavar="NAME", help="train, slow or exchanges (%(default)s)")
-    parser.add_argument("--contestants", type=_names, metavar="NAMES", help="some of them, with commas (all)")
+    some = "some of them, as 'ddp fp32,ours 1-bit adam' (all)"
+    parser.add_argument("--contestants", type=_names, metavar="NAMES", help=some)
     parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train: 2, others: 2,4)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
@@ -91,7 +100,8 @@ def _parser() -> _Parser:
     training.add_argument("--delay-ms", type=float, metavar="MS", help="one way; an answer takes twice that (0)")
     steps = "of each contestant (in each turn: 2; slow, in all: 300)"
     training.add_argument("--steps", type=positive, metavar="N", help=steps)
-    training.add_argument("--picture", type=Path, metavar="FILE", help="slow: where to draw, .svg or .png")
+    where = "slow: where to draw, .svg or .png; FILE-2-ranks.svg and so on where --ranks has several"
+    training.add_argument("--picture", type=Path, metavar="FILE", help=where)
     return parser
 
 

@@ -87,7 +87,7 @@ class Compressed:
         self.guard = Guard(config) if config.guard else None
         self.chosen: dict[Flat, str] = {}
         """The present codecs of those that are chosen as training goes; exact where nothing is said."""
-        if self.over_replicas and AUTO in (config.gradients, *config.overrides.values()):
+        if self.over_replicas and AUTO in config.named:
             raise ValueError(
                 "compression='auto' on a mesh (replicate, shard): what shows of sums over replicas is not known here. "
                 "Name a codec for those, or say scope='shard' to choose for the sums within each replica"

@@ -95,10 +95,10 @@ class Lead:
 
     def _check(self, compressed: Compressed, root: Root, known: set[int]) -> None:
         config, what = compressed.config, self._what
-        if AUTO in config.codecs:
+        if AUTO in config.named:
             raise ValueError(
-                f"{what} leads the wire, and Compression(gradients='auto') has it led by what the network carries: "
-                "name a codec, such as 'onebit'"
+                f"{what} leads the wire, and compression='auto' has it led by what the network carries: name a codec, "
+                "as in compression='onebit', or take torch.optim.AdamW"
             )
         if config.warmup_steps:
             raise ValueError(
