@@ -7,7 +7,8 @@ in a run that diverges; and everywhere if losses rise.
 A message that says less than nothing makes residuals grow from step to step, so there once is enough.
 
 What a look finds is summed over all ranks, so all judge alike and go back together. A unit's next codec is int4 where
-it had fewer than 4 bits, and else bf16; residuals know of no codec and stay. The engine is then put together anew.
+it had fewer than 4 bits, and else bf16; residuals know of no codec and stay. All switch there and then: putting the
+engine together anew might wait for a graph that one rank alone still holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.residuals import encoded_of
+from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.wire.shortfall import SUMS, Shortfall
 
 if TYPE_CHECKING:
@@ -56,6 +58,11 @@ class Guard:
     def __init__(self, config: Compression) -> None:
         self._config = config
         self._passes = 0
+        """Those after the warm-up that come after a sum: of micro-batches that are summed together, the first."""
+        self._reduced = -1
+        """Bytes that had been sent for gradients at the last of these."""
+        self._scale = 1.0
+        """What losses were multiplied by at the last look."""
         self._looks: dict[Flat, Shortfall] | None = None
         """Of the last look, until it is judged."""
         self._box: Mailbox | None = None
@@ -70,7 +77,11 @@ class Guard:
 
     def tell(self, loss: Tensor | float) -> None:
         """Take in a loss of this rank; nobody waits for its value."""
-        self._loss = self._loss + (loss.detach().to(torch.float64) if isinstance(loss, torch.Tensor) else loss)
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"watch_loss takes one number, and this is of shape {list(loss.shape)}: say its mean")
+            loss = loss.detach().to(torch.float64).reshape(())
+        self._loss = self._loss + loss
         self._losses += 1
 
     def look(self, root: Root) -> None:
@@ -78,16 +89,22 @@ class Guard:
         self.judge(root)
         if root.compressed is None or not root.compressed.is_warm:
             return
+        if self._reduced == root.counters.reduced_bytes:
+            return
+        self._reduced = root.counters.reduced_bytes
         self._passes += 1
         due = self._passes in FIRST or self._passes % PERIOD == 0
-        if due and self._looks is None and (watched := dict(_watched(root))):
+        if due and (watched := dict(_watched(root))):
+            self._scale = root.compressed.loss_scale
             self._looks = {flat: each.watch() for flat, each in watched.items() if each.residual is not None}
 
     def judge(self, root: Root) -> None:
-        """Judge by the last look, unless what it is about is still under way. A collective."""
+        """Judge by the last look, unless what it is about is still under way or to come. A collective."""
         idle = root.reductions.is_idle and all(unit.gradient_space is None for unit in root.units)
         if self._looks is None or not idle:
             return
+        if self._looks and not any(each.seen for each in self._looks.values()):
+            return  # another forward before the backward
         looks, self._looks = self._looks, None
         for _, exchange in _watched(root):
             exchange.shortfall = None
@@ -97,10 +114,10 @@ class Guard:
         root.journal.write(_NOTE)
         for group in groups(root.drafts[0].ranks.mesh):
             dist.all_reduce(found, group=group)
-        if self._box is None:
+        if self._box is None or self._box.count != len(found):
             self._box = Mailbox(len(found), torch.float64, root.device)
         numbers = self._box.receive(found)
-        if numbers is not None and len(numbers) == len(found):
+        if numbers is not None:
             self._act(root, looks, numbers)
 
     def _act(self, root: Root, looks: Mapping[Flat, Shortfall], numbers: Sequence[float]) -> None:
@@ -126,11 +143,12 @@ class Guard:
     def _grown(self, root: Root, name: str, said: float) -> float:
         """How many times the smallest messages of a buffer those of now are, if that is too much; else 0."""
         assert root.compressed is not None
-        if self._passes < PERIOD:  # residuals are empty at first, and so messages small
+        # Residuals are empty at first, and so messages small; longer where they are a momentum.
+        if self._passes * (1 - root.compressed.beta) < 1 or self._passes < PERIOD:
             return 0.0
-        norm = sqrt(said) / root.compressed.loss_scale
+        norm = sqrt(said) / self._scale
         least = self._least[name] = min(self._least.get(name, norm), norm)
-        return norm / least if norm > GROWTH * least else 0.0
+        return norm / least if norm > GROWTH * least > 0 else 0.0
 
     def _risen(self, loss: float) -> str:
         """Why, if losses have been above their best for a while."""
@@ -150,17 +168,14 @@ class Guard:
         self._least.pop(name, None)
         self._box = None
         _encode_by(root, flat, codec)
-        unit = next(unit for unit in root.units if flat in unit.flats)
-        root.counters.chosen[unit.name] = codec
         root.counters.why = f"messages of '{name}' and what goes with it, {before}, {why}: {codec} from now on"
         if dist.get_rank() == int(root.drafts[0].ranks.mesh.mesh.min()):
             _log.warning("%s", root.counters.why)
 
     # In checkpoints ------------------------------------------------------------------------------------------------
 
-    def state(self, root: Root) -> dict[str, Any]:
-        """What judgements to come depend on, alike on all ranks but for losses. A collective."""
-        self.judge(root)
+    def state(self) -> dict[str, Any]:
+        """What judgements to come depend on, alike on all ranks but for losses."""
         return {
             "passes": self._passes,
             "codecs": dict(self._codecs),
@@ -175,19 +190,28 @@ class Guard:
         self._passes = state["passes"]
         self._codecs, self._strikes, self._least = (dict(state[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = state["rises"], state["losses"]
-        self._looks = self._box = None
-        for flat, exchange in encoded_of(root):
+        self._reduced, self._looks, self._box = -1, None, None
+        for flat, exchange in list(encoded_of(root)):
             exchange.shortfall = None
             name = flat.pieces[0].cut.name
-            codec = self._codecs.get(name, self._config.codec_for(name))
-            if codec != flat.codec:
-                _encode_by(root, flat, codec)
+            codec = self._config.codec_for(name)
+            back = self._codecs.get(name, codec)
+            if AUTO in (codec, back) or self._config.bits(back) <= self._config.bits(codec):
+                self._codecs.pop(name, None)  # this run was given as many bits by itself, or goes by the network
+                back = codec
+            if back != flat.codec:
+                _encode_by(root, flat, back)
 
 
+@torch.inference_mode(False)  # what is made here is trained with
 def _encode_by(root: Root, flat: Flat, codec: str) -> None:
-    """Have its gradients encoded by this codec from the next pass on."""
+    """Have its gradients encoded by this codec from now on; nothing is under way."""
     flat.codec, flat.lowrank = codec, None
-    root.outdated = True
+    if root.device.type == "cuda":
+        torch.cuda.synchronize(root.device)  # messages may get a larger buffer
+    root.reductions.encode_anew(flat)
+    root.plan = plan_for(root)
+    root.counters.chosen[next(unit.name for unit in root.units if flat in unit.flats)] = codec
 
 
 def _watched(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:

@@ -18,6 +18,7 @@ class Mailbox:
     """``count`` numbers, going one way."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.count = count
         self._device = device
         self._streams = device.type == "cuda"
         self._pinned = torch.zeros(count if self._streams else 0, dtype=dtype, pin_memory=self._streams)
