@@ -211,7 +211,7 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
         why = "without a compression"
     elif compressed.guard is None:
         why = "with Compression(guard=False)"
-    elif compressed.config.named <= {AUTO, EXACT}:
+    elif compressed.config.named <= {AUTO, EXACT} and compressed.config.weights is None:
         why = f"with gradients={compressed.config.gradients!r}, which the guard does not watch"
     if compressed is None or compressed.guard is None or why:
         off = compressed is not None and compressed.guard is None

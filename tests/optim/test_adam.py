@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -253,6 +254,34 @@ def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(form):
     on_ranks(2, scaled, form)
 
 
+class Some(Slopes):
+    """Uses some of its parts."""
+
+    def forward(self, slopes: list[Any]) -> torch.Tensor:
+        used = [part(slope) for part, slope in zip(self.parts, slopes, strict=True) if slope is not None]
+        return torch.stack(used).sum()
+
+
+def skipped_and_unused() -> None:
+    model: Any = yafsdp_cc.shard(Some(), units=[Slope], compression=Compression("onebit"))
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    yafsdp_cc.follow_scaler(model, scaler)
+    trained(model, optimizer, range(4), scaler)
+    first, *others = drawn(4, dist.get_rank())
+    for slopes in ([torch.full_like(first, torch.inf), *others], [None, *others]):  # exact sums besides
+        scaler.scale(model(slopes)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 512
+    assert all(state["exp_avg_sq"].to_local().isfinite().all() for state in optimizer.state.values())
+
+
+def test_exact_gradients_of_a_skipped_step_are_dropped():
+    on_ranks(2, skipped_and_unused)
+
+
 def scaled_without_a_word() -> None:
     model = sharded()
     optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=3), torch.amp.GradScaler("cpu")
@@ -298,6 +327,8 @@ def refused() -> None:
     first = OneBitAdam(model.parameters(), warmup_steps=1)
     with pytest.raises(ValueError, match="give OneBitAdam all parameter groups when it is made"):
         first.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(RuntimeError, match="a copy of OneBitAdam would have no wire to lead"):
+        copy.deepcopy(first)
     trained(model, first, range(3))
     second = OneBitAdam(model.parameters(), warmup_steps=1)
     with pytest.raises(RuntimeError, match="this OneBitAdam leads the wire no longer"):

@@ -14,6 +14,7 @@ import yafsdp_cc
 from tests.ranks import on_ranks
 from tests.soak import also
 from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import Noise, codec_of
@@ -160,10 +161,13 @@ def saved(folder: Any) -> list[float]:
     return run.train(optimizer, 12)
 
 
-def resumed(folder: Any) -> list[float]:
-    run = Regression(Compression("loud"))
+def resumed(folder: Any, gradients: str = "loud", then: str = "int4") -> list[float]:
+    run = Regression(Compression(gradients))
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     yafsdp_cc.load(folder / "step", run.model, optimizer)
+    (flat,) = root_of(run.model).units[0].flats
+    assert flat.codec == then
+    assert run.chosen == ({} if then == gradients else {"0": then})
     run.step = 20
     return run.train(optimizer, 12)
 
@@ -174,6 +178,8 @@ def test_a_resumed_run_has_gone_back_too(tmp_path):
     assert on_ranks(2, resumed, tmp_path) == truth
     for losses in on_ranks(4, resumed, tmp_path):
         assert losses[-1] < 2 * truth[0][-1]
+    for gradients in ("int8", "auto"):
+        on_ranks(2, resumed, tmp_path, gradients, gradients)
 
 
 # What is measured
@@ -247,3 +253,88 @@ def test_weights_whose_changes_say_less_than_nothing_are_gathered():
         assert end < 1e-3
         assert why.startswith("messages of changes of '0.weight' and what goes with it, loud, say -")
         assert why.endswith(": exact from now on")
+
+
+# What ranks have to agree on
+
+
+def graph_held_by_one() -> dict[str, str]:
+    run = Regression(Compression("loud"))
+    held = run.model(torch.randn(4, WIDTH))  # for which no backward ever comes
+    if dist.get_rank():
+        del held
+    run.train(torch.optim.SGD(run.model.parameters(), lr=0.1), 6)
+    return run.chosen
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_ranks_go_back_together_though_one_holds_a_graph():
+    assert on_ranks(2, graph_held_by_one, timeout=30) == [{"0": "int4"}] * 2
+
+
+def save_that_fails_on_one(folder: Any) -> dict[str, str]:
+    run = Regression(Compression("loud"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    run.train(optimizer, 2)  # the second is looked at, and not judged yet
+    with pytest.raises((TypeError, ValueError), match=r"extra\['thing'\] is a object"):
+        yafsdp_cc.save(folder / "step", run.model, optimizer, thing=object() if dist.get_rank() else 1)
+    run.train(optimizer, 2)
+    return run.chosen
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_a_save_that_one_rank_fails_is_refused_by_all_before_a_judgement(tmp_path):
+    assert on_ranks(2, save_that_fails_on_one, tmp_path, timeout=30) == [{"0": "int4"}] * 2
+
+
+# Gradients that do not grow, though messages do
+
+
+def always_alike(beta: float, micros: int, steps: int) -> dict[str, str]:
+    run = Regression(Compression("onebit"))
+    optimizer = OneBitAdam(run.model.parameters(), lr=0.0, betas=(beta, 0.999), warmup_steps=1)
+    gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(5))
+    for _ in range(steps):
+        for micro in range(micros):
+            run.model.set_requires_gradient_sync(micro == micros - 1)
+            (run.model(torch.eye(WIDTH)) * gradient).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.chosen
+
+
+@pytest.mark.parametrize(("beta", "micros", "steps"), [(0.95, 8, 42), (0.99, 1, 220)])
+def test_a_momentum_that_fills_is_no_gradient_that_grows(beta, micros, steps):
+    assert on_ranks(2, always_alike, beta, micros, steps)[0] == {}
+
+
+def three_forwards() -> dict[str, str]:
+    run = Regression(Compression("loud"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for _ in range(4):
+        sum(run.model(torch.randn(4, WIDTH)).square().mean() for _ in range(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.chosen
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_a_look_waits_for_the_backward_of_several_forwards():
+    assert on_ranks(2, three_forwards)[0] == {"0": "int4"}
+
+
+def scale_that_grows() -> dict[str, str]:
+    run = Regression(Compression("int8"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_factor=16.0, growth_interval=15)
+    yafsdp_cc.follow_scaler(run.model, scaler)
+    for _ in range(52):  # the look at the 30th is judged when the scale has grown
+        scaler.scale(run.model(torch.eye(WIDTH)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return run.chosen
+
+
+def test_a_loss_scale_that_grows_is_no_gradient_that_grows():
+    assert on_ranks(2, scale_that_grows)[0] == {}

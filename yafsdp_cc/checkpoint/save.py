@@ -19,7 +19,7 @@ from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.plain import check_extra
 from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.state import state_of
-from yafsdp_cc.checkpoint.wire import check_names, mean_wire_of, wire_of
+from yafsdp_cc.checkpoint.wire import check_names, judge_wire, mean_wire_of, wire_of
 from yafsdp_cc.engine.agree import check_settings
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def save(
     target = folders.place(path)
     if ranks.front is not None:
         check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, [ranks.front], "save()")
+    judge_wire(model)  # before any rank may fail by itself
     with together(ranks.front):
         check_extra(extra)
         check_names(extra)

@@ -31,6 +31,13 @@ def check_names(extra: dict[str, Any]) -> None:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
+def judge_wire(model: nn.Module) -> None:
+    """Have the guard judge by its last look, which a checkpoint has no place for. A collective."""
+    root = _compressed(model)
+    if root is not None and root.compressed is not None and root.compressed.guard is not None:
+        root.compressed.guard.judge(root)
+
+
 def wire_of(model: nn.Module) -> dict[str, Any]:
     """What this rank's extra file holds of compression; nothing of a model without."""
     root = _compressed(model)
@@ -40,7 +47,7 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
     behind = names_behind(root)
     found = {STEPS: root.compressed.steps, **({BEHIND: behind} if behind else {})}
     if root.compressed.guard is not None:
-        found[GUARD] = root.compressed.guard.state(root)
+        found[GUARD] = root.compressed.guard.state()
     return {RAW: raw_residuals(root), **found}
 
 
@@ -84,7 +91,6 @@ def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
         root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
     if guard is not None and root.compressed.guard is not None:
         root.compressed.guard.resume(root, guard)
-        root = current(model)
     return raw is not None and restore_residuals(root, raw)
 
 

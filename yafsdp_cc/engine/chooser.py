@@ -264,8 +264,9 @@ class Chooser:
                     compressed.choose(flat, self._reduces[flat], leg.options[pick].codec)
         if root.device.type == "cuda":
             torch.cuda.synchronize(root.device)
-        root.counters.chosen = {unit.name: self._chosen(unit) for unit in root.units if self._autos(unit)}
-        self.said = _words(root.counters.chosen)
+        chosen = {unit.name: self._chosen(unit) for unit in root.units if self._autos(unit)}
+        root.counters.chosen = root.counters.chosen | chosen  # the guard's stay
+        self.said = _words(chosen)
         root.plan = plan_for(root)
         self._outdated = True
 

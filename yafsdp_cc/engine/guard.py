@@ -7,8 +7,9 @@ in a run that diverges; and everywhere if losses rise.
 A message that says less than nothing makes residuals grow from step to step, so there once is enough.
 
 What a look finds is summed over all ranks, so all judge alike and go back together. Gradients go on in int4 if they had
-fewer than 4 bits, and else in bf16; residuals know of no codec and stay, and the engine is put together anew. Weights
-that were told of changes are gathered exactly from then on.
+fewer than 4 bits, and else in bf16; residuals know of no codec and stay. Weights that were told of changes are gathered
+exactly from then on. All switch there and then: putting the engine together anew might wait for a graph that one rank
+alone still holds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.residuals import encoded_of
+from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.wire.shortfall import SUMS, Shortfall
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ class Guard:
     def __init__(self, config: Compression) -> None:
         self._config = config
         self._passes = 0
+        """Those after the warm-up that come after a sum: of micro-batches that are summed together, the first."""
+        self._reduced = -1
+        """Bytes that had been sent for gradients at the last of these."""
+        self._scale = 1.0
+        """What losses were multiplied by at the last look."""
         self._looks: list[Look] = []
         """The last ones, until they are judged."""
         self._past: list[Look] = []
@@ -96,7 +103,9 @@ class Guard:
 
     def tell(self, loss: Tensor | float) -> None:
         """Take in a loss of this rank; nobody waits for its value."""
-        self._loss = self._loss + (loss.detach().to(torch.float64) if isinstance(loss, torch.Tensor) else loss)
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach().to(torch.float64).reshape(())
+        self._loss = self._loss + loss
         self._losses += 1
 
     def look(self, root: Root) -> None:
@@ -104,16 +113,20 @@ class Guard:
         self.judge(root)
         if root.compressed is None or not root.compressed.is_warm:
             return
+        if self._reduced == root.counters.reduced_bytes:
+            return
+        self._reduced = root.counters.reduced_bytes
         self._passes += 1
-        due = self._passes in FIRST or self._passes % PERIOD == 0
-        if due and not self._looks:
+        if self._passes in FIRST or self._passes % PERIOD == 0:
+            self._scale = root.compressed.loss_scale
             self._looks = [Look(flat, GRADIENTS, exchange.watch()) for flat, exchange in _watched(root)]
             self._looks += [Look(flat, CHANGES, each.watch(flat)) for each, flat in _told(root)]
 
     def judge(self, root: Root) -> None:
-        """Judge by the last look, unless what it is about is still under way. A collective."""
+        """Judge by the last look, unless what it is about is still under way or to come. A collective."""
         idle = root.reductions.is_idle and all(unit.gradient_space is None for unit in root.units)
-        if not self._looks or not idle:
+        awaited = [look for look in self._looks if look.what is GRADIENTS] or self._looks
+        if not idle or not any(look.shortfall.seen for look in awaited):
             return
         self._past, looks, self._looks = self._looks, self._looks, []
         _leave(root)
@@ -155,11 +168,12 @@ class Guard:
     def _grown(self, root: Root, name: str, norm: float) -> float:
         """How many times the smallest messages of a buffer those of now are, if that is too much; else 0."""
         assert root.compressed is not None
-        if self._passes < PERIOD:  # residuals are empty at first, and so messages small
+        # Residuals are empty at first, and so messages small; longer where they are a momentum.
+        if self._passes * (1 - root.compressed.beta) < 1 or self._passes < PERIOD:
             return 0.0
-        norm /= root.compressed.loss_scale
+        norm /= self._scale
         least = self._least[name] = min(self._least.get(name, norm), norm)
-        return norm / least if norm > GROWTH * least else 0.0
+        return norm / least if norm > GROWTH * least > 0 else 0.0
 
     def _risen(self, loss: float) -> str:
         """Why, if losses have been above their best for a while."""
@@ -175,10 +189,9 @@ class Guard:
     def _go_back(self, root: Root, look: Look, why: str) -> None:
         assert root.compressed is not None
         flat, name, counters = look.flat, look.name, root.counters
-        unit = next(unit for unit in root.units if flat in unit.flats)
         if look.what is GRADIENTS:
             before = flat.codec
-            codec = counters.chosen[unit.name] = FEW if self._config.bits(before) < 4 else MORE
+            codec = FEW if self._config.bits(before) < 4 else MORE
             _encode_by(root, flat, codec)
         else:
             before, codec = str(self._config.weights), "exact"
@@ -193,9 +206,8 @@ class Guard:
 
     # In checkpoints ------------------------------------------------------------------------------------------------
 
-    def state(self, root: Root) -> dict[str, Any]:
-        """What judgements to come depend on, alike on all ranks but for losses. A collective."""
-        self.judge(root)
+    def state(self) -> dict[str, Any]:
+        """What judgements to come depend on, alike on all ranks but for losses."""
         return {
             "passes": self._passes,
             "codecs": dict(self._codecs),
@@ -210,21 +222,29 @@ class Guard:
         self._passes = state["passes"]
         self._codecs, self._strikes, self._least = (dict(state[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = state["rises"], state["losses"]
-        self._looks, self._asked = [], []
+        self._reduced, self._looks, self._asked = -1, [], []
         _leave(root)
-        for flat, _ in encoded_of(root):
-            first = flat.pieces[0].cut.name
-            codec = self._codecs.get(Look.name_of(GRADIENTS, flat), self._config.codec_for(first))
-            if codec != flat.codec:
-                _encode_by(root, flat, codec)
+        for flat, _ in list(encoded_of(root)):
+            name, codec = Look.name_of(GRADIENTS, flat), self._config.codec_for(flat.pieces[0].cut.name)
+            back = self._codecs.get(name, codec)
+            if AUTO in (codec, back) or self._config.bits(back) <= self._config.bits(codec):
+                self._codecs.pop(name, None)  # this run was given as many bits by itself, or goes by the network
+                back = codec
+            if back != flat.codec:
+                _encode_by(root, flat, back)
         for _, flat in all_following(root):
             flat.always_exact = Look.name_of(CHANGES, flat) in self._codecs
 
 
+@torch.inference_mode(False)  # what is made here is trained with
 def _encode_by(root: Root, flat: Flat, codec: str) -> None:
-    """Have its gradients encoded by this codec from the next pass on."""
+    """Have its gradients encoded by this codec from now on; nothing is under way."""
     flat.codec, flat.lowrank = codec, None
-    root.outdated = True
+    if root.device.type == "cuda":
+        torch.cuda.synchronize(root.device)  # messages may get a larger buffer
+    root.reductions.encode_anew(flat)
+    root.plan = plan_for(root)
+    root.counters.chosen[next(unit.name for unit in root.units if flat in unit.flats)] = codec
 
 
 def _watched(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:

@@ -117,6 +117,14 @@ class Reductions:
         self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
         return True
 
+    def encode_anew(self, flat: Flat) -> None:
+        """Let what is now said to be its codec encode the gradients of ``flat``; nothing is under way."""
+        if (before := self._encoded.get(flat)) is not None:
+            self._encode(flat)
+            self._encoded[flat].owed = before.owed
+        elif self.replicas is not None:
+            self.replicas.encode_anew(flat, self.exchange.rank)
+
     def encoded_of(self, flat: Flat) -> ChunkSum | None:
         """How the gradients of ``flat`` are summed once the warm-up is over, if they are encoded then."""
         return self._encoded.get(flat)

@@ -70,10 +70,19 @@ class Replicas:
         if flat in self._partials:
             return
         self._partials[flat] = Partial(flat, self.device, self._lane.ticket())
+        self._encode(flat, rank)
+
+    def _encode(self, flat: Flat, rank: int) -> None:
         compressed = self._compressed
         if compressed is not None and compressed.encodes(flat):
             name, device = flat.pieces[0].cut.name, self.device
             self._encoded[flat] = compressed.sum_for(flat, self.group, rank, device, name)
+
+    def encode_anew(self, flat: Flat, rank: int) -> None:
+        """Let what is now said to be its codec encode the partial sums of ``flat``; nothing is under way."""
+        if (before := self._encoded.get(flat)) is not None:
+            self._encode(flat, rank)
+            self._encoded[flat].owed = before.owed
 
     def take_over(self, other: Replicas) -> None:
         """What was said to ``other`` holds here too."""

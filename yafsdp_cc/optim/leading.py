@@ -10,7 +10,7 @@ something finite (Lu et al., "0/1 Adam", 2022, section 4.1).
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -103,6 +103,7 @@ class Leading(Optimizer):
                 loss = closure()
         self.lead.check()
         if not self._unscale():
+            self.lead.drop_exact()  # the next backward may not come to all of them
             return loss
         phase = self.phase
         if phase is Phase.BOTH:
@@ -166,6 +167,10 @@ class Leading(Optimizer):
         if hasattr(self, "lead"):
             raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
         super().add_param_group(param_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        name = type(self).__name__
+        raise RuntimeError(f"a copy of {name} would have no wire to lead: make another one, and load its state_dict()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of any number of ranks; the warm-up, too."""

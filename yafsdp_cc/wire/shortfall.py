@@ -46,10 +46,13 @@ class Shortfall:
         """The share that they have to say for residuals not to grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """Squares of what was left unsaid, of what was due, and of what was said."""
+        self.seen = False
+        """Whether there has been a message."""
 
     @torch.no_grad()
     def look(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
         """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
+        self.seen = True
         n = residual.values.shape[1]
         step = min(kernels.PART, n) if kernels.is_native(codec, messages.device) else n
         room = torch.empty(step, dtype=torch.float32, device=messages.device)
@@ -64,6 +67,7 @@ class Shortfall:
     @torch.no_grad()
     def add(self, *parts: Tensor) -> None:
         """Take in what was left unsaid, what was due, and what was said."""
+        self.seen = True
         self.sums += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
 
 
