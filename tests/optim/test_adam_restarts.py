@@ -14,7 +14,7 @@ from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.residuals import mean_residuals
-from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
 def saved(folder: Any, form: str, at: int) -> None:
@@ -151,3 +151,32 @@ def adamw_and_back(folder: Any) -> None:
 
 def test_adamw_loads_its_checkpoints_and_the_other_way_round(tmp_path):
     on_ranks(2, adamw_and_back, tmp_path)
+
+
+def unfrozen(kind: Any, settings: dict[str, Any]) -> None:
+    model = sharded()
+    late = model.parts[1].weight
+    late.requires_grad_(False)
+    optimizer = kind(model.parameters(), **SETTINGS, refreshes=1, **settings)
+    trained(model, optimizer, range(5))
+    late.requires_grad_(True)
+    before = weights(model)[2]
+    for step in range(5, 9):  # the first of which has no exact sums besides
+        trained(model, optimizer, range(step, step + 1))
+        after = weights(model)[2]
+        assert after.equal(before) is (step == 5)
+        assert after.isfinite().all()
+    assert (after - before).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (OneBitAdam, {"warmup_steps": 2}),
+        (OneBitAdam, {"warmup_steps": 2, "form": "gradient"}),
+        (OneBitLamb, {"warmup_steps": 2}),
+        (ZeroOneAdam, {}),
+    ],
+)
+def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind, settings):
+    on_ranks(2, unfrozen, kind, settings)

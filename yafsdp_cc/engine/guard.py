@@ -232,6 +232,8 @@ class Guard:
                 back = codec
             if back != flat.codec:
                 _encode_by(root, flat, back)
+            if back == codec != AUTO:
+                root.counters.chosen.pop(_unit_of(root, flat), None)
         for _, flat in all_following(root):
             flat.always_exact = Look.name_of(CHANGES, flat) in self._codecs
 
@@ -244,7 +246,11 @@ def _encode_by(root: Root, flat: Flat, codec: str) -> None:
         torch.cuda.synchronize(root.device)  # messages may get a larger buffer
     root.reductions.encode_anew(flat)
     root.plan = plan_for(root)
-    root.counters.chosen[next(unit.name for unit in root.units if flat in unit.flats)] = codec
+    root.counters.chosen[_unit_of(root, flat)] = codec
+
+
+def _unit_of(root: Root, flat: Flat) -> str:
+    return next(unit.name for unit in root.units if flat in unit.flats)
 
 
 def _watched(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.adamw import adamw
 
+from yafsdp_cc.engine.compressed import Phase
 from yafsdp_cc.engine.elementwise import grown
 from yafsdp_cc.optim.leading import Form, Leading
 from yafsdp_cc.optim.local import check_settings, local_of, width_of
@@ -97,6 +98,16 @@ class OneBitAdam(Leading):
             state.setdefault("variance_step", state["step"].detach().clone())
         self._share_moment(parameter, "exp_avg")
 
+    @property
+    def phase(self) -> Phase:
+        """How the gradients of the next step are summed: exactly besides, where a second moment has seen none."""
+        phase = super().phase
+        new = phase is Phase.ENCODED and any(
+            state.get("variance_step") == 0 and (state["step"] > 0 or parameter.grad is not None)
+            for parameter, state in self.state.items()
+        )
+        return Phase.BOTH if new else phase
+
     def _refresh(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         beta2 = self.param_groups[0]["betas"][1]
         for parameter, gradient in gradients:
@@ -156,6 +167,8 @@ class OneBitAdam(Leading):
             moment = local_of(parameter.grad).to(width_of(parameter))
             if self.form == "gradient":
                 moment = self._local(parameter, "exp_avg").lerp_(moment, 1 - beta1)
+            if not state["variance_step"]:
+                continue  # trained for the first time: the next step brings an exact gradient
             root = (self._local(parameter, "exp_avg_sq") / corrections[1]).sqrt_().add_(group["eps"])
             update = (moment / root.mul_(corrections[0])).clamp_(-furthest, furthest)
             local.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))

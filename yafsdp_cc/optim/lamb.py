@@ -176,6 +176,8 @@ class OneBitLamb(OneBitAdam):
             told = moment.sub(before, alpha=beta1).div_(1 - beta1)
             before.copy_(moment)
         fresh.mul_(beta2).addcmul_(told, told, value=1 - beta2)
+        if not state["variance_step"]:  # trained for the first time: the next step brings an exact gradient
+            return Ready(parameter, group, torch.zeros_like(moment))
         root = self._local(parameter, "exp_avg_sq") / (1 - beta2 ** float(state["variance_step"]))
         root = root.sqrt_().add_(group["eps"])
         fresh_root = (fresh / (1 - beta2**self.steps)).sqrt_().add_(group["eps"])
