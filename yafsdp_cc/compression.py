@@ -25,6 +25,8 @@ AUTO = "auto"
 ROUNDING = ("int8", "fp8")
 """Codecs near enough to weights themselves; others say only how these have changed."""
 
+_CANDIDATES = ("int8", "int4")
+
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
 _T = TypeVar("_T")
@@ -91,7 +93,7 @@ class Compression:
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
-    candidates: tuple[str, ...] = ("int8", "int4")
+    candidates: tuple[str, ...] = _CANDIDATES
     """What ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
     error_budget: float | None = None
     """The most that ``"auto"`` may leave out of a message, on average over elements, as a share of the gradients'
@@ -147,8 +149,14 @@ class Compression:
             raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
-        if self.error_budget is not None and not self.error_budget > 0:
-            raise ValueError(f"error_budget={self.error_budget}: a share of more than 0 of the gradients' squares")
+        if self.error_budget is not None and not 0 < self.error_budget <= 1:
+            raise ValueError(f"error_budget={self.error_budget}: a share of gradients' squares: more than 0, up to 1")
+        if AUTO not in self.named and (self.error_budget is not None or self.candidates != _CANDIDATES):
+            idle = "error_budget" if self.error_budget is not None else "candidates"
+            raise ValueError(
+                f"{idle}={getattr(self, idle)!r} says something of what 'auto' chooses, and gradients="
+                f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
+            )
         biased = [name for name in self.codecs if _needs_feedback(name)]
         if biased and not self.feedback:
             raise ValueError(

@@ -226,7 +226,8 @@ def test_all_that_is_large_is_encoded_at_100_mbit():
         ({"candidates": ("powersgd",)}, "'powersgd' sums factors that all ranks share"),
         ({"candidates": ("int7",)}, "there is no codec 'int7'"),
         ({"candidates": "int8"}, r"candidates='int8': write several in parentheses, and one as \('int8',\)"),
-        ({"error_budget": 0.0}, "error_budget=0.0: a share of more than 0"),
+        ({"error_budget": 0.0}, "error_budget=0.0: a share of gradients' squares: more than 0, up to 1"),
+        ({"error_budget": 2.0}, "error_budget=2.0: a share of gradients' squares: more than 0, up to 1"),
         ({"candidates": ("int8", "onebit"), "feedback": False}, "gradients='onebit' with feedback=False"),
         ({"weights": "auto"}, "weights='auto': codecs are chosen for gradients alone: take int8"),
     ],
@@ -234,6 +235,16 @@ def test_all_that_is_large_is_encoded_at_100_mbit():
 def test_what_cannot_be_is_refused_by_name(wrong, match):
     with pytest.raises(ValueError, match=match):
         Compression("auto", **wrong)
+
+
+@pytest.mark.parametrize("idle", [{"error_budget": 0.01}, {"candidates": ("int8",)}])
+def test_what_says_how_to_choose_is_refused_where_nothing_is_chosen(idle):
+    (name,) = idle
+    with pytest.raises(
+        ValueError, match=f"{name}=.* 'auto' chooses, and gradients='int8' has nothing .* leave {name} out"
+    ):
+        Compression("int8", **idle)
+    assert Compression("int8", overrides={"head*": "auto"}, **idle).named == {"int8", "auto"}
 
 
 def refused_elsewhere() -> None:
