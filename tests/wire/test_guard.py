@@ -238,7 +238,8 @@ def of_weights() -> tuple[float, str]:
     sent = yafsdp_cc.counters_of(run.model).gathered_bytes
     run.train(optimizer, 1)
     exact = 4 * WIDTH * WIDTH // 2
-    assert (yafsdp_cc.counters_of(run.model).gathered_bytes - sent == exact) == bool(run.why)
+    assert yafsdp_cc.counters_of(run.model).gathered_bytes - sent == exact
+    assert yafsdp_cc.plan_of(run.model).wire.gather_forward == exact
     run.model[0].unshard()
     seen = run.model[0].weight.detach().clone()
     first = seen.clone()

@@ -196,6 +196,7 @@ class Guard:
         else:
             before, codec = str(self._config.weights), "exact"
             flat.always_exact = True
+            root.plan = plan_for(root)
         self._codecs[name] = codec
         self._strikes.pop(name, None)
         self._least.pop(name, None)
@@ -236,6 +237,7 @@ class Guard:
                 root.counters.chosen.pop(_unit_of(root, flat), None)
         for _, flat in all_following(root):
             flat.always_exact = Look.name_of(CHANGES, flat) in self._codecs
+        root.plan = plan_for(root)
 
 
 @torch.inference_mode(False)  # what is made here is trained with

@@ -157,7 +157,7 @@ def _gathered_again(root: Root, unit: Unit) -> int:
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
     message = unit.home.messages[place] if unit.home.messages else None
-    if unit.encoded is None or message is None:
+    if unit.encoded is None or message is None or unit.flats[place].always_exact:
         return root.gather.sent_bytes(unit.home.wholes[place])
     return unit.encoded.sent_bytes(message)
 
