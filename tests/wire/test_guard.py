@@ -209,6 +209,8 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
 
 
 def refusals() -> None:
+    word: Any = "3"
+    number: Any = 1.0
     for compression, why in ((None, "without a compression"), (Compression("int8", guard=False), "guard=False")):
         run = Regression(compression)
         with pytest.raises(ValueError, match=f"watch_loss: this .*Sequential is sharded .*{why}"):
@@ -219,9 +221,9 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=r"one number, and this loss has shape \[2\]: pass loss.mean\(\)"):
         yafsdp_cc.watch_loss(model, torch.ones(2))
     with pytest.raises(TypeError, match="a tensor of one element, or a float; got '3'"):
-        yafsdp_cc.watch_loss(model, "3")  # type: ignore[arg-type]  # the mistake is what is tested
+        yafsdp_cc.watch_loss(model, word)
     with pytest.raises(TypeError, match="the model first and then its loss; got 1"):
-        yafsdp_cc.watch_loss(1.0, model)  # type: ignore[arg-type]  # the mistake is what is tested
+        yafsdp_cc.watch_loss(number, model)
 
 
 def test_losses_that_nobody_would_look_at_are_refused():
