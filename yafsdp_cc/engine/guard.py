@@ -124,6 +124,8 @@ class Guard:
 
     def judge(self, root: Root) -> None:
         """Judge by the last look, unless what it is about is still under way or to come. A collective."""
+        if not self._looks:
+            return
         idle = root.reductions.is_idle and all(unit.gradient_space is None for unit in root.units)
         awaited = [look for look in self._looks if look.what is GRADIENTS] or self._looks
         if not idle or not any(look.shortfall.seen for look in awaited):
