@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.root import Root
 
 RESIDUALS, KEPT = "residuals", "kept_weights"
-RAW, STEPS, BEHIND, GUARD = "_wire_residuals", "_wire_steps", "_wire_behind", "_wire_guard"
+RAW, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
+GUARD, CLIP = "_wire_guard", "_wire_clip"
 """Names in each rank's extra file; all but the first are alike on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
     """Raise a ``ValueError`` where users' names are ours."""
-    if taken := [name for name in (RAW, STEPS, BEHIND, GUARD) if name in extra]:
+    if taken := [name for name in (RAW, STEPS, BEHIND, GUARD, CLIP) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
@@ -48,6 +49,8 @@ def wire_of(model: nn.Module) -> dict[str, Any]:
     found = {STEPS: root.compressed.steps, **({BEHIND: behind} if behind else {})}
     if root.compressed.guard is not None:
         found[GUARD] = root.compressed.guard.state()
+    if root.compressed.clip is not None:
+        found[CLIP] = root.compressed.clip.state()
     return {RAW: raw_residuals(root), **found}
 
 
@@ -82,7 +85,7 @@ def room_for_wire(model: nn.Module, contents: Metadata, trains: bool) -> dict[st
 
 def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
     """Take this rank's own out of ``extra``; whether it fits, so that nothing else is to be done."""
-    raw, steps, guard = (extra.pop(name, None) for name in (RAW, STEPS, GUARD))
+    raw, steps, guard, clip = (extra.pop(name, None) for name in (RAW, STEPS, GUARD, CLIP))
     root = _compressed(model)
     if root is None or root.compressed is None:
         return True
@@ -91,7 +94,9 @@ def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
         root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
     if guard is not None and root.compressed.guard is not None:
         root.compressed.guard.resume(root, guard)
-    return raw is not None and restore_residuals(root, raw)
+    fits = raw is not None and restore_residuals(root, raw)
+    root.compressed.resume_clip(clip if fits else None, root.device)
+    return fits
 
 
 def owe_wire(model: nn.Module, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.compression import AUTO, EXACT, LOW_RANK
+from yafsdp_cc.engine.clip import Clip
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.guard import Guard
 from yafsdp_cc.wire.chosen import ChosenReduce
@@ -21,7 +22,7 @@ from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 from yafsdp_cc.wire.momentum import Momentum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from typing import TypeVar
 
     import torch.distributed as dist
@@ -46,9 +47,15 @@ class Phase(Enum):
     """How gradients that can be encoded cross ranks, as an optimizer says."""
 
     EXACT = "exact"
+    KEPT = "kept"
+    """Exactly, and into ``Flat.exact`` as they are before anybody clips them."""
     ENCODED = "encoded"
     BOTH = "both"
     """Encoded, and exactly besides: into ``Flat.exact``."""
+
+    @property
+    def encodes(self) -> bool:
+        return self in (Phase.ENCODED, Phase.BOTH)
 
 
 class Compressed:
@@ -83,6 +90,8 @@ class Compressed:
         """Whether ``loss_scale`` is told when a ``GradScaler`` changes it."""
         self.share = 1.0
         """How much of a gradient that momentum takes in: 1 − beta of an average, 1 of a sum."""
+        self.clip: Clip | None = None
+        """What gradients are clipped by before they are sent, where momentum is."""
         self._divisors: weakref.WeakKeyDictionary[Divisor, Divisor] = weakref.WeakKeyDictionary()
         self.guard = Guard(config) if config.guard else None
         self.chosen: dict[Flat, str] = {}
@@ -97,7 +106,7 @@ class Compressed:
     def is_warm(self) -> bool:
         """Whether gradients are encoded now."""
         if self.phase is not None:
-            return self.phase is not Phase.EXACT
+            return self.phase.encodes
         return self.steps >= self.config.warmup_steps
 
     @property
@@ -105,14 +114,24 @@ class Compressed:
         """Whether a later backward sums exactly what can be encoded."""
         return self.phase is not None or not self.is_warm
 
-    def follow(self, lead: Lead, beta: float, share: float) -> None:
+    def follow(self, lead: Lead, beta: float, share: float, max_grad_norm: float | None) -> None:
         """Be led by an optimizer from now on, whose momentum is what ``beta`` and ``share`` say."""
         self.leader, self.phase, self.beta, self.share = weakref.ref(lead), Phase.EXACT, beta, share
+        self.clip = Clip(max_grad_norm) if beta and max_grad_norm is not None else None
         self._divisors.clear()
 
     def is_momentum(self, flat: Flat) -> bool:
         """Whether sums of this flat's gradients are an optimizer's momentum now."""
         return flat.momentum is not None and self.beta > 0 and self.is_warm and self.encodes(flat)
+
+    def keeps(self, flat: Flat) -> bool:
+        """Whether exact sums of this flat's gradients are kept besides."""
+        return self.phase is Phase.KEPT and self.encodes(flat)
+
+    def prepare(self, flat: Flat, gradients: Tensor) -> None:
+        """Clip, in place, what this rank is to say of a flat's gradients, and remember how much that is."""
+        if self.clip is not None and (self.keeps(flat) or (self.is_warm and self.encodes(flat))):
+            self.clip.clip(flat.pieces[0].cut.name, gradients, self.loss_scale)
 
     def divisor_of(self, flat: Flat) -> Divisor:
         """What turns a sum over ranks into what ``.grad`` is to be: the mean, or the momentum."""
@@ -165,6 +184,13 @@ class Compressed:
     def resume(self, steps: int) -> None:
         """Go on after so many steps, with weights that were loaded and so are no step's."""
         self.steps, self._seen = steps, ()
+
+    def resume_clip(self, state: Mapping[str, float] | None, device: torch.device) -> None:
+        """Go on with a state of ``clip``, or learn anew what is to be clipped."""
+        lead = None if self.leader is None else self.leader()
+        if self.clip is not None and lead is not None:
+            self.clip.resume(state, device)
+            lead.say_again()
 
     @property
     def weights(self) -> Codec | None:

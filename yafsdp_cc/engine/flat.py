@@ -13,7 +13,7 @@ from yafsdp_cc.compression import EXACT
 from yafsdp_cc.engine.tensor import FlatDTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.steps import Steps
@@ -260,6 +260,14 @@ class Flat:
     def host_bytes(self) -> int:
         """Bytes in host memory, beside the device."""
         return 0
+
+    def keeping(self, totals: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """The parts of an exact sum as they come; their mean is kept in ``exact``."""
+        if self.exact is None:
+            self.exact = torch.empty(self.layout.chunk, dtype=torch.float32, device=self.divisor.tensor.device)
+        for start, total in totals:
+            torch.div(total, self.divisor.tensor, out=self.exact.narrow(0, start, total.numel()))
+            yield start, total
 
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
         """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""

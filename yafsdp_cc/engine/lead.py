@@ -56,6 +56,7 @@ class Lead:
         parameters: the optimizer's, of one sharded model or several.
         beta: the decay of its first moment where that is what residuals are to be too; 0 where they are not.
         share: how much of a gradient that takes in: 1 − beta where it is an average, 1 where it is a sum.
+        max_grad_norm: what gradients are clipped to; those that residuals take in, before they are sent.
         what: the optimizer's name, for errors.
 
     Raises:
@@ -63,9 +64,12 @@ class Lead:
             parameters whose gradients are encoded is not among them.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], beta: float, share: float, what: str) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], beta: float, share: float, max_grad_norm: float | None, what: str
+    ) -> None:
         self._what = what
         self._beta = beta
+        self._said = Phase.EXACT
         self._parameters = list(parameters)
         self.encoded: dict[int, Home] = {}
         """By id, the parameters whose gradients are encoded after the warm-up."""
@@ -85,7 +89,7 @@ class Lead:
         for compressed, root in wires.items():
             self._check(compressed, root, known)
         for compressed, root in wires.items():
-            compressed.follow(self, beta, share)
+            compressed.follow(self, beta, share, max_grad_norm)
             root.outdated = True
         for flat in self._flats:  # nothing of an optimizer that has led before
             flat.momentum = flat.exact = None
@@ -128,10 +132,20 @@ class Lead:
         return dict.fromkeys(home.flat for home in self.encoded.values() if home.flat is not None)
 
     def say(self, phase: Phase) -> None:
-        """How gradients are to be summed from the next backward on."""
+        """How gradients are to be summed from the next backward on, once what is sent can be clipped."""
         self.check()
+        self._said = phase
+        self.say_again()
+
+    def say_again(self) -> None:
+        """After what clips gradients has changed."""
         for compressed in self._wires:
-            compressed.phase = phase
+            compressed.phase = self.phase
+
+    @property
+    def phase(self) -> Phase:
+        """How gradients are summed now: exactly where they would have to be clipped, and nobody knows how far."""
+        return Phase.KEPT if self.is_blind and self._said.encodes else self._said
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` where another optimizer has been made for the same wires."""
@@ -199,6 +213,17 @@ class Lead:
         _, _, flat, piece = self.encoded[id(parameter)]
         assert flat is not None
         return None if flat.exact is None else piece.range_of(flat.exact)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether gradients are to be clipped before they are sent, and how far is not known."""
+        return any(compressed.clip is not None and compressed.clip.is_blind for compressed in self._wires)
+
+    def learn_norm(self, total: float) -> None:
+        """The mean gradient of the encoded parameters, of an unscaled loss, had this norm in the last backward."""
+        for compressed in self._wires:
+            if compressed.clip is not None:
+                compressed.clip.learn(total)
 
     def drop_exact(self) -> None:
         """The optimizer has used the exact gradients."""

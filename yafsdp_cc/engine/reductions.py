@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.counters import Counters
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.host import Crossings
-    from yafsdp_cc.engine.lanes import Lane
+    from yafsdp_cc.engine.lanes import Lane, Start
     from yafsdp_cc.engine.small import SmallGroup
     from yafsdp_cc.engine.tensor import FlatDTensor
     from yafsdp_cc.engine.unit import Unit
@@ -150,7 +150,7 @@ class Reductions:
                 take_in()
                 return []
 
-            self.lane.issue(slot.ready, start, after=self.lane.reached())
+            self.lane.issue(slot.ready, self._prepared(flat, whole, start), after=self.lane.reached())
         slot.owner = None
 
     def exchange_of(self, flat: Flat) -> Reduce | ChunkSum:
@@ -203,7 +203,7 @@ class Reductions:
             self._check_once(flat)
             if isinstance(exchange, ChunkSum) and exchange.kept is not None:
                 wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
-            start = partial(exchange.send, whole)
+            start = self._prepared(flat, whole, partial(exchange.send, whole))
             tail = partial(self._take, exchange, flat, whole, wrote)
             if exchange.one_at_a_time:
                 self._land()
@@ -215,6 +215,18 @@ class Reductions:
         slot.owner = None
         if meter is not None:
             meter.sent()
+
+    def _prepared(self, flat: Flat, whole: Tensor, start: Start) -> Start:
+        """The start of a sum of ``whole``, with what is done to it before."""
+        compressed = self.compressed
+        if compressed is None or compressed.clip is None or compressed.over_replicas:
+            return start
+
+        def prepared(asynchronous: bool) -> Sequence[dist.Work]:
+            compressed.prepare(flat, whole)
+            return start(asynchronous)
+
+        return prepared
 
     @property
     def _sums_both(self) -> bool:
@@ -238,13 +250,10 @@ class Reductions:
         exchange = self.exchange
         if exchange.one_at_a_time:
             self._land()
-        if flat.exact is None:
-            flat.exact = torch.empty(flat.layout.chunk, dtype=torch.float32, device=self.device)
-        exact, divisor = flat.exact, flat.divisor.tensor
 
         def take() -> None:
-            for start, total in exchange.totals(whole):
-                torch.div(total, divisor, out=exact.narrow(0, start, total.numel()))
+            for _ in flat.keeping(exchange.totals(whole)):
+                pass
 
         self.counters.reduced_bytes += exchange.sent_bytes(whole)
         self.lane.issue(slot.ready, partial(exchange.send, whole), take, after=self.lane.reached())
@@ -262,6 +271,8 @@ class Reductions:
     def _land_in(self, flat: Flat, totals: Iterable[tuple[int, Tensor]], wrote: list[bool]) -> None:
         assert flat.gradients is not None
         divisor = flat.divisor if self.compressed is None else self.compressed.divisor_of(flat)
+        if self.compressed is not None and self.compressed.keeps(flat):
+            totals = flat.keeping(totals)
         flat.gradients.land(totals, divisor, wrote)
 
     def _land(self) -> None:

@@ -110,11 +110,15 @@ class Replicas:
             encoded = None
         exact = None
         if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
-            exact = flat.exact = partial.sum.to(torch.float32, copy=True)
+            exact = flat.exact = torch.empty_like(partial.sum, dtype=torch.float32)
 
         def start(asynchronous: bool) -> list[dist.Work]:
+            if compressed is not None:
+                compressed.prepare(flat, partial.sum)
             if encoded is None:
                 return self.send(partial.sum, asynchronous)
+            if exact is not None:
+                exact.copy_(partial.sum)
             works = encoded.send(partial.sum, asynchronous)
             return works if exact is None else [*works, *self.send(exact, asynchronous)]
 

@@ -51,7 +51,8 @@ class Leading(Optimizer):
         warmup_steps: with exact sums.
         form: what is encoded: the momentum of each rank, which is its residual at the same time, or its gradient.
         refreshes: exact sums for the second moment before the distance between them doubles; 0 for none.
-        max_grad_norm: what the loop clips gradients to; those of exact sums that it does not see are clipped alike.
+        max_grad_norm: what the loop clips gradients to; those that it does not see are clipped alike, the exact ones
+            and, where the momentum is sent, those that it is of.
     """
 
     shortest_warmup: ClassVar[int] = 1
@@ -89,7 +90,8 @@ class Leading(Optimizer):
         self._step_supports_amp_scaling = True  # so that a GradScaler makes itself known
         super().__init__(params, defaults)
         parameters = [each for group in self.param_groups for each in group["params"]]
-        self.lead = Lead(parameters, beta if form == "momentum" else 0.0, share, type(self).__name__)
+        sent = beta if form == "momentum" else 0.0
+        self.lead = Lead(parameters, sent, share, max_grad_norm, type(self).__name__)
         for parameter in parameters:
             self._begin(parameter)
         self._announce()
@@ -105,9 +107,11 @@ class Leading(Optimizer):
         if not self._unscale():
             self.lead.drop_exact()  # the next backward may not come to all of them
             return loss
-        phase = self.phase
-        if phase is Phase.BOTH:
-            self._refresh(self._exact_gradients())
+        phase = self.lead.phase
+        if phase is Phase.KEPT or phase is Phase.BOTH:
+            gradients = self._exact_gradients()
+            if phase is Phase.BOTH:
+                self._refresh(gradients)
             self.lead.drop_exact()
         self.steps += 1
         self._announce()  # gathers begin below, exact or of changes as in the next step
@@ -133,8 +137,8 @@ class Leading(Optimizer):
         wanted = {id(each) for each in members if each.grad is not None}
         for group in self.param_groups:
             used = [each for each in group["params"] if id(each) in wanted]
-            encoded = [each for each in used if phase is not Phase.EXACT and self._is_encoded(each)]
-            exact = [each for each in used if phase is Phase.EXACT or not self._is_encoded(each)]
+            encoded = [each for each in used if phase.encodes and self._is_encoded(each)]
+            exact = [each for each in used if not (phase.encodes and self._is_encoded(each))]
             yield Share(group, exact, encoded)
 
     @abstractmethod
@@ -203,7 +207,7 @@ class Leading(Optimizer):
         """How gradients of a step, from 1 on, are summed."""
         after = step - self.warmup_steps
         if after <= 0:
-            return Phase.EXACT
+            return Phase.EXACT if after else Phase.KEPT
         return Phase.BOTH if after in self._refresh_steps(after) else Phase.ENCODED
 
     @property
@@ -223,8 +227,9 @@ class Leading(Optimizer):
                 found.append((parameter, exact if scale == 1 else exact.div_(scale)))
         if self.max_grad_norm is not None and found:
             norm = get_total_norm([flat_dtensor(exact, parameter._cut) for parameter, exact in found])
-            total = norm.full_tensor() if isinstance(norm, FlatDTensor) else norm
-            share = min(1.0, self.max_grad_norm / (float(total) + 1e-6))
+            total = float(norm.full_tensor() if isinstance(norm, FlatDTensor) else norm)
+            self.lead.learn_norm(total)
+            share = min(1.0, self.max_grad_norm / (total + 1e-6))
             for _, exact in found:
                 exact.mul_(share)
         return found

@@ -1,0 +1,238 @@
+"""Gradients that are clipped before they are sent, against AdamW on clipped ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+import yafsdp_cc
+from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.clip import Clip
+from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb
+
+LIMIT = 20.0
+"""Of a mean gradient whose norm is about 80 with two ranks."""
+
+
+def spike(step: int) -> float:
+    """How much larger than usual all gradients of a step are: those after a warm-up of five, and some later."""
+    return {5: 100.0, 6: 0.5, 11: 50.0, 17: 5.0}.get(step, 1.0)
+
+
+def trained(model: Any, optimizer: Any, steps: range, clips: bool, scale: float = 1.0) -> None:
+    for step in steps:
+        model([each * spike(step) * scale for each in drawn(step, dist.get_rank())]).backward()
+        if clips:
+            clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def led(model: Any, limit: float | None = LIMIT, **more: Any) -> OneBitAdam:
+    return OneBitAdam(model.parameters(), **SETTINGS, **{"warmup_steps": 5, "max_grad_norm": limit} | more)
+
+
+def far(one: Any, other: Any) -> float:
+    """How far weights are apart, by how far they went."""
+    start = [each.detach() for each in Slopes().parameters()]
+    triples = list(zip(weights(one), weights(other), start, strict=True))[::2]
+    return max(float((a - b).norm() / (a - c).norm()) for a, b, c in triples)
+
+
+def beside_adamw(gradients: str, mesh_shape: tuple[int, ...]) -> None:
+    mesh = None
+    if len(mesh_shape) > 1:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    more: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    clipped, raw = sharded(gradients, **more), sharded(gradients, **more)
+    exact = yafsdp_cc.shard(Slopes(), units=[Slope], **more)
+    trained(exact, torch.optim.AdamW(exact.parameters(), **SETTINGS), range(25), clips=True)
+    for model, limit in ((clipped, LIMIT), (raw, None)):
+        optimizer = led(model, limit, refreshes=1000)  # all of the second moment: what is left is the first
+        trained(model, optimizer, range(5), clips=True)
+        trained(model, optimizer, range(5, 25), clips=False)  # what a loop would clip is the momentum
+    assert far(exact, clipped) < (0.1 if gradients == "int8" else 0.4), far(exact, clipped)
+    assert far(exact, raw) > 0.5, far(exact, raw)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "mesh_shape"), [("int8", (2,)), ("onebit", (2,)), ("int8", (4,)), ("int8", (2, 2))]
+)
+def test_large_gradients_are_clipped_in_the_momentum_as_adamw_has_it(gradients, mesh_shape):
+    on_ranks(torch.Size(mesh_shape).numel(), beside_adamw, gradients, mesh_shape)
+
+
+def of_one_rank() -> None:
+    def momenta(factor: float) -> list[torch.Tensor]:
+        """Their norms after a step in which one rank's gradients of one weight are so much larger."""
+        model = sharded("int8")
+        optimizer = led(model)
+        trained(model, optimizer, range(8), clips=False)
+        slopes = drawn(8, dist.get_rank())
+        if dist.get_rank() == 1:
+            slopes[1] = factor * slopes[1]
+        model(slopes).backward()
+        return [parameter.grad.full_tensor().norm() for parameter in model.parameters()][::2]
+
+    usual, spiked = momenta(1.0), momenta(1e4)
+    assert spiked[0] == usual[0]
+    assert spiked[2] == usual[2]
+    assert spiked[1] < 2 * usual[1], (spiked, usual)
+
+
+def test_what_is_far_off_on_one_rank_is_clipped_there():
+    on_ranks(2, of_one_rank)
+
+
+def of_micro_batches() -> None:
+    once, twice = sharded(), sharded()
+    for model in (once, twice):
+        optimizer = led(model)
+        for step in range(14):
+            slopes = [each * spike(step) for each in drawn(step, dist.get_rank())]
+            if model is once:
+                model(slopes).backward()
+            else:
+                for sends in (False, True):
+                    model.set_requires_gradient_sync(sends)
+                    model([each / 2 for each in slopes]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert far(once, twice) < 0.3
+
+
+def test_micro_batches_are_clipped_each_by_itself():
+    on_ranks(2, of_micro_batches)
+
+
+def scaled() -> None:
+    plain, with_scale = sharded(), sharded()
+    optimizers = [led(each, refreshes=1) for each in (plain, with_scale)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    yafsdp_cc.follow_scaler(with_scale, scaler)
+    for step in range(14):
+        slopes = [each * spike(step) for each in drawn(step, dist.get_rank())]
+        plain(slopes).backward()
+        optimizers[0].step()
+        scaler.scale(with_scale(slopes)).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert scaler.get_scale() > 1024
+    assert all(one.equal(other) for one, other in zip(weights(plain), weights(with_scale), strict=True))
+
+
+def test_a_loss_scale_changes_nothing():
+    on_ranks(2, scaled)
+
+
+# Again and elsewhere --------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Any, at: int) -> None:
+    model = sharded(compression={"residual": "int8"})
+    optimizer = led(model)
+    trained(model, optimizer, range(at), clips=False)
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    trained(model, optimizer, range(at, at + 8), clips=False)
+    found = weights(model)
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "truth.pt")
+
+
+def resumed(folder: Any, at: int) -> None:
+    model = sharded(compression={"residual": "int8"})
+    optimizer = led(model)
+    trained(model, optimizer, range(40, 47), clips=False, scale=3.0)  # limits of its own, that are forgotten
+    yafsdp_cc.load(folder / "step", model, optimizer)
+    trained(model, optimizer, range(at, at + 8), clips=False)
+    truth = torch.load(folder / "truth.pt")
+    assert all(one.equal(other) for one, other in zip(weights(model), truth, strict=True))
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 14])
+def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
+    """Before what can be learned of the warm-up is, just after, and later."""
+    on_ranks(2, saved, tmp_path, at)
+    on_ranks(2, resumed, tmp_path, at)
+
+
+def elsewhere(folder: Any) -> None:
+    model = sharded(compression={"residual": "int8"})
+    optimizer, counters = led(model), yafsdp_cc.counters_of(model)
+    yafsdp_cc.load(folder / "step", model, optimizer)
+    sent = []
+    for step in range(16, 20):
+        before = counters.reduced_bytes
+        trained(model, optimizer, range(step, step + 1), clips=False)
+        sent.append(counters.reduced_bytes - before)
+    assert sent[0] > 10 * sent[1] == 10 * sent[3]  # one exact step, from which limits are learned
+    assert not optimizer.lead.is_blind
+
+
+def test_other_ranks_learn_their_limits_from_one_exact_step(tmp_path):
+    on_ranks(4, saved, tmp_path, 16)
+    on_ranks(2, elsewhere, tmp_path)
+
+
+def by_lamb() -> None:
+    model = sharded()
+    optimizer = OneBitLamb(model.parameters(), **SETTINGS, warmup_steps=5, max_grad_norm=LIMIT)
+    trained(model, optimizer, range(12), clips=False)
+    assert all(each.isfinite().all() for each in weights(model))
+    (flat,) = root_of(model).units[0].flats
+    assert flat.exact is None
+    assert not optimizer.lead.is_blind
+
+
+def test_lamb_clips_too():
+    on_ranks(2, by_lamb)
+
+
+# One limit ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_limit_is_a_share_of_the_whole(dtype):
+    clip = Clip(2.0)
+    gradients = torch.full((100,), 0.3, dtype=dtype)  # of norm 3
+    clip.clip("a", gradients, 1.0)
+    clip.clip("b", torch.zeros(100), 1.0)
+    assert clip.is_blind
+    assert clip.state() is None
+    clip.learn(12.0)
+    assert not clip.is_blind
+    assert clip.state() == {"a": pytest.approx(0.25, rel=0.01)}
+    clip.clip("a", gradients, 8.0)  # of a loss times 8: the limit is 2 · 8 / 4
+    assert gradients.norm().item() == pytest.approx(3.0, rel=0.01)
+    clip.clip("a", gradients, 1.0)
+    assert gradients.norm().item() == pytest.approx(0.5, rel=0.01)
+    clip.learn(1.0)
+    assert clip.state() == {"a": pytest.approx(0.25 + 0.3 * 0.25, rel=0.01)}
+
+
+def test_what_is_not_finite_is_neither_clipped_nor_learned_from():
+    clip = Clip(1.0)
+    clip.clip("a", torch.ones(4), 1.0)
+    clip.learn(float("nan"))
+    assert clip.is_blind
+    clip.clip("a", torch.ones(4), 1.0)
+    clip.learn(1.0)
+    broken = torch.tensor([1.0, torch.inf, 3.0, torch.nan])
+    clip.clip("a", broken, 1.0)
+    assert broken.nan_to_num(7.0, 8.0).tolist() == [1.0, 8.0, 3.0, 7.0]
+    clip.learn(1.0)
+    assert clip.state() == {"a": 2.0}
+    other = Clip(1.0)
+    other.resume(clip.state(), torch.device("cpu"))
+    assert other.state() == {"a": 2.0}
+    other.resume(None, torch.device("cpu"))
+    assert other.is_blind
