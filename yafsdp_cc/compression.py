@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from yafsdp_cc.wire.codec import BLOCK, Codec, Scaled, codec_of, kind_of
@@ -104,9 +104,12 @@ class Compression:
 
     @field_validator("gradients", "overrides")
     @classmethod
-    def _are_codecs(cls, value: str | Mapping[str, str]) -> str | Mapping[str, str]:
-        for name in [value] if isinstance(value, str) else value.values():
-            check_name(name)
+    def _are_codecs(cls, value: str | Mapping[str, str], info: ValidationInfo) -> str | Mapping[str, str]:
+        if isinstance(value, str):
+            check_name(value, f"{info.field_name}={value!r}")
+        else:
+            for pattern, name in value.items():
+                check_name(name, f"{info.field_name}={{{pattern!r}: {name!r}}}")
         return value
 
     @field_validator("candidates")
@@ -122,7 +125,7 @@ class Compression:
                     f"candidates={value!r}: 'powersgd' sums factors that all ranks share, and keeps them from step to "
                     "step; it cannot take turns with codecs. Name it in overrides, for the parameters it is to have"
                 )
-            kind_of(name)
+            check_name(name, f"candidates={value!r}")
         return value
 
     @field_validator("weights")
@@ -133,9 +136,9 @@ class Compression:
         if value == AUTO:
             raise ValueError(f"weights={value!r}: codecs are chosen for gradients alone: {_FIT}")
         try:
-            check_name(value)
+            check_name(value, f"weights={value!r}")
         except ValueError as error:
-            raise ValueError(f"weights={value!r}: {error}; {_FIT}") from None
+            raise ValueError(f"{error}; {_FIT}") from None
         if value == LOW_RANK or not issubclass(kind_of(value), Scaled):
             raise ValueError(f"weights={value!r}: {_UNFIT.get(value, _NO_SCALES)}: {_FIT}")
         return value
@@ -218,10 +221,13 @@ def _needs_feedback(name: str) -> bool:
     return name == LOW_RANK or kind_of(name).needs_feedback
 
 
-def check_name(name: str) -> None:
-    """Raise a ``ValueError`` if gradients cannot be encoded by what has this name."""
+def check_name(name: str, said: str) -> None:
+    """Raise a ``ValueError`` that quotes what was ``said`` if nothing that encodes has this name."""
     if name not in (LOW_RANK, AUTO):
-        kind_of(name)
+        try:
+            kind_of(name)
+        except ValueError as error:
+            raise ValueError(f"{said}: {error}") from None
 
 
 def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
@@ -255,7 +261,7 @@ def compression_of(value: Compression | str | None) -> Compression | None:
         ValueError: it names no codec.
     """
     if isinstance(value, str):
-        check_name(value)
+        check_name(value, f"compression={value!r}")
         value = Compression(gradients=value)
     if value is not None and not isinstance(value, Compression):
         raise TypeError(f"compression takes a Compression, the name of a codec such as 'int8', or None; got {value!r}")

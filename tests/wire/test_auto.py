@@ -224,7 +224,7 @@ def test_all_that_is_large_is_encoded_at_100_mbit():
         ({"candidates": ()}, r"candidates=\(\): name the codecs"),
         ({"candidates": ("fp32", "int8")}, "exact sums are always among them"),
         ({"candidates": ("powersgd",)}, "'powersgd' sums factors that all ranks share"),
-        ({"candidates": ("int7",)}, "there is no codec 'int7'"),
+        ({"candidates": ("int7",)}, r"candidates=\('int7',\): there is no codec 'int7'"),
         ({"candidates": "int8"}, r"candidates='int8': write several in parentheses, and one as \('int8',\)"),
         ({"error_budget": 0.0}, "error_budget=0.0: a share of gradients' squares: more than 0, up to 1"),
         ({"error_budget": 2.0}, "error_budget=2.0: a share of gradients' squares: more than 0, up to 1"),

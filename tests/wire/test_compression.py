@@ -287,7 +287,7 @@ def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
 
 def refusals() -> None:
     for wrong, kind, match in (
-        ("int9", ValueError, "there is no codec 'int9', only bf16, fp32"),
+        ("int9", ValueError, "compression='int9': there is no codec 'int9', only bf16, fp32"),
         (7, TypeError, "compression takes a Compression, the name of a codec such as 'int8', or None; got 7"),
     ):
         with pytest.raises(kind, match=match):
@@ -312,7 +312,8 @@ def test_what_cannot_be_is_refused_by_name():
         Compression(None)  # type: ignore[arg-type]  # the mistake is what is tested
     assert Compression("int4", "int8") == Compression(gradients="int4", weights="int8")
     for wrong, match in (
-        ({"gradients": "int7"}, "^there is no codec 'int7'"),
+        ({"gradients": "int7"}, "^gradients='int7': there is no codec 'int7'"),
+        ({"overrides": {"a*": "int7"}}, r"^overrides=\{'a\*': 'int7'\}: there is no codec 'int7'"),
         ({"gradients": "onebit", "feedback": False}, "gradients='onebit' with feedback=False: what it leaves out"),
         ({"weights": "int7"}, "^weights='int7': there is no codec 'int7', .*; take int8, fp8, int4"),
         (

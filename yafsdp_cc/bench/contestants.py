@@ -36,6 +36,8 @@ TRAINING = {
     "ddp powersgd": _trains("ddp_powersgd"),
     "ours exact bf16": _trains("ours"),
     "ours int8 / int8 weights": _trains("ours", gradients="int8", weights="int8"),
+    "ours int4 / int8 weights": _trains("ours", gradients="int4", weights="int8"),
+    "ours auto / int8 weights": _trains("ours", gradients="auto", weights="int8"),
     "ours onebit / int8 weights": _trains("ours", gradients="onebit", weights="int8"),
     "ours onebit / int8 kept": _trains("ours", gradients="onebit", weights="int8", zero_stage=2),
     "ours powersgd / int8 weights": _trains("ours", gradients="powersgd", weights="int8"),
@@ -48,7 +50,18 @@ TRAINING = {
 PHASES = {"ours 1-bit adam": {"exact": "ours 1-bit adam warm-up", "both": "ours 1-bit adam refresh"}}
 """Of contestants whose steps are not all alike: who stands for steps of another phase when time is taken."""
 
-SLOW = ("fsdp2 fp32", "fsdp2 bf16", "ddp fp32", "ddp powersgd", "ours exact bf16", "ours 1-bit adam")
+LEARNS_AS = {"ours auto / int8 weights": "ours int4 / int8 weights"}
+"""Whose loss stands for that of another: ``auto`` chooses by the network, and leaves out no more than int4 does."""
+
+SLOW = (
+    "fsdp2 fp32",
+    "fsdp2 bf16",
+    "ddp fp32",
+    "ddp powersgd",
+    "ours exact bf16",
+    "ours auto / int8 weights",
+    "ours 1-bit adam",
+)
 """Who trains for its loss against wall-clock."""
 
 if find_spec("deepspeed") is not None:

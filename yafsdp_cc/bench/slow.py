@@ -2,7 +2,8 @@
 
 What a model learns in a step does not depend on the network, and what a step takes does not depend on what is learnt.
 So each contestant trains once, on an unshaped network, for its loss by steps; and steps of each are timed at each
-bandwidth, in rounds whose order rotates. Time against loss is put together from both: a contestant whose steps are of
+bandwidth, in rounds whose order rotates. (What ``auto`` learns does depend on the network, by what it has encoded; its
+loss is that of encoding everything.) Time against loss is put together from both: a contestant whose steps are of
 several phases is timed in each of them, and its run is as many steps of each as its optimizer has made.
 """
 
@@ -18,7 +19,7 @@ import torch._dynamo  # by the optimizers, before ranks are forked
 import torch.distributed as dist
 
 from yafsdp_cc.bench import trainees, training
-from yafsdp_cc.bench.contestants import PHASES, TRAINING
+from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.train import CLIP, learning_rate, mean_over_ranks
 from yafsdp_cc.optim.leading import Leading
@@ -38,7 +39,7 @@ def measure(lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: i
     """Curves of every contestant, and its seconds per step by bandwidth, of a lab that has begun."""
     learnt = {}
     for name in names:
-        (learnt[name], *_) = lab.run(_learn, name, steps, timeout=training.PATIENCE)
+        (learnt[name], *_) = lab.run(_learn, LEARNS_AS.get(name, name), steps, timeout=training.PATIENCE)
         last = list(learnt[name]["losses"].values())[-1]
         print(f"{name}: loss {last:.4f} after {steps} steps", file=sys.stderr)
     timed = list(dict.fromkeys(phase for name in names for phase in (name, *PHASES.get(name, {}).values())))

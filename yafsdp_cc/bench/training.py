@@ -19,7 +19,9 @@ import torch.distributed as dist
 from yafsdp_cc.bench import trainees
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.bench.turns import in_turns
+from yafsdp_cc.compression import AUTO
 from yafsdp_cc.demo.model import VOCABULARY
+from yafsdp_cc.engine.chooser import FIRST
 from yafsdp_cc.netlab.rate import UNSHAPED
 
 if TYPE_CHECKING:
@@ -60,11 +62,15 @@ def _on_rank(lab: Lab, names: Sequence[str], bandwidth: str, rounds: int, steps:
     """Of each contestant, its turns."""
     warnings.simplefilter("ignore", FutureWarning)  # of torch's, of names that rivals use
     warnings.filterwarnings("ignore", message="gradients=")  # of few bits with Adam: nobody keeps what is learnt
-    runs = {name: _Run(name, lab) for name in names}  # over the network that there will be: some try it out
+    runs = {name: _Run(name, lab) for name in names}
+    choosing = [name for name in names if TRAINING[name].told.get("gradients") == AUTO]
     _set_bandwidth(lab, UNSHAPED)
-    for run in runs.values():
-        run.turn(WARM_UP)
+    for name, run in runs.items():
+        if name not in choosing:
+            run.turn(WARM_UP)
     _set_bandwidth(lab, bandwidth)
+    for name in choosing:  # by the network that they are measured on
+        runs[name].turn(FIRST + 2)
     found: dict[str, list[Turn]] = {name: [] for name in names}
     for number, name in in_turns(names, rounds):
         turn = runs[name].turn(steps)
