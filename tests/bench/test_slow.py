@@ -19,7 +19,7 @@ TIMED: dict[str, Any] = {
     "ours 1-bit adam warm-up": {"seconds": 3.0, "sent_bytes": 30e6},
     "ours 1-bit adam refresh": {"seconds": 2.0, "sent_bytes": 13e6},
 }
-PHASES = ["exact", "exact", "both", "encoded", "both", "encoded"]
+PHASES = ["exact", "kept", "both", "encoded", "both", "encoded"]
 
 
 def runs() -> dict[str, Any]:

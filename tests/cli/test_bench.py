@@ -34,6 +34,8 @@ OURS = "ours int8 / int8 weights"
         (["--rounds=0"], "--rounds: must be at least 1, got 0"),
         (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
         (["--picture=loss.svg"], "--picture is for --suite slow"),
+        (["--learnt=figures.json"], "--learnt is for --suite slow"),
+        (["--suite=slow", "--learnt=nowhere"], "nowhere is not what `yafsdp-cc bench --suite slow --json nowhere` wr"),
         (["--suite=slow", "--picture=loss.pdf"], "--picture loss.pdf: name a file that ends with .svg or .png"),
         (["--contestants", "ddp fp32", OURS], f"arguments: {OURS}; contestants are one argument, with commas between"),
         (["--suite=slow", "--picture=nowhere/loss.svg"], "--picture nowhere/loss.svg: there is no such folder"),
@@ -103,10 +105,19 @@ def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
     theirs, exact, ours = (found["learnt"][name]["losses"]["6"] for name in names.split(","))
     assert abs(theirs - exact) < 0.02 * theirs
     assert ours < 1.1 * theirs < 5.0
-    assert found["learnt"]["ours 1-bit adam"]["phases"][:5] == ["exact", "both", "both", "both", "both"]
+    assert found["learnt"]["ours 1-bit adam"]["phases"][:5] == ["kept", "both", "both", "both", "both"]
     run = found["runs"]["unshaped"]["ours 1-bit adam"]
     assert run["sent_bytes"] < found["runs"]["unshaped"]["ours exact bf16"]["sent_bytes"]
     assert [seconds for seconds, _ in run["curve"]] == sorted(seconds for seconds, _ in run["curve"])
+
+    again = ["--ranks=2", "--bandwidth=1gbit", "--rounds=1", "--steps=6", "--learnt=figures.json", "--json=again.json"]
+    names = "ours exact bf16,ours auto / int8 weights"  # of which one has learnt before
+    ran = yafsdp_cc("bench", "--suite=slow", f"--contestants={names}", *again, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "ours exact bf16: loss" not in ran.stderr
+    assert "ours auto / int8 weights: loss" in ran.stderr
+    taken = json.loads((tmp_path / "again.json").read_text())["slow"]["2"]["learnt"]
+    assert taken["ours exact bf16"] == found["learnt"]["ours exact bf16"]
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:

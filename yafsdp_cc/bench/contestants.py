@@ -47,7 +47,13 @@ TRAINING = {
     "ours 1-bit adam refresh": _trains("one_bit_adam", phase="both"),
 }
 
-PHASES = {"ours 1-bit adam": {"exact": "ours 1-bit adam warm-up", "both": "ours 1-bit adam refresh"}}
+PHASES = {
+    "ours 1-bit adam": {
+        "exact": "ours 1-bit adam warm-up",
+        "kept": "ours 1-bit adam warm-up",
+        "both": "ours 1-bit adam refresh",
+    }
+}
 """Of contestants whose steps are not all alike: who stands for steps of another phase when time is taken."""
 
 LEARNS_AS = {"ours auto / int8 weights": "ours int4 / int8 weights"}

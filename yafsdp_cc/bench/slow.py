@@ -25,7 +25,7 @@ from yafsdp_cc.demo.train import CLIP, learning_rate, mean_over_ranks
 from yafsdp_cc.optim.leading import Leading
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from yafsdp_cc.netlab import Lab
 
@@ -35,10 +35,23 @@ POINTS = 20
 """Of each curve."""
 
 
-def measure(lab: Lab, names: Sequence[str], bandwidths: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Curves of every contestant, and its seconds per step by bandwidth, of a lab that has begun."""
+def measure(
+    lab: Lab,
+    names: Sequence[str],
+    bandwidths: Sequence[str],
+    rounds: int,
+    steps: int,
+    learnt_before: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Curves of every contestant, and its seconds per step by bandwidth, of a lab that has begun.
+
+    Curves of as many steps that were ``learnt_before`` are not learnt again.
+    """
     learnt = {}
     for name in names:
+        if name in learnt_before and len(learnt_before[name]["phases"]) == steps:
+            learnt[name] = learnt_before[name]
+            continue
         (learnt[name], *_) = lab.run(_learn, LEARNS_AS.get(name, name), steps, timeout=training.PATIENCE)
         last = list(learnt[name]["losses"].values())[-1]
         print(f"{name}: loss {last:.4f} after {steps} steps", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -48,21 +49,26 @@ def slow(
     steps: int = 300,
     delay_ms: float = 0.0,
     picture: Path | None = None,
+    learnt: Path | None = None,
 ) -> dict[str, Any]:
     """Loss against wall-clock over slow networks: figures by ranks, and a picture for each number of them.
 
+    Losses in the figures of an earlier run, the file ``learnt``, are taken from there.
+
     Raises:
-        ValueError: there is no such network; nothing has been started.
+        ValueError: there is no such network, or the file is no such file; nothing has been started.
         ModuleNotFoundError: there is to be a picture, and no matplotlib; nothing has been started.
         Unavailable: this machine cannot have a network of its own.
     """
     if picture is not None and find_spec("matplotlib") is None:
         raise ModuleNotFoundError("a picture is drawn by matplotlib: pip install matplotlib")
     labs = _labs(ranks, bandwidths, delay_ms)
+    before = {} if learnt is None else _learnt_in(learnt)
     found = {}
     for count, lab in labs.items():
         with lab:
-            found[str(count)] = figures = slow_runs.measure(lab, names, bandwidths, rounds, steps)
+            figures = slow_runs.measure(lab, names, bandwidths, rounds, steps, before.get(str(count), {}))
+        found[str(count)] = figures
         for bandwidth, runs in figures["runs"].items():
             print(report.slow_table(f"{count} ranks at {bandwidth}, {steps} steps", runs), flush=True)
         if picture is not None:
@@ -70,6 +76,14 @@ def slow(
             draw(path, f"{count} ranks, {steps} steps of 1,024 tokens per rank", figures["runs"])
             print(f"drawn in {path}", flush=True)
     return found
+
+
+def _learnt_in(path: Path) -> dict[str, Any]:
+    """What contestants have learnt in a run whose figures these are, by ranks."""
+    try:
+        return {count: figures["learnt"] for count, figures in json.loads(path.read_text())["slow"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what `yafsdp-cc bench --suite slow --json {path}` writes: {error!r}") from None
 
 
 def _labs(ranks: Sequence[int], bandwidths: Sequence[str], delay_ms: float) -> dict[int, Lab]:

@@ -50,8 +50,9 @@ def main(argv: list[str]) -> int:
     given = {option: value for option, value in asked.items() if value is not None}
     if suite == "exchanges" and given.keys() & set(OF_TRAINING):
         parser.error("--bandwidth, --delay-ms and --steps are for --suite train and slow")
-    if suite != "slow" and "picture" in given:
-        parser.error("--picture is for --suite slow")
+    for option in ("picture", "learnt"):
+        if suite != "slow" and option in given:
+            parser.error(f"--{option} is for --suite slow")
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{option} {file}: there is no such folder")
@@ -102,6 +103,8 @@ def _parser() -> _Parser:
     training.add_argument("--steps", type=positive, metavar="N", help=steps)
     where = "slow: where to draw, .svg or .png; FILE-2-ranks.svg and so on where --ranks has several"
     training.add_argument("--picture", type=Path, metavar="FILE", help=where)
+    learnt = "slow: what an earlier run's --json wrote; losses in there of as many steps are not learnt again"
+    training.add_argument("--learnt", type=Path, metavar="FILE", help=learnt)
     return parser
 
 
