@@ -94,7 +94,9 @@ def restore_wire(model: nn.Module, extra: dict[str, Any]) -> bool:
         root.outdated |= not root.compressed.is_warm  # what sums exactly may not be there any more
     if guard is not None and root.compressed.guard is not None:
         root.compressed.guard.resume(root, guard)
-    fits = raw is not None and restore_residuals(root, raw)
+    # An exact step, which tells how to clip, is one of a whole first moment: none of it may be in residuals.
+    ready = clip is not None or root.compressed.clip is None
+    fits = ready and raw is not None and restore_residuals(root, raw)
     root.compressed.resume_clip(clip if fits else None, root.device)
     return fits
 

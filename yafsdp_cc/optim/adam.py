@@ -119,7 +119,13 @@ class OneBitAdam(Leading):
         owned = []
         for parameter in parameters:
             if self._is_encoded(parameter):
-                self.state[parameter]["variance_step"] += 1
+                state = self.state[parameter]
+                if state["variance_step"] != state["step"]:  # once more, long after the warm-up
+                    gradient = local_of(parameter.grad).to(width_of(parameter))
+                    self._refresh([(parameter, gradient)])
+                    self._move(group, parameter, self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1))
+                    continue
+                state["variance_step"] += 1
             if local_of(parameter).numel():
                 owned.append(parameter)
             else:
@@ -157,18 +163,22 @@ class OneBitAdam(Leading):
                 before.copy_(after)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        beta1, beta2 = group["betas"]
-        furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
         for parameter in parameters:
-            state = self.state[parameter]
-            state["step"] += 1
-            corrections = 1 - beta1 ** float(state["step"]), 1 - beta2 ** float(state["variance_step"])
-            local = local_of(parameter)
             moment = local_of(parameter.grad).to(width_of(parameter))
             if self.form == "gradient":
-                moment = self._local(parameter, "exp_avg").lerp_(moment, 1 - beta1)
-            if not state["variance_step"]:
-                continue  # trained for the first time: the next step brings an exact gradient
-            root = (self._local(parameter, "exp_avg_sq") / corrections[1]).sqrt_().add_(group["eps"])
-            update = (moment / root.mul_(corrections[0])).clamp_(-furthest, furthest)
-            local.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
+                moment = self._local(parameter, "exp_avg").lerp_(moment, 1 - group["betas"][0])
+            self._move(group, parameter, moment)
+
+    def _move(self, group: dict[str, Any], parameter: Tensor, moment: Tensor) -> None:
+        """Adam's step by a first moment, and a second one that has seen as many gradients as it has."""
+        beta1, beta2 = group["betas"]
+        furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+        state = self.state[parameter]
+        state["step"] += 1
+        if not state["variance_step"]:
+            return  # trained for the first time: the next step brings an exact gradient
+        corrections = 1 - beta1 ** float(state["step"]), 1 - beta2 ** float(state["variance_step"])
+        root = (self._local(parameter, "exp_avg_sq") / corrections[1]).sqrt_().add_(group["eps"])
+        update = (moment / root.mul_(corrections[0])).clamp_(-furthest, furthest)
+        local = local_of(parameter)
+        local.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))

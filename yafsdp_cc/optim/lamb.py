@@ -149,25 +149,27 @@ class OneBitLamb(OneBitAdam):
         """Adam's moments, and LAMB's update (You et al., 2020, algorithm 2)."""
         beta1, beta2 = group["betas"]
         state, gradient = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
+        encoded = self._is_encoded(parameter)
         state["step"] += 1
-        steps = int(state["step"])
         moment = self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1)
         square = self._local(parameter, "exp_avg_sq").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = (moment / (1 - beta1**steps)).div_((square / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
-        if self._is_encoded(parameter):
+        if encoded:
             state["variance_step"] += 1
-        if self._is_encoded(parameter) and self.steps == self.warmup_steps:
+        if encoded and self.steps >= self.warmup_steps and self.form == "momentum":
+            state["exp_avg_before"].copy_(state["exp_avg"])
+        if encoded and self.steps > self.warmup_steps:  # once more, long after the warm-up
+            return self._ready_with(group, parameter, moment, gradient)
+        if encoded and self.steps == self.warmup_steps:
             state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
-            if self.form == "momentum":
-                state["exp_avg_before"].copy_(state["exp_avg"])
+        steps = int(state["step"])
+        update = (moment / (1 - beta1**steps)).div_((square / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
         return Ready(parameter, group, update.add_(local_of(parameter), alpha=group["weight_decay"]))
 
     def _ready(self, group: dict[str, Any], parameter: Tensor) -> Ready:
-        """The update of 1-bit Adam, and what the factor is made of (Li et al., 2021, algorithm 1)."""
-        beta1, beta2 = group["betas"]
+        """The moment and the gradient that what was decoded says."""
+        beta1, _ = group["betas"]
         state, said = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
         state["step"] += 1
-        fresh = self._local(parameter, "exp_avg_sq_fresh")
         if self.form == "gradient":
             moment = self._local(parameter, "exp_avg").lerp_(said, 1 - beta1)
             told = said
@@ -175,7 +177,13 @@ class OneBitLamb(OneBitAdam):
             moment, before = said, self._local(parameter, "exp_avg_before")
             told = moment.sub(before, alpha=beta1).div_(1 - beta1)
             before.copy_(moment)
-        fresh.mul_(beta2).addcmul_(told, told, value=1 - beta2)
+        return self._ready_with(group, parameter, moment, told)
+
+    def _ready_with(self, group: dict[str, Any], parameter: Tensor, moment: Tensor, told: Tensor) -> Ready:
+        """The update of 1-bit Adam, and what the factor is made of (Li et al., 2021, algorithm 1)."""
+        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        fresh = self._local(parameter, "exp_avg_sq_fresh").mul_(beta2).addcmul_(told, told, value=1 - beta2)
         if not state["variance_step"]:  # trained for the first time: the next step brings an exact gradient
             return Ready(parameter, group, torch.zeros_like(moment))
         root = self._local(parameter, "exp_avg_sq") / (1 - beta2 ** float(state["variance_step"]))
