@@ -177,7 +177,7 @@ class Lead:
             if unit.flats and unit.home.slot not in taken and unit.root.passage is None and not unit.root.outdated:
                 taken.add(unit.home.slot)
                 unit.root.gather_lane.follow(unit.root.gather_lane.reached())
-                unit.prefetch()
+                unit.begin_early()
         yield from units.values()
 
     @property

@@ -6,6 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression import EXACT, LOW_RANK
+from yafsdp_cc.engine.following import Following
+from yafsdp_cc.engine.near import NearFollowing
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.plan import (
     Plan,
@@ -66,7 +68,7 @@ def plan_for(root: Root) -> Plan:
         residual_bytes=root.reductions.residual_bytes,
         choices=_choices(root, trainable),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
-        change_bytes=0 if root.encoded_change is None else root.encoded_change.owned_bytes,
+        change_bytes=0 if root.encoded_change is None else root.encoded_change.room.owned_bytes,
         crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
         host=_host(root, flats),
         chosen="" if root.chooser is None else root.chooser.said,
@@ -156,6 +158,8 @@ def _gathered_again(root: Root, unit: Unit) -> int:
 
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
+    if isinstance(unit.following, NearFollowing) and unit.second is not None:
+        return unit.following.told_bytes(place) + unit.second.gather.sent_bytes(unit.home.wholes[place])
     message = unit.home.messages[place] if unit.home.messages else None
     if unit.encoded is None or message is None or unit.flats[place].always_exact:
         return root.gather.sent_bytes(unit.home.wholes[place])
@@ -197,7 +201,9 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     return PlannedRing(
         role=weights.role,
         weight_slots=len(weights.slots) + len(weights.kept),
-        following=len({id(unit.home.slot) for unit in root.units if unit.role == role and unit.following}),
+        following=len(
+            {id(unit.home.slot) for unit in root.units if unit.role == role and type(unit.following) is Following}
+        ),
         weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,
