@@ -291,6 +291,27 @@ def test_an_optimizer_that_goes_unit_by_unit_has_the_first_told_while_it_updates
     on_ranks(4, led)
 
 
+def told_twice() -> None:
+    model = near()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    expected = look(model)
+    loss_of(model, 1).backward()
+    for _ in range(2):
+        optimizer.step()
+        for unit in root_of(model).units:
+            unit.tell()
+        now = masters(model)
+        expected = {name: told("int4", now[name], weight) for name, weight in expected.items()}
+    before = gathered(model)
+    assert same(look(model), expected)
+    assert gathered(model) - before == sum(2 * 4 * unit.flats[0].layout.chunk for unit in root_of(model).units)
+
+
+def test_told_twice_before_anything_is_gathered():
+    on_ranks(4, told_twice)
+
+
 def races(rerun: bool) -> None:
     with streams() as watched:
         model = near(model=net(rerun))
@@ -298,17 +319,35 @@ def races(rerun: bool) -> None:
         for step in range(3):
             train(model, optimizer, step)
             look(model)
-            model[1].unshard()
-        led = near(model=net(rerun), compression=Compression("int8", weights="int4", guard=False))
-        family = OneBitAdam(led.parameters(), lr=1e-2, warmup_steps=1)
-        for step in range(4):
-            train(led, family, step)
+            list(model.modules())[-2].unshard()
+        for codec in ("int4", None):
+            led = near(model=net(rerun), compression=Compression("int8", weights=codec, guard=False))
+            family = OneBitAdam(led.parameters(), lr=1e-2, warmup_steps=1)
+            for step in range(4):
+                train(led, family, step)
+            list(led.modules())[-1].set_reshard_after_forward(False)  # while the first are told, or gathered
+            look(led)
     assert watched.accesses > 1000
 
 
 @pytest.mark.parametrize("rerun", [False, also(True)])
 def test_nothing_races_on_streams(rerun):
     on_ranks(4, races, rerun)
+
+
+def ahead() -> None:
+    model = near()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    last = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: last.append(root_of(model).journal._last[-1]))
+    look(model)
+    assert last == ["change 2", "change 3", "change 4", "gather 4", "gather 4"]
+
+
+def test_what_comes_from_afar_is_under_way_one_forward_before_what_near_ranks_give():
+    on_ranks(4, ahead)
 
 
 # When it holds, and when weights are gathered exactly

@@ -28,7 +28,6 @@ class Order:
         self._passed = []
         for unit in self._expected[:2]:
             unit.prefetch()
-        self._tell(2)
 
     def passed(self, unit: Unit) -> None:
         """``unit`` is about to run."""
@@ -44,12 +43,8 @@ class Order:
         self._cursor = cursor + 1
         if self._cursor < len(expected) and not unit.forward_prefetch:
             expected[self._cursor].prefetch()
-            self._tell(self._cursor + 1)
-
-    def _tell(self, place: int) -> None:
-        """What is told over far links has the time of one more forward than what near ranks give."""
-        if place < len(self._expected):
-            self._expected[place].tell()
+            for after in expected[self._cursor + 1 : self._cursor + 2]:  # from afar, so a forward earlier
+                after.tell()
 
     def end(self) -> None:
         """The forward of the root module is over."""

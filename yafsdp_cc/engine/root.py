@@ -169,10 +169,10 @@ class Root:
         self._retired = True
         self.recover()
         for unit in self.units:
-            unit.settle()
+            unit.retire()
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
-                slot.ready.settle()
+                slot.ready.wait()
                 slot.owner = None
         # Units and this refer to each other: their buffers shall not wait for Python to look for cycles.
         self.units, self.unit, self.order = (), None, Order(())

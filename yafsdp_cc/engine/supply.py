@@ -74,17 +74,17 @@ class Supply:
         return slot.owner is self and slot.stamp == self.stamp()
 
     def tell(self) -> None:
-        """Start what a gather from near ranks has to wait for, if there is something. It needs no slot."""
+        """Start what a gather from near ranks has to wait for, if anything. It needs no slot."""
         if self.following is not None:
             self.following.tell()
 
-    def settle(self) -> None:
-        """Let what was told be over."""
+    def retire(self) -> None:
+        """Let what is told be over before its buffers are given back."""
         if self.following is not None:
-            self.following.ready.settle()
+            self.following.ready.wait()
 
     def begin_early(self) -> None:
-        """Start what comes from afar, long before the weights are needed."""
+        """Start what may take longest, well before the weights are needed."""
         if isinstance(self.following, NearFollowing):
             self.tell()
         else:
@@ -172,7 +172,8 @@ class Supply:
         second = self.second
         take: Tail | None = None
         if second is not None and second.stamp == stamp:
-            self.settle()
+            if self.following is not None:
+                self.following.ready.settle()
             sends = [second.send(place, weights.wholes[place]) for place in stale]
         else:
             sends = [self._from_shard(weights, place, before[place]) for place in stale]
