@@ -93,7 +93,8 @@ def as_with_whole_weights(codec: str, count: int, mesh_of: tuple[int, ...]) -> N
             assert losses[0] == losses[1]
             assert same(seen(model), seen(twin))
             if step == 3:
-                assert same(look(model), look(twin))
+                with torch.inference_mode():
+                    assert same(look(model), look(twin))
                 assert not is_exact(model, seen(model))
         assert same(masters(model), masters(twin))
         look(model), look(twin)
@@ -193,6 +194,7 @@ def of_two_buffers() -> None:
         if step == 2:  # near ranks alone give what is frozen
             wire, message, frozen = root_of(model).plan.wire, codec_of("int4").message_bytes(768), 2 * 768 * 2
             assert wire.gather_forward == 3 * (message + 2 * 768 * 4) + 2 * frozen  # nobody shares the second's slot
+            assert wire.gather_forward + wire.gather_backward - wire.second == 3 * message
             there = frozen  # of the first, since the backward of the last step
             assert gathered(model) - before == wire.gather_forward + wire.gather_backward - there
     assert all(not block.seen[1].equal(block.other.weight.full_tensor()) for block in model)
@@ -241,6 +243,8 @@ def counted() -> None:
 
         plan = yafsdp_cc.plan_of(model)
         assert (plan.wire.gather_forward, plan.wire.gather_backward) == (far + near_by, again)
+        assert plan.wire.second == near_by + again
+        assert f"({near_by + again:,} bytes) stays among ranks near each other" in str(plan)
         assert far < size * sum(chunks) / (3.3 if size == 2 else 6.6)  # small messages are padded
         train(model, optimizer, 0)
         assert sent() == size * sum(chunks) + near_by + again  # exactly, which takes as much as among all ranks

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
     units = [unit for unit in root.units if unit.flats]
-    forward = sum(_gathered(root, unit) - _kept(root, unit) for unit in units)
     flats = [flat for unit in units for flat in unit.flats]
     trainable = [flat for flat in flats if flat.trainable]
     on_device = [flat for flat in flats if not isinstance(flat, HostFlat)]
@@ -54,11 +53,12 @@ def plan_for(root: Root) -> Plan:
             bytes=small.owned_bytes,
         ),
         wire=PlannedWire(
-            gather_forward=forward,
+            gather_forward=sum(_sent(root, unit, place) for unit in units for place in _gathered(root, unit)),
             gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
             reduce=sum(reduced_bytes(root, flat) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
+            second=_from_second(root, units),
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for flat in on_device),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in on_device if flat.gradients is not None),
@@ -146,31 +146,40 @@ def reduced_bytes(root: Root, flat: Flat) -> int:
     return flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1)
 
 
-def _gathered(root: Root, unit: Unit) -> int:
-    return sum(_sent(root, unit, place) for place in range(len(unit.flats)))
+def _gathered(root: Root, unit: Unit) -> list[int]:
+    """Which of a unit's flats a forward gathers: not those of frozen weights that stay where the first step has
+    gathered them, in a slot that nobody else uses."""
+    shared = any(other.home.slot is unit.home.slot for other in root.units if other is not unit)
+    return [place for place, flat in enumerate(unit.flats) if shared or flat.trainable]
 
 
 def _gathered_again(root: Root, unit: Unit) -> int:
+    places = range(len(unit.flats))
     if unit.second is None:
-        return _gathered(root, unit)
-    return sum(unit.second.gather.sent_bytes(whole) for whole in unit.home.wholes)
+        return sum(_sent(root, unit, place) for place in places)
+    return sum(_from_near(unit, place) for place in places)
+
+
+def _from_near(unit: Unit, place: int) -> int:
+    """Bytes to gather a flat from a second shard."""
+    return 0 if unit.second is None else unit.second.gather.sent_bytes(unit.home.wholes[place])
+
+
+def _from_second(root: Root, units: Sequence[Unit]) -> int:
+    """Of the gathers, what second shards give."""
+    told = [unit for unit in units if isinstance(unit.following, NearFollowing)]
+    forward = sum(_from_near(unit, place) for unit in told for place in _gathered(root, unit))
+    return forward + sum(_gathered_again(root, unit) for unit in _regathered(root) if unit.second is not None)
 
 
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
-    if isinstance(unit.following, NearFollowing) and unit.second is not None:
-        return unit.following.told_bytes(place) + unit.second.gather.sent_bytes(unit.home.wholes[place])
+    if isinstance(unit.following, NearFollowing):
+        return unit.following.told_bytes(place) + _from_near(unit, place)
     message = unit.home.messages[place] if unit.home.messages else None
     if unit.encoded is None or message is None or unit.flats[place].always_exact:
         return root.gather.sent_bytes(unit.home.wholes[place])
     return unit.encoded.sent_bytes(message)
-
-
-def _kept(root: Root, unit: Unit) -> int:
-    """Bytes for frozen weights that stay where the first step has gathered them: nobody else uses the slot."""
-    if any(other.home.slot is unit.home.slot for other in root.units if other is not unit):
-        return 0
-    return sum(_sent(root, unit, place) for place, flat in enumerate(unit.flats) if not flat.trainable)
 
 
 def _regathered(root: Root) -> list[Unit]:
