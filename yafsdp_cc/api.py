@@ -22,7 +22,7 @@ from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import Cutter
-from yafsdp_cc.engine.draft import Draft, why_not_whole
+from yafsdp_cc.engine.draft import Draft
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
@@ -127,8 +127,8 @@ def shard(
         check_overrides(config, [name for name, _ in model.named_parameters()])
         keeps, near = after_forward(reshard_after_forward, mesh)
         for spec in division.units:
-            if spec.modules != (model,) and (why := why_not_whole(keeps or zero_stage < 3, near)):
-                check_kept(config, spec.name, why)
+            if spec.modules != (model,) and not (keeps or near or zero_stage < 3):
+                check_kept(config, spec.name)
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,

@@ -16,6 +16,8 @@ from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
+from yafsdp_cc.engine.near import NearShard
+from yafsdp_cc.engine.offload import FromHost
 from yafsdp_cc.engine.ranks import patience
 from yafsdp_cc.engine.root import Root
 from yafsdp_cc.engine.second import SecondShard
@@ -87,7 +89,7 @@ def assemble(model: nn.Module) -> Root:
     }
     for draft, unit in units.items():
         if draft.settings.near and unit.flats:
-            unit.second = SecondShard(_near_group(ranks, draft.settings.near), ranks.device, unit.flats)
+            unit.second = _second_shard(root, draft)
     blocks = [block for draft in drafts for block in draft.blocks]
     words = sum(len(unit.pieces) for unit in units.values()) + sum(len(block.pieces) for block in blocks)
     reduce = root.reductions.exchange
@@ -185,7 +187,8 @@ def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
 _Groups: TypeAlias = "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]"
 _second: _Groups = weakref.WeakKeyDictionary()
 _near: _Groups = weakref.WeakKeyDictionary()
-"""What was made of a group, once: a second communicator, and those of so many ranks near each other."""
+_far: _Groups = weakref.WeakKeyDictionary()
+"""What was made of a group, once: a second communicator, those of so many ranks near each other, and those across."""
 
 
 def second_group(ranks: Ranks) -> dist.ProcessGroup:
@@ -199,12 +202,35 @@ def second_group(ranks: Ranks) -> dist.ProcessGroup:
     return known[0]
 
 
+def _second_shard(root: Root, draft: Draft) -> SecondShard:
+    """That of a draft's unit, which follows by encoded changes if weights are encoded."""
+    ranks, count = draft.ranks, draft.settings.near
+    near = _near_group(ranks, count)
+    if root.encoded_change is None:
+        return SecondShard(near, ranks.device, draft.flats)
+    far, host = _far_group(ranks, count), draft.host
+    if ranks.device.type == "cpu" and backend_of(far, ranks.device) == "gloo":
+        try_out(far)
+    among = Gather(far, ranks.device) if host is None else FromHost(far, ranks.device, host.crossings.weights)
+    return NearShard(near, root.encoded_change.among(among), ranks.device, draft.flats, root.gather_lane)
+
+
 def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
-    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
-    known = _near.setdefault(ranks.group, {})
+    """This rank and its neighbours, ``count`` in all."""
+    first = ranks.group.rank() // count * count
+    return _group_of(ranks, _near.setdefault(ranks.group, {}), count, slice(first, first + count))
+
+
+def _far_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
+    """This rank and those that have its place among their own ``count`` neighbours."""
+    place = ranks.group.rank() % count
+    return _group_of(ranks, _far.setdefault(ranks.group, {}), count, slice(place, None, count))
+
+
+def _group_of(ranks: Ranks, known: dict[int, dist.ProcessGroup], count: int, which: slice) -> dist.ProcessGroup:
+    """Some of the ranks; every rank makes its own group only."""
     if count not in known:
-        first = ranks.group.rank() // count * count
-        members = dist.get_process_group_ranks(ranks.group)[first : first + count]
+        members = dist.get_process_group_ranks(ranks.group)[which]
         waits = patience(ranks.group, ranks.device)
         known[count] = dist.new_group(members, timeout=waits, use_local_synchronization=True)
     return known[count]

@@ -78,9 +78,9 @@ class Draft:
     def check(self) -> None:
         """Raise a ``ValueError`` if what was said about the unit does not go with what was said about the model."""
         settings = self.settings
-        why = why_not_whole(settings.keeps, settings.near)
-        if self.compressed is not None and self.flats and self.role != "root" and why:
-            check_kept(self.compressed.config, self.name, why)
+        kept = settings.keeps or settings.near > 0 or self.role == "root"
+        if self.compressed is not None and self.flats and not kept:
+            check_kept(self.compressed.config, self.name)
 
     @property
     def parts(self) -> tuple[Flat | SmallBlock, ...]:
@@ -110,13 +110,6 @@ class Draft:
     def outermost(self) -> Draft:
         """The root, as far as is known by now."""
         return self if self.outer is None else self.outer.outermost
-
-
-def why_not_whole(keeps: bool, near: int) -> str:
-    """Why the weights of a unit do not stay whole on every rank; nothing if they do."""
-    if near:
-        return f"cut again across {near} ranks (reshard_after_forward={near})"
-    return "" if keeps else "dropped after each forward (zero_stage=3, reshard_after_forward=True)"
 
 
 @torch.no_grad()

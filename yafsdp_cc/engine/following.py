@@ -3,7 +3,8 @@
     gathered exactly    at first, and when something else than optimizer steps has changed the shards
     told the change     when steps alone have (engine.steps); what few bits leave out is said by later changes
 
-So a forward sees weights that are near those of the optimizer, and on all ranks the same.
+So a forward sees weights that are near those of the optimizer, and on all ranks the same. Ranks near each other may
+keep them between them instead (``engine.near``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.flat import Flat
-    from yafsdp_cc.engine.lanes import Start
+    from yafsdp_cc.engine.lanes import Start, Ticket
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.supply import Supply
     from yafsdp_cc.engine.tensor import FlatDTensor
@@ -44,17 +45,36 @@ class Following:
         watch(self.flats)
         self._padding = {}
         for flat in self.flats:
-            change.reserve(flat.layout.numel, flat.compute)
+            change.room.reserve(flat.layout.chunk, flat.compute)
             extents = [(extent.offset, extent.end) for extent in flat.layout.extents]
             place = supply.gather.world, supply.gather.rank
             self._padding[flat] = Padding(extents, flat.layout.chunk, *place, change.codec.block, supply.root.device)
 
-    def start(self, flat: Flat, before: int, message: Tensor, whole: Tensor) -> Start | None:
-        """What tells ``whole``, of version ``before``, how the shards have changed; None: gather them exactly."""
+    @property
+    def ready(self) -> Ticket:
+        """What those who read the kept weights wait for."""
+        return self._supply.home.slot.ready
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """The kept weights: this rank's own chunks and others."""
+        return self._supply.home.wholes
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """The versions of what is kept."""
+        slot = self._supply.home.slot
+        return slot.stamp if slot.owner is self._supply else (UNKNOWN,) * len(self._supply.flats)
+
+    def tell(self) -> None:
+        """Nothing: what is in a slot is told with the gather itself."""
+
+    def start(self, flat: Flat, before: int, message: Tensor, kept: Tensor) -> Start | None:
+        """What tells ``kept``, of version ``before``, how the shards have changed; None: gather them exactly."""
         if flat.always_exact or flat.steps is None or not flat.steps.lead(before, flat.master._version):
             return None
         gather, shortfall = self._supply.gather, self.shortfalls.get(flat)
-        return partial(self._change.send, message, whole, flat.master, self._padding[flat], gather, shortfall)
+        return partial(self._change.send, message, kept, flat.master, self._padding[flat], gather, shortfall)
 
     def watch(self, flat: Flat) -> Shortfall:
         """Look at messages of a flat's changes from the next one on, until ``shortfalls`` has none of it."""
@@ -63,41 +83,49 @@ class Following:
         return shortfall
 
     def kept(self, flat: Flat) -> tuple[Tensor, bool] | None:
-        """This rank's chunk of the weights in the slot, and whether the next forward is told of steps since.
+        """This rank's chunk of the kept weights, and whether the next forward is told of steps since.
 
         None where the next forward sees the shards' own values.
         """
-        supply = self._supply
-        slot, steps = supply.home.slot, flat.steps
-        if not supply.root.is_warm or slot.owner is not supply or steps is None or not steps.known:
+        supply, steps = self._supply, flat.steps
+        if not supply.root.is_warm or steps is None or not steps.known:
             return None
         place, now = supply.flats.index(flat), flat.master._version
-        before = slot.stamp[place]
+        before = self.stamp[place]
         if before != now and not steps.lead(before, now):
             return None
-        supply.root.journal.wait(slot.ready)
-        return supply.gather.own(supply.home.wholes[place]), before != now
+        self._settle()
+        return self._change.gather.own(self.parts[place]), before != now
 
     def resume(self, flat: Flat, parts: Mapping[str, Tensor], behind: bool) -> None:
-        """Fill the slot with what ``kept`` once returned, given by the names of parameters. A collective."""
-        supply, lane = self._supply, self._supply.root.gather_lane
+        """Keep what ``kept`` once returned, given by the names of parameters. A collective."""
+        supply, gather, lane = self._supply, self._change.gather, self._supply.root.gather_lane
         slot, place, now = supply.home.slot, supply.flats.index(flat), flat.master._version
         if not supply.root.is_warm or slot.users or flat.steps is None:
             return  # the next gather is exact: none is encoded yet, or somebody reads what is there
-        supply.root.journal.wait(slot.ready)
-        whole = supply.home.wholes[place]
-        own = supply.gather.own(whole).zero_()
+        self._settle()
+        part = self.parts[place]
+        own = gather.own(part).zero_()
         for piece in flat.pieces:
             piece.range_of(own).copy_(parts[piece.cut.name])
         lane.follow(lane.reached())
-        lane.issue(slot.ready, partial(supply.gather.exchange, whole, own), after=slot.free)
+        lane.issue(self.ready, partial(gather.exchange, part, own), after=slot.free)
         supply.root.journal.write(supply.gather_note)
-        supply.root.counters.gathered_bytes += supply.gather.sent_bytes(whole)
-        supply.root.journal.wait(slot.ready)
-        stamp = list(slot.stamp) if slot.owner is supply else [UNKNOWN] * len(supply.flats)
+        supply.root.counters.gathered_bytes += gather.sent_bytes(part)
+        supply.root.journal.wait(self.ready)
+        stamp = list(self.stamp)
         stamp[place] = BEHIND if behind else now
         flat.steps.resume(stamp[place], now)
-        slot.owner, slot.stamp = supply, tuple(stamp)
+        self._resumed(tuple(stamp))
+
+    def _settle(self) -> None:
+        """Wait for all that reads or writes the kept weights."""
+        self._supply.root.journal.wait(self._supply.home.slot.ready)
+
+    def _resumed(self, stamp: tuple[int, ...]) -> None:
+        """The kept weights are of these versions now."""
+        slot = self._supply.home.slot
+        slot.owner, slot.stamp = self._supply, stamp
         slot.fills += 1
 
 
@@ -133,7 +161,7 @@ def room_for_kept(root: Root) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def restore_kept(root: Root, kept: Mapping[str, FlatDTensor], behind: Sequence[str]) -> None:
-    """Fill slots with what ``kept_weights`` once returned, wherever it has all of a buffer. A collective."""
+    """Keep what ``kept_weights`` once returned, wherever it has all of a buffer. A collective."""
     for following, flat in all_following(root):
         names = [piece.cut.name for piece in flat.pieces]
         if all(name in kept for name in names):

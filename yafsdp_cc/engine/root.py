@@ -22,7 +22,7 @@ from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.strangers import Strangers
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
-from yafsdp_cc.wire.change import EncodedChange
+from yafsdp_cc.wire.change import EncodedChange, Room
 from yafsdp_cc.wire.encoded import EncodedGather
 from yafsdp_cc.wire.exchange import Gather
 
@@ -76,7 +76,7 @@ class Root:
         )
         self.chooser = Chooser.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
-        self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, device)
+        self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, Room(device))
         rounds = codec is not None and codec.name in ROUNDING
         self.encoded_gather = EncodedGather(self.gather, codec) if codec is not None and rounds else None
         self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
@@ -168,9 +168,11 @@ class Root:
         """Let go of what is under way: another assembly takes the parameters over."""
         self._retired = True
         self.recover()
+        for unit in self.units:
+            unit.retire()
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
-                slot.ready.settle()
+                slot.ready.wait()
                 slot.owner = None
         # Units and this refer to each other: their buffers shall not wait for Python to look for cycles.
         self.units, self.unit, self.order = (), None, Order(())
@@ -382,7 +384,7 @@ class Root:
         shards = sum(flat.owned_bytes for unit in self.units for flat in unit.flats)
         second = sum(unit.second.owned_bytes for unit in self.units if unit.second is not None)
         rooms = 0 if self.crossings is None else self.crossings.owned_bytes
-        rooms += 0 if self.encoded_change is None else self.encoded_change.owned_bytes
+        rooms += 0 if self.encoded_change is None else self.encoded_change.room.owned_bytes
         return shards + weights + second + carried + rooms + self.reductions.owned_bytes + self.small.owned_bytes
 
     @property

@@ -6,6 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression import EXACT, LOW_RANK
+from yafsdp_cc.engine.following import Following
+from yafsdp_cc.engine.near import NearFollowing
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.plan import (
     Plan,
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 def plan_for(root: Root) -> Plan:
     """What the engine holds, and what a training step will send."""
     units = [unit for unit in root.units if unit.flats]
-    forward = sum(_gathered(root, unit) - _kept(root, unit) for unit in units)
     flats = [flat for unit in units for flat in unit.flats]
     trainable = [flat for flat in flats if flat.trainable]
     on_device = [flat for flat in flats if not isinstance(flat, HostFlat)]
@@ -52,11 +53,12 @@ def plan_for(root: Root) -> Plan:
             bytes=small.owned_bytes,
         ),
         wire=PlannedWire(
-            gather_forward=forward,
+            gather_forward=sum(_sent(root, unit, place) for unit in units for place in _gathered(root, unit)),
             gather_backward=sum(_gathered_again(root, unit) for unit in _regathered(root)),
             reduce=sum(reduced_bytes(root, flat) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
+            second=_from_second(root, units),
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for flat in on_device),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in on_device if flat.gradients is not None),
@@ -66,7 +68,7 @@ def plan_for(root: Root) -> Plan:
         residual_bytes=root.reductions.residual_bytes,
         choices=_choices(root, trainable),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
-        change_bytes=0 if root.encoded_change is None else root.encoded_change.owned_bytes,
+        change_bytes=0 if root.encoded_change is None else root.encoded_change.room.owned_bytes,
         crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
         host=_host(root, flats),
         chosen="" if root.chooser is None else root.chooser.said,
@@ -144,29 +146,40 @@ def reduced_bytes(root: Root, flat: Flat) -> int:
     return flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1)
 
 
-def _gathered(root: Root, unit: Unit) -> int:
-    return sum(_sent(root, unit, place) for place in range(len(unit.flats)))
+def _gathered(root: Root, unit: Unit) -> list[int]:
+    """Which of a unit's flats a forward gathers: not those of frozen weights that stay where the first step has
+    gathered them, in a slot that nobody else uses."""
+    shared = any(other.home.slot is unit.home.slot for other in root.units if other is not unit)
+    return [place for place, flat in enumerate(unit.flats) if shared or flat.trainable]
 
 
 def _gathered_again(root: Root, unit: Unit) -> int:
+    places = range(len(unit.flats))
     if unit.second is None:
-        return _gathered(root, unit)
-    return sum(unit.second.gather.sent_bytes(whole) for whole in unit.home.wholes)
+        return sum(_sent(root, unit, place) for place in places)
+    return sum(_from_near(unit, place) for place in places)
+
+
+def _from_near(unit: Unit, place: int) -> int:
+    """Bytes to gather a flat from a second shard."""
+    return 0 if unit.second is None else unit.second.gather.sent_bytes(unit.home.wholes[place])
+
+
+def _from_second(root: Root, units: Sequence[Unit]) -> int:
+    """Of the gathers, what second shards give."""
+    told = [unit for unit in units if isinstance(unit.following, NearFollowing)]
+    forward = sum(_from_near(unit, place) for unit in told for place in _gathered(root, unit))
+    return forward + sum(_gathered_again(root, unit) for unit in _regathered(root) if unit.second is not None)
 
 
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
+    if isinstance(unit.following, NearFollowing):
+        return unit.following.told_bytes(place) + _from_near(unit, place)
     message = unit.home.messages[place] if unit.home.messages else None
     if unit.encoded is None or message is None or unit.flats[place].always_exact:
         return root.gather.sent_bytes(unit.home.wholes[place])
     return unit.encoded.sent_bytes(message)
-
-
-def _kept(root: Root, unit: Unit) -> int:
-    """Bytes for frozen weights that stay where the first step has gathered them: nobody else uses the slot."""
-    if any(other.home.slot is unit.home.slot for other in root.units if other is not unit):
-        return 0
-    return sum(_sent(root, unit, place) for place, flat in enumerate(unit.flats) if not flat.trainable)
 
 
 def _regathered(root: Root) -> list[Unit]:
@@ -197,7 +210,9 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     return PlannedRing(
         role=weights.role,
         weight_slots=len(weights.slots) + len(weights.kept),
-        following=len({id(unit.home.slot) for unit in root.units if unit.role == role and unit.following}),
+        following=len(
+            {id(unit.home.slot) for unit in root.units if unit.role == role and type(unit.following) is Following}
+        ),
         weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,

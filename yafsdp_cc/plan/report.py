@@ -76,6 +76,8 @@ class PlannedWire:
     small: int
     replicas: int = 0
     """To sum over replicas what the ranks of one of them have summed."""
+    second: int = 0
+    """Of the gathers, what second shards give: it stays among ranks near each other."""
 
     @property
     def total(self) -> int:
@@ -188,6 +190,7 @@ class Plan:
             ranks += f", {self.replicas} times"
         head = f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"
         wire = asdict(self.wire)
+        second = wire.pop("second")
         sent = {name.replace("_", ", "): size for name, size in wire.items() if name != "replicas" or size}
         host = self.host
         offloaded = [] if host is None else [*_byte_rows("offloaded to host memory", host.memory, self.host_bytes)]
@@ -201,6 +204,11 @@ class Plan:
                 *_table(_ring_rows(self.rings), left=1),
                 "",
                 *_table(_byte_rows("sent per rank and step", sent, self.wire.total), left=1),
+                *(
+                    [f"Of this, {human(second)} ({second:,} bytes) stays among ranks near each other."]
+                    if second
+                    else []
+                ),
                 "",
                 *_table(_byte_rows("held per rank", self.memory, self.owned_bytes), left=1),
                 *(["", *_table(_choice_rows(self.choices), left=1), ""] if self.choices else []),

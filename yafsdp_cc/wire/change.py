@@ -1,11 +1,12 @@
-"""How whole weights that every rank keeps follow their shards: each owner says what has changed, encoded.
+"""How weights that several ranks keep follow their shards: each owner says what has changed, encoded.
 
     owner of a chunk    shard − its chunk of the kept weights ── encode ──► message
-    every rank          kept weights + what the message says                (the owner, too)
+    who keeps it        kept weights + what the message says                (the owner, too)
 
 What a message could not say is in the next difference: the kept weights are the memory of error feedback themselves
-(Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All ranks add the same numbers to
-the same numbers, so what they keep is equal to the bit.
+(Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All add the same numbers to the
+same numbers, so what they keep is equal to the bit. These are all ranks where each keeps the whole, and one of each
+near group where those keep it between them (``engine.near``).
 
 A chunk is said in parts, each a message of its own, so that the room for a difference is bounded:
 
@@ -35,35 +36,62 @@ def part_of(device: torch.device) -> int:
     return kernels.PART * (16 if device.type == "cuda" else 1)
 
 
-class EncodedChange:
-    """Changes of weights by messages of ``codec``, for buffers of any size, one after the other."""
+class Room:
+    """For one part's difference, which is made and used at once."""
 
-    def __init__(self, gather: Gather, codec: Codec, device: torch.device) -> None:
-        self.codec = codec
-        self._gather = gather
-        self._part = part_of(device)
+    def __init__(self, device: torch.device) -> None:
+        self.part = part_of(device)
         self._difference = torch.empty(0, dtype=torch.float32, device=device)
         self._cast = torch.empty(0, dtype=torch.float32, device=device)
 
-    def reserve(self, numel: int, dtype: torch.dtype) -> None:
-        """Make room for buffers of ``numel`` elements of ``dtype``. Grows, never shrinks."""
-        count = min(self._part, numel // self._gather.world)
+    def reserve(self, chunk: int, dtype: torch.dtype) -> None:
+        """Make room for chunks of so many elements of ``dtype``. Grows, never shrinks."""
+        count = min(self.part, chunk)
         if count > self._difference.numel():
             self._difference = self._difference.new_empty(count)
         if dtype != torch.float32 and count > self._cast.numel():
             self._cast = self._cast.new_empty(count)
 
+    def difference(self, count: int) -> Tensor:
+        """``count`` elements of fp32."""
+        return self._difference.narrow(0, 0, count)
+
+    def in_fp32(self, kept: Tensor) -> Tensor:
+        """``kept``, cast by hand: a mixed operation would allocate."""
+        if kept.dtype == torch.float32:
+            return kept
+        return self._cast.narrow(0, 0, kept.numel()).copy_(kept)
+
     @property
     def owned_bytes(self) -> int:
         return self._difference.nbytes + self._cast.nbytes
 
+
+class EncodedChange:
+    """Changes of weights by messages of ``codec``, for buffers of any size, one after the other.
+
+    Args:
+        gather: among ranks that keep the same.
+        codec: of messages.
+        room: one for all changes of a lane.
+    """
+
+    def __init__(self, gather: Gather, codec: Codec, room: Room) -> None:
+        self.gather = gather
+        self.codec = codec
+        self.room = room
+
+    def among(self, gather: Gather) -> EncodedChange:
+        """The same among other ranks."""
+        return EncodedChange(gather, self.codec, self.room)
+
     def message_bytes(self, numel: int) -> int:
         """Bytes of all messages that say the change of a buffer of ``numel`` elements."""
-        return self._gather.world * sum(size for *_, size in self._parts(numel // self._gather.world))
+        return self.gather.world * sum(size for *_, size in self._parts(numel // self.gather.world))
 
     def sent_bytes(self, messages: Tensor) -> int:
         """Bytes that this rank sends, one copy of its message for each other rank."""
-        return self._gather.sent_bytes(messages)
+        return self.gather.sent_bytes(messages)
 
     def send(
         self,
@@ -78,20 +106,20 @@ class EncodedChange:
         """Fill ``messages`` with what every rank's ``shard`` (n) has and ``whole`` (world × n) has not.
 
         Args:
-            messages: of all ranks.
-            whole: the kept weights, alike on all ranks.
+            messages: of all ranks among whom this is.
+            whole: the weights that they keep, alike.
             shard: floating-point, wherever ``gather`` can bring it from.
             padding: of this rank's chunk.
             gather: of the unit that the shard is of.
             shortfall: takes in what the messages leave unsaid, if somebody wants to know.
             asynchronous: as of ``Gather.exchange``.
         """
-        own = messages.view(self._gather.world, -1)[self._gather.rank]
-        kept = self._gather.own(whole)
+        own = messages.view(self.gather.world, -1)[self.gather.rank]
+        kept = self.gather.own(whole)
         for start, count, at, size in self._parts(shard.numel()):
-            difference = self._difference.narrow(0, 0, count)
+            difference = self.room.difference(count)
             gather.bring(difference, shard.narrow(0, start, count))
-            difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
+            difference.sub_(self.room.in_fp32(kept.narrow(0, start, count)))
             for first, last in padding.within(start, start + count):
                 difference.narrow(0, first, last - first).zero_()
             counts = padding.counts_of(start, count, self.codec.block)
@@ -100,31 +128,25 @@ class EncodedChange:
             if shortfall is not None:
                 kernels.decode(self.codec, message, said := torch.empty_like(difference).unsqueeze(0))
                 shortfall.add(difference - said[0], difference, said[0])
-        return self._gather.exchange(messages, own, asynchronous)
+        return self.gather.exchange(messages, own, asynchronous)
 
     def finish(self, messages: Tensor, whole: Tensor) -> None:
         """Add what ``messages`` say to the kept weights ``whole``."""
-        world = self._gather.world
+        world = self.gather.world
         for message, chunk in zip(messages.view(world, -1), whole.view(world, -1), strict=True):
             for start, count, at, size in self._parts(chunk.numel()):
                 kept, said = chunk.narrow(0, start, count), message.narrow(0, at, size).unsqueeze(0)
                 in_place = kept.is_cpu and kept.dtype == torch.float32
-                fresh = kept if in_place else self._difference.narrow(0, 0, count)
+                fresh = kept if in_place else self.room.difference(count)
                 kernels.decode_sum(self.codec, said, count, kept, 0, fresh)
                 if not in_place:
                     kept.copy_(fresh)
 
-    def _in_fp32(self, kept: Tensor) -> Tensor:
-        """``kept``, cast by hand: a mixed operation would allocate."""
-        if kept.dtype == torch.float32:
-            return kept
-        return self._cast.narrow(0, 0, kept.numel()).copy_(kept)
-
     def _parts(self, chunk: int) -> Iterator[tuple[int, int, int, int]]:
         """Of a chunk: where each part begins and its elements, where its message begins and its bytes."""
         at = 0
-        for start in range(0, chunk, self._part):
-            count = min(self._part, chunk - start)
+        for start in range(0, chunk, self.room.part):
+            count = min(self.room.part, chunk - start)
             size = self.codec.message_bytes(count)
             yield start, count, at, size
             at += size
