@@ -237,6 +237,20 @@ def test_what_near_ranks_get_is_told() -> None:
     on_ranks(3, told_by_numbers)
 
 
+def not_tried(per_byte: float) -> set[str]:
+    pace.pace_of = lambda *_: Pace(1.5e-5, per_byte)
+    pace.paces_between = lambda *_: pytest.fail("pairs were tried out")
+    model = sharded("auto")
+    for step in range(5):
+        step_of(model, step)
+    return set(yafsdp_cc.counters_of(model).chosen.values())
+
+
+def test_pairs_are_tried_out_only_where_that_may_help() -> None:
+    assert on_ranks(3, not_tried, 1e-10) == [{"fp32"}] * 3  # nothing is encoded
+    assert on_ranks(2, not_tried, 1e-3) == [{"int4"}] * 2  # there is one pair
+
+
 # On a real network
 
 
