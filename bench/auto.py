@@ -2,12 +2,13 @@
 
     python bench/auto.py                                             # about ten minutes
     python bench/auto.py --bandwidths 1gbit --rounds 5 --steps 4
+    python bench/auto.py --bandwidths 100mbit --ranks 4 --near 2     # two machines of two ranks each
 
-The demo's model (ten million parameters) with AdamW in bf16 on two ranks, each in a network namespace of its own, 256
-tokens a rank and step; weights are kept whole after the forward, so that a backward sends gradients alone. Contestants
-take turns in rounds whose order rotates; every figure is the median over rounds, of the slower rank. Processor
-milliseconds are those of all threads. *theory* is how many units have to be encoded at least, found by trying every
-choice on what ``auto`` has measured.
+The demo's model (ten million parameters) with AdamW in bf16 on two ranks, each in a network namespace of its own, or on
+several in each; 256 tokens a rank and step; weights are kept whole after the forward, so that a backward sends
+gradients alone. Contestants take turns in rounds whose order rotates; every figure is the median over rounds, of the
+slower rank. Processor milliseconds are those of all threads. *theory* is how many units have to be encoded at least,
+found by trying every choice on what ``auto`` has measured. *alike* is ``auto`` with the same codec between near ranks.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "int4": {"gradients": "int4"},
     "auto": {"gradients": "auto"},
 }
+ALIKE = "alike"
 SEQUENCES, LENGTH = 2, 128
-RANKS = 2
 
 
 class Turn(NamedTuple):
@@ -60,14 +61,18 @@ class Found(NamedTuple):
 
     turns: dict[str, list[Turn]]
     chosen: dict[str, str]
-    why: str
+    why: dict[str, str]
+    """Of contestants who choose."""
     theory: int
 
 
-def on_rank(stage: int, rounds: int, steps: int) -> Found:
+def on_rank(stage: int, rounds: int, steps: int, near: int) -> Found:
     """All contestants' turns over the network that there is."""
     torch.set_num_threads(1)
     runs = {name: trainees.ours(zero_stage=stage, **told) for name, told in CONTESTANTS.items()}
+    if near > 1:
+        runs[ALIKE] = trainees.ours(zero_stage=stage, gradients="auto")
+        _chooser(runs[ALIKE]).tries_pairs = False
     draws = torch.Generator().manual_seed(dist.get_rank())
 
     def turn(name: str, count: int) -> Turn:
@@ -84,9 +89,15 @@ def on_rank(stage: int, rounds: int, steps: int) -> Found:
     turns: dict[str, list[Turn]] = {name: [] for name in runs}
     for _, name in in_turns(list(runs), rounds):
         turns[name].append(turn(name, steps))
-    root = root_of(runs["auto"].model)
-    assert root.chooser is not None
-    return Found(turns, dict(root.counters.chosen), root.counters.why, _theory(root.chooser))
+    chosen = dict(root_of(runs["auto"].model).counters.chosen)
+    why = {name: root_of(runs[name].model).counters.why for name in ("auto", ALIKE) if name in runs}
+    return Found(turns, chosen, why, _theory(_chooser(runs["auto"])))
+
+
+def _chooser(run: trainees.Trainee) -> Chooser:
+    chooser = root_of(run.model).chooser
+    assert chooser is not None
+    return chooser
 
 
 def _theory(chooser: Chooser) -> int:
@@ -99,12 +110,12 @@ def _theory(chooser: Chooser) -> int:
     return min(sum(map(bool, picks)) for picks, each in zip(every, took, strict=True) if each <= limit)
 
 
-def measure(bandwidth: str, stage: int, rounds: int, steps: int) -> dict[str, Any]:
-    with Lab(RANKS, bandwidth=bandwidth) as lab:
-        found = lab.run(on_rank, stage, rounds, steps, timeout=3600.0)
+def measure(bandwidth: str, options: argparse.Namespace) -> dict[str, Any]:
+    with Lab(options.ranks, bandwidth=bandwidth, near=options.near) as lab:
+        found = lab.run(on_rank, options.stage, options.rounds, options.steps, options.near, timeout=3600.0)
     assert all(each.chosen == found[0].chosen for each in found)
     figures: dict[str, Any] = {}
-    for name in CONTESTANTS:
+    for name in found[0].turns:
         by_round = list(zip(*[each.turns[name] for each in found], strict=True))
         figures[name] = {
             "seconds": median(max(turn.seconds for turn in turns) for turns in by_round),
@@ -117,11 +128,12 @@ def measure(bandwidth: str, stage: int, rounds: int, steps: int) -> dict[str, An
 
 def show(bandwidth: str, found: dict[str, Any]) -> None:
     each, chosen = found["contestants"], found["chosen"]
-    best = min((name for name in each if name != "auto"), key=lambda name: each[name]["seconds"])
+    best = min((name for name in each if name not in found["why"]), key=lambda name: each[name]["seconds"])
     encoded = [f"{name} {codec}" for name, codec in chosen.items() if codec != "fp32"]
     counts = f"{len(encoded)} of {len(chosen)} units encoded, theory {found['theory']}"
     print(f"\n{bandwidth}: {counts}; {', '.join(encoded)}")
-    print(f"  {found['why']}")
+    for name, why in found["why"].items():
+        print(f"  {name}: {why}")
     for name, figures in each.items():
         beside = figures["seconds"] / each[best]["seconds"]
         spent = figures["processor_ms"] / each["exact"]["processor_ms"]
@@ -136,6 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bandwidths", default="unshaped,2gbit,1gbit,500mbit,100mbit")
     parser.add_argument("--stage", type=int, default=2, help="zero_stage of all contestants")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--near", type=int, default=1, help="ranks on each machine")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each turn")
     parser.add_argument("--json", type=Path, help="where to write everything measured")
@@ -143,7 +157,7 @@ def main() -> None:
     results: dict[str, Any] = {"about": machine.about(["python", "bench/auto.py", *sys.argv[1:]])}
     for bandwidth in options.bandwidths.split(","):
         try:
-            results[bandwidth] = measure(bandwidth, options.stage, options.rounds, options.steps)
+            results[bandwidth] = measure(bandwidth, options)
         except Unavailable as reason:
             print(f"skipped, {reason}")
             return

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob 
             if (job.own.dtype != Dtype::none) {
                 Raw<ROWS> raw;
                 float values[ROWS][4];
-                fetch(raw, job.own, job.start + at, true);
+                fetch(raw, job.own, at, true);
                 convert(raw, job.own.dtype, 0.0f, values);
                 total.take(values);
             }

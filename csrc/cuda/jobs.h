@@ -45,7 +45,7 @@ struct DecodeJob {
     long long start = 0; // the first element that ``out`` begins with
     long long count = 0; // how many ``out`` has
     bool sum = false;
-    Rows own; // one row of n elements, added before message ``place``
+    Rows own; // one row of ``count`` elements, added before message ``place``; may be ``out`` where that is the first
     unsigned place = 0;
 };
 

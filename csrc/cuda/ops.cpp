@@ -193,7 +193,7 @@ void decode_sum_op(const Tensor messages, int64_t codec, int64_t block, int64_t 
     job.place = job.messages;
     if (own) {
         on_device(*own, messages, "this rank's own part");
-        job.own = rows_of(*own, 1, n, "this rank's own part");
+        job.own = rows_of(*own, 1, job.count, "this rank's own part");
         STD_TORCH_CHECK(job.own.dtype != Dtype::int8, "this rank's own part is not floating-point");
         if (place < job.messages) job.place = unsigned(place < 0 ? 0 : place);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ def untold(compression: Any, **more: Any) -> Any:
     return model
 
 
-def switch(model: nn.Module, codecs: list[str]) -> None:
-    """Have the units' gradients encoded by these from now on."""
+def switch(model: nn.Module, codecs: list[str], near: Any = MappingProxyType({})) -> None:
+    """Have the units' gradients encoded by these from now on, and between near ranks as ``near`` says."""
     units = root_of(model).units
     legs = tuple(Leg(0.0, (Option(codec, 0.0),)) for codec in codecs)
-    chooser_of(model).apply(Problem(units, legs, 1.0, Pace(0.0, 0.0), 1.0), [0] * len(legs))
+    chooser_of(model).apply(Problem(units, legs, 1.0, Pace(0.0, 0.0), 1.0), [0] * len(legs), near)
 
 
 def step_of(model: Any, number: int) -> None:

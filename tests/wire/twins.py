@@ -197,7 +197,7 @@ class Twins:
         part: int,
         odd: bool = False,
     ) -> None:
-        """In parts of ``part`` elements, a multiple of what parts may begin at."""
+        """In parts of ``part`` elements, a multiple of what parts may begin at; at place 0 the total is ``own``."""
         codec, messages = codec_of(name, block), message.shape[0]
         expected = torch.empty(n, device=self.reference)
         theirs = None if own is None else own.to(self.reference)
@@ -208,6 +208,8 @@ class Twins:
         for start in range(0, n, part):
             count = min(part, n - start)
             total, around = guarded(1, count, torch.float32, self.device, odd * torch.float32.itemsize)
-            self.ops.decode_sum(given, NAMES.index(name), block, n, mine, place, total[0], start, self.stream)
+            ours = None if mine is None else mine[start : start + count]
+            ours = total[0].copy_(ours) if ours is not None and place == 0 else ours
+            self.ops.decode_sum(given, NAMES.index(name), block, n, ours, place, total[0], start, self.stream)
             assert same(total[0], expected[start : start + count]), f"{name}, block {block}, place {place}, at {start}"
             assert is_whole(around, total)

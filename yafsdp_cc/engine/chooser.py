@@ -7,15 +7,20 @@
 Every rank measures how long its backward computes before each reduce (``engine.meter``), and all together try out links
 and codecs (``wire.pace``). The slowest of each is what all go by, so that all solve the same problem (``wire.choice``)
 and choose alike. That is between two passes, when nothing is under way.
+
+Where something is encoded, and there are more than two ranks, each pair is tried out too: near ranks say more to each
+other in the same time (``wire.near``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from functools import cached_property
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,23 +33,29 @@ from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.survey import plan_for, reduced_bytes
 from yafsdp_cc.profiling.spans import Span
 from yafsdp_cc.wire import pace
-from yafsdp_cc.wire.choice import Leg, Option, choose, error, exposed, steady
+from yafsdp_cc.wire.choice import Leg, Option, choose, exposed, picked, steady
 from yafsdp_cc.wire.chosen import ChosenReduce
+from yafsdp_cc.wire.near import richer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.near import Pair
 
 FIRST, PERIOD = 3, 50
 """Optimizer steps before the first choice, and from one to the next: fewer while there is little to go by."""
 TOLERANCE = 0.01
 """Of a step: what the wire may show if that says more. A trial of fast links and a small message costs as much."""
+FULL = (EXACT, "bf16")
+"""What near ranks may say besides the candidates, where their links are fast enough."""
 
+_SHOWN = 8
+"""Pairs that are named, of near ranks."""
 _NOTE = Note.of("choice", "of codecs")
 _log = logging.getLogger("yafsdp_cc")
 
@@ -58,6 +69,8 @@ class Problem(NamedTuple):
     """Seconds from one optimizer step to the next."""
     link: pace.Pace
     budget: float
+    errors: Mapping[str, float] = MappingProxyType({})
+    """What is left out for each element, by codec."""
 
 
 class Chooser:
@@ -75,6 +88,10 @@ class Chooser:
         """What was chosen for last."""
         self.said = ""
         """What was chosen last, in words."""
+        self.tries_pairs = root.world in pace.PAIRED
+        """Whether near ranks may say more to each other."""
+        self._paces: dict[Pair, float] = {}
+        self._near: Mapping[str, Mapping[Pair, str]] = {}
         self._span = Span("choice")
         self._stamps: tuple[tuple[int, ...], ...] = ()
         self._when = 0.0
@@ -121,7 +138,7 @@ class Chooser:
         before = self.picks(problem)
         told = (TOLERANCE * problem.step, problem.budget)
         after = choose(problem.legs, *told) if self.problem is None else steady(problem.legs, before, *told)
-        self.apply(problem, after)
+        self.apply(problem, after, self._richer(problem, after))
         counters = self.root.counters
         counters.why = self._why(problem, before, after)
         replicas = self.root.reductions.replicas
@@ -142,8 +159,7 @@ class Chooser:
         owners = {flat: unit for unit in root.units for flat in unit.flats}
         units = tuple(owners[each.flat] for each in measured)
         root.journal.write(_NOTE)
-        room = max(reduce.room for reduce in self._reduces.values())
-        link = pace.pace_of(root.reductions.post, room)
+        link = pace.pace_of(root.reductions.post, self._room)
         numbers = [
             *(each.seconds for each in measured),
             *(each.gathered for each in measured),
@@ -169,7 +185,7 @@ class Chooser:
         )
         elements = sum(flat.layout.numel for unit in units for flat in self._autos(unit))
         share = self._config.error_budget
-        return Problem(units, legs, step, link, float("inf") if share is None else share * elements)
+        return Problem(units, legs, step, link, float("inf") if share is None else share * elements, errors)
 
     def _options(
         self, unit: Unit, link: pace.Pace, gathered: float, work: dict[str, float], errors: dict[str, float]
@@ -219,7 +235,12 @@ class Chooser:
     @cached_property
     def _errors(self) -> dict[str, float]:
         """What is left out for each element, by codec."""
-        return {codec.name: pace.left_out(codec) for codec in self._codecs}
+        return {name: pace.left_out(self._config.make(name)) for name in (*FULL, *self._config.candidates)}
+
+    @property
+    def _room(self) -> int:
+        """Bytes of each message that there is room for."""
+        return max(reduce.room for reduce in self._reduces.values())
 
     @property
     def _config(self) -> Compression:
@@ -253,18 +274,38 @@ class Chooser:
         assert self.root.compressed is not None
         return next((self.root.compressed.chosen.get(flat, EXACT) for flat in self._autos(unit)), EXACT)
 
-    def apply(self, problem: Problem, picks: Sequence[int]) -> None:
-        """Switch to this choice. A collective, with nothing under way."""
-        self.problem = problem
+    def _richer(self, problem: Problem, picks: Sequence[int]) -> dict[str, dict[Pair, str]]:
+        """Of each codec that is chosen, what near ranks say more by. A collective where something is encoded."""
+        codecs = {option.codec for option in picked(problem.legs, picks)} - {EXACT}
+        if not (codecs and self.tries_pairs):
+            return {}
+        self._paces = pace.paces_between(self.root.reductions.post, self._room)
+        bits = {name: self._config.bits(name) for name in sorted(problem.errors, key=lambda name: problem.errors[name])}
+        return {codec: richer(self._paces, codec, bits) for codec in codecs}
+
+    def apply(
+        self, problem: Problem, picks: Sequence[int], near: Mapping[str, Mapping[Pair, str]] = MappingProxyType({})
+    ) -> None:
+        """Switch to this choice, and near ranks to what ``near`` has for their pairs instead of each codec of it.
+
+        A collective, with nothing under way.
+        """
+        self.problem, self._near = problem, near
+        rank = self.root.reductions.exchange.rank
+        mine = {
+            codec: {sum(pair) - rank: name for pair, name in pairs.items() if rank in pair}
+            for codec, pairs in near.items()
+        }
         root, compressed = self.root, self.root.compressed
         assert compressed is not None
         with torch.inference_mode(False):  # what is made here is trained with
             for unit, leg, pick in zip(problem.units, problem.legs, picks, strict=True):
                 for flat in self._autos(unit):
-                    compressed.choose(flat, self._reduces[flat], leg.options[pick].codec)
+                    codec = leg.options[pick].codec
+                    compressed.choose(flat, self._reduces[flat], codec, mine.get(codec, {}))
         if root.device.type == "cuda":
             torch.cuda.synchronize(root.device)
-        chosen = {unit.name: self._chosen(unit) for unit in root.units if self._autos(unit)}
+        chosen = {unit.name: self._told(self._chosen(unit)) for unit in root.units if self._autos(unit)}
         root.counters.chosen = root.counters.chosen | chosen  # the guard's stay
         self.said = _words(chosen)
         root.plan = plan_for(root)
@@ -275,12 +316,32 @@ class Chooser:
         rate = f"{8e-6 / link.per_byte:,.0f} Mbit/s" if link.per_byte else "faster than can be told"
         took = 1e3 * sum(leg.compute for leg in legs)
         exact, was, shows = (1e3 * exposed(legs, picks) for picks in ([0] * len(legs), before, after))
-        left = error(legs, after) / max(sum(flat.layout.numel for flat in self._reduces), 1)
+        left = self._left_out(problem, after)
+        near = sorted({pair for pairs in self._near.values() for pair in pairs})
+        times = max(self._paces.values()) / max(self._paces[pair] for pair in near) if near else 1.0
+        pairs = ", ".join([f"{one}-{other}" for one, other in near[:_SHOWN]] + ["…"] * (len(near) > _SHOWN))
         return (
             f"links carry {rate} each way, a backward computes {took:.0f} ms of a step's {1e3 * problem.step:.0f}; the "
             f"wire adds {exact:.1f} ms if all is exact, {was:.1f} as it was, {shows:.1f} as chosen, which leaves "
             f"{left:.2g} of squares for later"
+            + (f"; links between ranks {pairs} are {times:.2g} times as fast as the slowest" if near else "")
         )
+
+    def _left_out(self, problem: Problem, picks: Sequence[int]) -> float:
+        """The share of squares that all messages of all ranks leave out."""
+        pairs, total, elements = math.comb(self.root.world, 2), 0.0, 0
+        for unit, option in zip(problem.units, picked(problem.legs, picks), strict=True):
+            numel = sum(flat.layout.numel for flat in self._autos(unit))
+            near = self._near.get(option.codec, {})
+            shares = [problem.errors[name] for name in near.values()]
+            total += numel * (sum(shares) + (pairs - len(near)) * problem.errors[option.codec]) / pairs
+            elements += numel
+        return total / max(elements, 1)
+
+    def _told(self, codec: str) -> str:
+        """A codec in words, and that of near ranks."""
+        near = sorted(set(self._near.get(codec, {}).values()))
+        return f"{codec} ({' or '.join(near)} between near ranks)" if near else codec
 
 
 def _words(chosen: dict[str, str]) -> str:

@@ -96,6 +96,8 @@ class Compressed:
         self.guard = Guard(config) if config.guard else None
         self.chosen: dict[Flat, str] = {}
         """The present codecs of those that are chosen as training goes; exact where nothing is said."""
+        self.near: dict[Flat, Mapping[int, str]] = {}
+        """Of these, codecs of messages to ranks that are near, where they are others."""
         if self.over_replicas and AUTO in config.named:
             raise ValueError(
                 "compression='auto' on a mesh (replicate, shard): what shows of sums over replicas is not known here. "
@@ -223,19 +225,26 @@ class Compressed:
         codecs = [self.config.make(codec) for codec in self.config.candidates]
         chosen = ChosenReduce(post, exact, codecs, numel, flat.wire, counts, name, self._recursion)
         if (codec := self.chosen.get(flat, EXACT)) != EXACT:
-            chosen.encode_by(self.config.make(codec), self._residual(flat, post.world - 1, post.device))
+            self._encode_by(codec, flat, chosen)
         return chosen
 
-    def choose(self, flat: Flat, reduce: ChosenReduce, codec: str) -> None:
-        """Have its gradients encoded by this codec from now on, or summed exactly. A collective, on a lane at rest."""
-        if codec == self.chosen.get(flat, EXACT):
+    def choose(self, flat: Flat, reduce: ChosenReduce, codec: str, near: Mapping[int, str]) -> None:
+        """Have its gradients encoded by this codec from now on, or summed exactly. A collective, on a lane at rest.
+
+        Messages to the ranks of ``near`` have those codecs; there are none where sums are exact.
+        """
+        if (codec, near) == (self.chosen.get(flat, EXACT), self.near.get(flat, {})):
             return
-        self.chosen[flat] = codec
+        self.chosen[flat], self.near[flat] = codec, near
         if codec == EXACT:
             reduce.be_exact()
             flat.residual = None
         else:
-            reduce.encode_by(self.config.make(codec), self._residual(flat, reduce.peers, reduce.device))
+            self._encode_by(codec, flat, reduce)
+
+    def _encode_by(self, codec: str, flat: Flat, reduce: ChosenReduce) -> None:
+        near = {rank: self.config.make(name) for rank, name in self.near.get(flat, {}).items()}
+        reduce.encode_by(self.config.make(codec), self._residual(flat, reduce.peers, reduce.device), near)
 
     def sum_for(self, flat: Flat, group: dist.ProcessGroup, rank: int, device: torch.device, name: str) -> SharedSum:
         """The sum of a flat's partial sums over replicas, where this is ``rank`` of the shard."""

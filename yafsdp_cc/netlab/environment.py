@@ -16,15 +16,15 @@ MASTER_PORT = "29500"
 
 
 def variables(links: Links, rank: int) -> dict[str, str]:
-    ranks = len(links.descriptors)
-    # Every rank is a machine of its own, as far as it can tell, with its share of this one's cores.
+    ranks, machine = len(links.descriptors), links.descriptors[rank]
+    # Every machine is one of its own, as far as its ranks can tell; each has its share of this one's cores.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
-        "GROUP_RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(links.machines.index(machine)),
+        "LOCAL_RANK": str(links.descriptors[:rank].count(machine)),
+        "LOCAL_WORLD_SIZE": str(links.descriptors.count(machine)),
         "MASTER_ADDR": address(0),
         "MASTER_PORT": MASTER_PORT,
         "GLOO_SOCKET_IFNAME": DEVICE,

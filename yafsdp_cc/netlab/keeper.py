@@ -30,13 +30,13 @@ class Keeper:
     links: Links
     folder: str = ""
 
-    def __init__(self, ranks: int, delay_ms: float, loss: float) -> None:
+    def __init__(self, machines: int, near: int, delay_ms: float, loss: float) -> None:
         self.word, ours = Pipe()
         maker = os.getpid()
         self._process = os.fork()
         if self._process == 0:
             self.word.close()
-            _keep(maker, ours, ranks, delay_ms, loss)
+            _keep(maker, ours, machines, near, delay_ms, loss)
         ours.close()
         try:
             self.folder, descriptors = self._first_word()
@@ -75,8 +75,8 @@ class Keeper:
         return folder, tuple(descriptors)
 
 
-def _keep(maker: int, word: Connection, ranks: int, delay_ms: float, loss: float) -> None:
-    """The keeper's whole life; does not return."""
+def _keep(maker: int, word: Connection, machines: int, near: int, delay_ms: float, loss: float) -> None:
+    """The keeper's whole life, with ``near`` ranks on each machine; does not return."""
     try:
         os.setsid()
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -85,11 +85,11 @@ def _keep(maker: int, word: Connection, ranks: int, delay_ms: float, loss: float
         with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
             try:
                 build.look_for_programs()
-                held = build.namespaces_of(ranks)
+                held = build.namespaces_of(machines)
                 try:
                     build.wire(held, bridge=not (delay_ms or loss), single=loss > 0)
-                    relay = Relay(folder, ranks, delay_ms, loss) if delay_ms or loss else None
-                    word.send((folder, *held))
+                    relay = Relay(folder, machines, delay_ms, loss) if delay_ms or loss else None
+                    word.send((folder, *(machine for machine in held for _ in range(near))))
                     _wait_for_the_end(ends, word, relay)
                 finally:
                     namespaces.sweep({*map(namespaces.number, held), namespaces.number("/proc/self/ns/net")})

@@ -22,20 +22,26 @@ class Lab:
 
     ``bandwidth`` is what each rank can send, and receive, per second, headers included: ``100mbit``, ``2.5gbit`` or
     ``unshaped``. ``delay_ms`` is one way: an answer takes twice that. ``loss`` is the fraction of packets that vanish.
+    Every ``near`` ranks share a namespace, as those of one machine do: they have one link to all others, and none
+    between each other.
 
     The namespaces exist inside the ``with``, and nothing of them, nor any process in them, after it or after the death
     of the process that made it. Raises ``Unavailable`` where the machine cannot have them.
     """
 
-    def __init__(self, ranks: int = 2, bandwidth: str = UNSHAPED, delay_ms: float = 0.0, loss: float = 0.0) -> None:
+    def __init__(
+        self, ranks: int = 2, bandwidth: str = UNSHAPED, delay_ms: float = 0.0, loss: float = 0.0, near: int = 1
+    ) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"ranks={ranks}: a lab has 1 to {MOST_RANKS}")
+        if not 1 <= near <= ranks or ranks % near:
+            raise ValueError(f"near={near}: ranks on each machine, of {ranks} in all")
         if not 0 <= delay_ms <= 10_000:
             raise ValueError(f"delay_ms={delay_ms}: 0 to 10000 milliseconds, one way")
         if not 0 <= loss < 1:
             raise ValueError(f"loss={loss}: a fraction of packets, 0.001 for one in a thousand")
         Rate.parse(bandwidth)
-        self._options = (ranks, delay_ms, loss)
+        self._options = (ranks // near, near, delay_ms, loss)
         self._bandwidth = bandwidth
 
     def __enter__(self) -> Lab:
@@ -73,11 +79,11 @@ class Lab:
         self.links.set_bandwidth(bandwidth)
 
     def traffic(self) -> list[Traffic]:
-        """What every rank sent and received since the lab began. Inside a body, too: before and after a phase."""
+        """What every machine sent and received since the lab began. Inside a body, too: before and after a phase."""
         return self.links.traffic()
 
     def bytes(self) -> list[Traffic]:
-        """What every rank sent and received in the last run, or so far in the one under way."""
+        """What every machine sent and received in the last run, or so far in the one under way."""
         until = self._ended or self.traffic()
         return [now.since(then) for now, then in zip(until, self._started, strict=True)]
 

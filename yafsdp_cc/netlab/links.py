@@ -15,7 +15,7 @@ VARIABLE = "YAFSDP_CC_NETLAB"
 
 
 class Links(NamedTuple):
-    """The process that keeps the lab, and its descriptors of the ranks' network namespaces."""
+    """The process that keeps the lab, and its descriptors of the ranks' network namespaces; near ranks share one."""
 
     keeper: int
     descriptors: tuple[int, ...]
@@ -32,6 +32,11 @@ class Links(NamedTuple):
         return ",".join(map(str, (self.keeper, *self.descriptors)))
 
     @property
+    def machines(self) -> list[int]:
+        """The descriptors, each once: what has a link."""
+        return list(dict.fromkeys(self.descriptors))
+
+    @property
     def user(self) -> str:
         """The user namespace to which all of them belong."""
         return f"/proc/{self.keeper}/ns/user"
@@ -44,15 +49,15 @@ class Links(NamedTuple):
         return f"/proc/{self.keeper}/fd/{self.descriptors[rank]}"
 
     def traffic(self) -> list[traffic.Traffic]:
-        """What every rank sent and received since the lab began, at one moment."""
-        return traffic.read(f"/proc/{self.keeper}/net/dev", len(self.descriptors))
+        """What every machine sent and received since the lab began, at one moment."""
+        return traffic.read(f"/proc/{self.keeper}/net/dev", len(self.machines))
 
     def set_bandwidth(self, bandwidth: str) -> None:
-        """Shape every rank's link, both ways, from now on. One rank does it for all; no connection notices."""
+        """Shape every machine's link, both ways, from now on. One rank does it for all; no connection notices."""
         rate = Rate.parse(bandwidth)
-        self._shape(self.hub, [rate.shaping(port(rank)) for rank in range(len(self.descriptors))])
-        for rank in range(len(self.descriptors)):
-            self._shape(self.rank(rank), [rate.shaping(DEVICE)])
+        self._shape(self.hub, [rate.shaping(port(machine)) for machine in range(len(self.machines))])
+        for machine in self.machines:
+            self._shape(self.rank(self.descriptors.index(machine)), [rate.shaping(DEVICE)])
 
     def inside(self, where: str) -> list[str]:
         """The beginning of a command that is to run in a network namespace of the lab."""

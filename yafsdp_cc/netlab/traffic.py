@@ -1,4 +1,4 @@
-"""What crossed a rank's link, by the counters of its interface."""
+"""What crossed a machine's link, by the counters of its interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADERS = 66
 
 
 class Traffic(NamedTuple):
-    """Bytes that one rank sent and received, from the Ethernet header on, and the frames that it sent them in."""
+    """Bytes that one machine sent and received, from the Ethernet header on, and the frames that it sent them in."""
 
     sent: int
     received: int
@@ -28,12 +28,12 @@ class Traffic(NamedTuple):
         return self.sent - HEADERS * self.frames_sent
 
 
-def read(table: str, ranks: int) -> list[Traffic]:
-    """Of every rank at one moment, from the hub's table of interfaces (``/proc/PID/net/dev``)."""
+def read(table: str, machines: int) -> list[Traffic]:
+    """Of every machine at one moment, from the hub's table of interfaces (``/proc/PID/net/dev``)."""
     counters = {}
     for line in Path(table).read_text().splitlines()[2:]:
         name, _, figures = line.partition(":")
         counters[name.strip()] = figures.split()
-    # What its port received is what the rank sent; columns: bytes and frames received first, bytes sent ninth.
-    ports = [counters[port(rank)] for rank in range(ranks)]
+    # What its port received is what the machine sent; columns: bytes and frames received first, bytes sent ninth.
+    ports = [counters[port(machine)] for machine in range(machines)]
     return [Traffic(sent=int(own[0]), received=int(own[8]), frames_sent=int(own[1])) for own in ports]

@@ -1,5 +1,8 @@
 """A sum of chunks that is exact, or encoded by one of several codecs, as is chosen between steps.
 
+Messages to ranks that are near may have codecs of their own. Both ends of a pair choose the same, so that each knows
+what it is sent.
+
 Residuals know of no codec, so from one to another there is nothing to do. Where sums are to be exact again, what is
 still to be said goes to the owners at once, who add it to the next sum: Σ said = Σ gradients holds then and there.
 """
@@ -11,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.batch import batches_of
 from yafsdp_cc.wire.encoded import Dice, EncodedReduce
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -54,14 +58,19 @@ class ChosenReduce(EncodedReduce):
         self.room = max(4 * self._block, *(codec.message_bytes(self.chunk) for codec in codecs))
         """Bytes that a message may have."""
         for codec in codecs:
-            self._use(codec)
+            self._use(codec, {})
             post.reserve(self.room, self._step)
 
-    def encode_by(self, codec: Codec, residual: Residual | None) -> None:
-        """Encode from now on, and keep what is not said in ``residual``; None: it is lost."""
-        self._use(codec)
+    def encode_by(self, codec: Codec, residual: Residual | None, near: Mapping[int, Codec]) -> None:
+        """Encode from now on, and keep what is not said in ``residual``; None: it is lost.
+
+        Messages to the ranks of ``near`` have those codecs, and there is room for them afterwards.
+        """
+        self._use(codec, near)
         self.residual, self.is_exact = residual, False
-        self._noise = self._dice if residual is None and codec.rounds_randomly else None
+        self._noise = self._dice if residual is None else None
+        if near:
+            self._post.reserve(-(-sum(self._sizes) // len(self._peers)), self._step)
 
     def be_exact(self) -> None:
         """Sum exactly from now on, and let the residual go. A collective."""
@@ -69,10 +78,14 @@ class ChosenReduce(EncodedReduce):
             self._hand_over(self.residual)
         self.residual, self.is_exact = None, True
 
-    def _use(self, codec: Codec) -> None:
+    def _use(self, codec: Codec, near: Mapping[int, Codec]) -> None:
         self.codec = codec
         self._message_bytes = codec.message_bytes(self.chunk)
-        self._step = min(kernels.PART, self.chunk) if kernels.is_native(codec, self._post.device) else self.chunk
+        codecs = [near.get(rank, codec) for rank in self._peers]
+        self._sizes = [each.message_bytes(self.chunk) for each in codecs]
+        self._batches = batches_of(codecs, self._post.rank, self.chunk) if near else []
+        is_native = all(kernels.is_native(each, self._post.device) for each in (codec, *near.values()))
+        self._step = min(kernels.PART, self.chunk) if is_native else self.chunk
 
     @torch.no_grad()
     def _hand_over(self, residual: Residual) -> None:
@@ -100,15 +113,15 @@ class ChosenReduce(EncodedReduce):
 
     @property
     def payload(self) -> int:
-        return self._exact_bytes if self.is_exact else super().payload
+        return self._exact_bytes if self.is_exact else sum(self._sizes) + self._message_bytes
 
     def sent_bytes(self, whole: Tensor | None = None) -> int:
         if self.is_exact:
             return self._exact_bytes // self._post.world * (self._post.world - 1)
-        return super().sent_bytes(whole)
+        return sum(self._sizes)
 
     def said_by(self, codec: Codec | None) -> int:
-        """Bytes that this rank would send if it were this codec, or exact."""
+        """Bytes that this rank would send if it were this codec to all, or exact."""
         peers = len(self._peers)
         return (
             self._exact_bytes // self._post.world * peers if codec is None else codec.message_bytes(self.chunk) * peers
@@ -120,6 +133,24 @@ class ChosenReduce(EncodedReduce):
 
     def send(self, whole: Tensor, asynchronous: bool) -> Works:
         return self._exact.send(whole, asynchronous) if self.is_exact else super().send(whole, asynchronous)
+
+    def _send(self, whole: Tensor, asynchronous: bool) -> Works:
+        if not self._batches:
+            return super()._send(whole, asynchronous)
+        noise = None if self._noise is None else self._noise.throw()
+        chunks = whole.view(self._post.world, -1)
+        for batch in self._batches:
+            messages = self._post.sent(batch.size, batch.start, batch.rows)
+            self._encode(batch.codec, chunks[batch.rank : batch.rank + batch.rows], batch.row, messages, noise)
+        return self._post.exchange(self._message_bytes, asynchronous, self._sizes)
+
+    def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
+        if not self._batches:
+            super()._sum(mine, start, total)
+        for batch in self._batches:  # its own first: each adds to what those before have made
+            received = self._post.received(batch.size, batch.start, batch.rows)
+            kernels.decode_sum(batch.codec, received, self.chunk, mine, 0, total, start)
+            mine = total
 
     def totals(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         if not self.is_exact:

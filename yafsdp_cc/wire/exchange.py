@@ -290,9 +290,12 @@ _PAIR, _SEVERAL = 1 << 14, 1 << 17
 
 
 def duplex(group: dist.ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
-    """Send each rank its part of ``sent`` and fill ``received``, part by part, all at once; nothing to oneself."""
+    """Send each rank its part of ``sent`` and fill ``received``, part by part, all at once; nothing to oneself.
+
+    Between two ranks that have nothing for each other, nothing crosses.
+    """
     world, rank = group.size(), group.rank()
-    peers = [(rank + step) % world for step in range(1, world)]
+    peers = [peer for step in range(1, world) if sent[peer := (rank + step) % world].numel()]
     works = [group.recv([received[peer]], peer, tag) for peer in reversed(peers)]
     return works + [group.send([sent[peer]], peer, tag) for peer in peers]
 

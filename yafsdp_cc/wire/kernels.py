@@ -80,7 +80,7 @@ def decode_sum(
     """As ``feedback.decode_sum``, of elements ``start`` to ``start + len(total)`` of the ``n`` of each message.
 
     ``start`` is a multiple of ``PART``; without a native kernel it has to be 0, and ``total`` as long as a message.
-    On a CPU ``total`` may be ``own`` where ``place`` is 0.
+    ``own`` is as long as ``total``, and may be ``total`` where ``place`` is 0.
     """
     ops = ops_for(messages.device) if codec.name in _NUMBERS else None
     if ops is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.feedback import Residual
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from yafsdp_cc.wire.codec import Codec
+    from yafsdp_cc.wire.near import Pair
     from yafsdp_cc.wire.post import Post
 
 TRIAL = 1 << 20
@@ -25,6 +27,10 @@ _MOST = 8
 _ROUNDS, _SLOW_ROUNDS, _QUICK = 4, 2, 0.02
 """Of which the best counts: what else a machine does at that moment shall not make a link slow. Fewer where one takes
 more than so many seconds."""
+_PAIR = 1 << 17
+"""Bytes that two ranks give each other in a trial, at least: less would not fill a link."""
+PAIRED = range(3, 17)
+"""Numbers of ranks of which each pair is tried out: of two there is one, and of many there are too many."""
 
 
 class Pace(NamedTuple):
@@ -53,21 +59,43 @@ def pace_of(post: Post, room: int) -> Pace:
     return Pace(small, max(large / times - small, 0.0) / (peers * size))
 
 
-def _best(post: Post, message_bytes: int, times: int) -> float:
-    first = _exchanged(post, message_bytes, times)
+def paces_between(post: Post, room: int) -> dict[Pair, float]:
+    """Seconds for each byte that two ranks give each other while all others are silent, of every two. A collective.
+
+    One pair after the other: where two share a link, as those between the same two machines do, a trial of both at once
+    would make them slower than pairs whose turn comes alone. As in ``pace_of``, both ends go by the slower one.
+
+    Args:
+        post: whose buffers hold messages of ``room`` bytes.
+        room: the same on all ranks.
+    """
+    pairs = list(combinations(range(post.world), 2))
+    size = min((post.world - 1) * room, max(TRIAL // len(pairs), _PAIR)) // _SMALL * _SMALL
+    found = {}
+    for pair in pairs:
+        sizes = [size if {post.rank, peer} == {*pair} else 0 for peer in range(post.world) if peer != post.rank]
+        found[pair] = _best(post, size, 1, sizes) / size
+    return found
+
+
+def _best(post: Post, message_bytes: int, times: int, sizes: Sequence[int] | None = None) -> float:
+    first = _exchanged(post, message_bytes, times, sizes)
     more = (_ROUNDS if first < _QUICK else _SLOW_ROUNDS) - 1
-    return min([first, *(_exchanged(post, message_bytes, times) for _ in range(more))])
+    return min([first, *(_exchanged(post, message_bytes, times, sizes) for _ in range(more))])
 
 
-def _exchanged(post: Post, message_bytes: int, times: int) -> float:
+def _exchanged(post: Post, message_bytes: int, times: int, sizes: Sequence[int] | None = None) -> float:
     """Seconds of so many exchanges on the slowest rank, after which all are where they are."""
 
-    def exchange() -> None:
+    def exchange(times: int, sizes: Sequence[int] | None) -> None:
         for _ in range(times):
-            for work in post.exchange(message_bytes, asynchronous=True):
+            for work in post.exchange(message_bytes, asynchronous=True, sizes=sizes):
                 work.wait()
 
-    slowest = torch.tensor([timed(exchange, post.device)], dtype=torch.float64, device=post.device)
+    if sizes is not None:  # two begin together, however far apart the slowest links of all have left them
+        exchange(1, [min(each, _SMALL) for each in sizes])
+    taken = timed(lambda: exchange(times, sizes), post.device)
+    slowest = torch.tensor([taken], dtype=torch.float64, device=post.device)
     post.group.allreduce([slowest], dist.ReduceOp.MAX).wait()
     return float(slowest.item())
 

@@ -10,6 +10,8 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 from yafsdp_cc.wire.exchange import MESSAGE_TAG, Works, backend_of, duplex, is_duplex, works_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from torch import Tensor
 
@@ -47,13 +49,18 @@ class Post:
             self._sent = self._sent.new_empty(size)
             self._received = self._received.new_empty(size)
 
-    def sent(self, message_bytes: int) -> Tensor:
-        """Messages on their way, [peers, bytes]: those of lower ranks first, none to oneself."""
-        return self._sent.narrow(0, 0, (self.world - 1) * message_bytes).view(self.world - 1, message_bytes)
+    def sent(self, message_bytes: int, start: int = 0, count: int | None = None) -> Tensor:
+        """Messages on their way, [peers, bytes]: those of lower ranks first, none to oneself.
 
-    def received(self, message_bytes: int) -> Tensor:
-        """Messages of the others, in rank order, [peers, bytes]."""
-        return self._received.narrow(0, 0, (self.world - 1) * message_bytes).view(self.world - 1, message_bytes)
+        Or ``count`` of them, where those before take ``start`` bytes.
+        """
+        count = self.world - 1 if count is None else count
+        return self._sent.narrow(0, start, count * message_bytes).view(count, message_bytes)
+
+    def received(self, message_bytes: int, start: int = 0, count: int | None = None) -> Tensor:
+        """Messages of the others, in rank order, [peers, bytes]; or some of them, as of ``sent``."""
+        count = self.world - 1 if count is None else count
+        return self._received.narrow(0, start, count * message_bytes).view(count, message_bytes)
 
     def said(self, numel: int) -> Tensor:
         """The message to all alike, fp32."""
@@ -71,16 +78,21 @@ class Post:
         """Where a sum is made, overwritten by the next."""
         return self._total.narrow(0, 0, numel)
 
-    def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
-        """Give every rank its message."""
-        received, sent = self.received(message_bytes), self.sent(message_bytes)
+    def exchange(self, message_bytes: int, asynchronous: bool, sizes: Sequence[int] | None = None) -> Works:
+        """Give every rank its message.
+
+        Args:
+            message_bytes: the same on all ranks: how messages are sent goes by it.
+            asynchronous: of the collective.
+            sizes: of each message, where they differ; those of two ranks to each other are as long. None: all alike.
+        """
+        parts = [message_bytes] * (self.world - 1) if sizes is None else list(sizes)
+        parts.insert(self.rank, 0)
+        received, sent = (each.narrow(0, 0, sum(parts)) for each in (self._received, self._sent))
         if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device):
-            room, said = ([*each[: self.rank], each[:0], *each[self.rank :]] for each in (received, sent))
-            return duplex(self.group, room, said, MESSAGE_TAG)
+            return duplex(self.group, received.split(parts), sent.split(parts), MESSAGE_TAG)
         self._options.asyncOp = asynchronous
-        parts = [message_bytes] * self.world
-        parts[self.rank] = 0
-        return works_of(self.group.alltoall_base(received.view(-1), sent.view(-1), parts, parts, self._options))
+        return works_of(self.group.alltoall_base(received, sent, parts, parts, self._options))
 
     def sum(self, numel: int, asynchronous: bool) -> Works:
         """Sum the messages to all alike over ranks; what was said stays as it is."""

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(TOPK_THREADS) decode_topk_kernel(const DecodeJ
                 const long long at = first + 4 * (r * TOPK_THREADS + threadIdx.x);
                 Raw<1> raw;
                 float values[1][4];
-                fetch(raw, job.own, job.start + at, at < job.count);
+                fetch(raw, job.own, at, at < job.count);
                 convert(raw, job.own.dtype, 0.0f, values);
                 take(r, values[0]);
             }
