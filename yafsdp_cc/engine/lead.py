@@ -95,6 +95,8 @@ class Lead:
             flat.momentum = flat.exact = None
             if flat.residual is not None:
                 flat.residual.clear()
+            if flat.late is not None:
+                flat.late.clear()
         self._wires = tuple(wires)
 
     def _check(self, compressed: Compressed, root: Root, known: set[int]) -> None:

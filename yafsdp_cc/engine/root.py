@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
+    from yafsdp_cc.engine.delayed import Apart
     from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Piece
     from yafsdp_cc.engine.lanes import Lane
@@ -58,6 +59,7 @@ class Root:
         gather_lane: Lane,
         reduce_lane: Lane,
         counters: Counters,
+        apart: Apart | None = None,
     ) -> None:
         self.model = model
         self.drafts = tuple(drafts)
@@ -72,7 +74,7 @@ class Root:
         self.journal = Journal(rank, self.world * replicated, _get_default_store(), first)
         self.compressed = next((draft.compressed for draft in drafts if draft.compressed is not None), None)
         self.reductions = Reductions(
-            reduce_group, replicas, device, reduce_lane, self.journal, self.counters, self.compressed
+            reduce_group, replicas, device, reduce_lane, self.journal, self.counters, self.compressed, apart
         )
         self.chooser = Chooser.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
