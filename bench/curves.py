@@ -6,9 +6,9 @@
 
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each of four gloo
 ranks takes 128 bytes of text per step. Runs of one seed and learning rate differ in the way alone: a codec of gradients
-with AdamW (``int8/int4``: and one of changes of weights; ``int8, delayed``: sums that land late), or an optimizer of the 1-bit family. *Gap* is the loss at the
-end less that of exact sums with the same seed and rate; the spread of exact sums over seeds is what a gap is to be held
-against.
+with AdamW (``int8/int4``: and one of changes of weights; ``int8, delayed``: its sums land one step late), or an
+optimizer of the 1-bit family. *Gap* is the loss at the end less that of exact sums with the same seed and rate; the
+spread of exact sums over seeds is what a gap is to be held against.
 """
 
 from __future__ import annotations

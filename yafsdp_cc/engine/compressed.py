@@ -15,6 +15,7 @@ from yafsdp_cc.engine.clip import Clip
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.guard import Guard
 from yafsdp_cc.wire.chosen import ChosenReduce
+from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
-    from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
     from yafsdp_cc.wire.exchange import Reduce
     from yafsdp_cc.wire.post import Post
@@ -85,7 +85,7 @@ class Compressed:
         if config.delayed and ranks.replicas is not None:
             raise ValueError(
                 f"compression has delayed={config.delayed!r}, and the mesh has replicas: sums over these come after "
-                "those over a shard's ranks, and would be waited for: leave delayed out, or take a mesh of one dimension"
+                "those over a shard's ranks, and would be waited for: leave delayed out, or pass a flat mesh"
             )
         self.phase: Phase | None = None
         """What an optimizer says about the next backward; None where none leads the wire (``engine.lead``)."""
@@ -286,17 +286,15 @@ class Compressed:
         return Recursion(self.config.carry, taken=1 - self.beta)
 
     def _led(self, flat: Flat, exchange: _Exchange) -> _Exchange:
-        """The exchange, with the momentum of the flat where it has one."""
+        """The exchange, with what outlives it: the momentum of the flat, and what is under way where sums land late."""
         if flat.momentum is not None and self.beta > 0:
             units, block = partial(self._units_of, flat), self.config.block
             exchange.momentum = Momentum(flat.momentum, self.beta, self.share, block, units)
+        if flat.is_delayed and isinstance(exchange, ChunkSum):
+            if flat.late is None:
+                flat.late = Late(flat.layout.chunk, flat.divisor.tensor.device)
+            exchange.late = flat.late
         return exchange
-
-    def late(self, flat: Flat) -> Late:
-        """Where the sum of a flat is kept that lands late, made now if there is none yet."""
-        if flat.late is None:
-            flat.late = Late(flat.layout.chunk, flat.divisor.tensor.device)
-        return flat.late
 
     def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:
         """That of the flat, made now if there is none yet."""

@@ -124,12 +124,9 @@ class Reductions:
         if flat.codec == AUTO:
             self._encoded[flat] = compressed.chosen_for(flat, self.post, self.exchange, name)
             return False
-        if self._apart is None or not flat.is_delayed:
-            self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
-            return True
-        post = OwnPost(self._apart, self.post, self.journal)
+        apart = self._apart if flat.is_delayed else None
+        post = self.post if apart is None else OwnPost(apart, self.post, self.journal)
         self._encoded[flat] = compressed.reduce_for(flat, post, name)
-        self._encoded[flat].late = compressed.late(flat)
         return True
 
     def encode_anew(self, flat: Flat) -> None:
@@ -293,6 +290,10 @@ class Reductions:
         if self._sent:
             self.journal.wait(self._sent[-1][0].ready)
 
+    def rest(self) -> None:
+        """See what has landed of earlier backwards' sums, in one that only keeps its own too."""
+        self._late.wait()
+
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
         if self.journal.meter is not None:
@@ -302,7 +303,7 @@ class Reductions:
             if flat not in sent:  # this backward has not come to it
                 self._land_late(flat)
         self._land()
-        self._late.wait()
+        self.rest()
         if self.replicas is not None:
             self.replicas.settle()
         landed = [(flat.pieces, wrote) for flat, wrote in self._landed]

@@ -300,8 +300,7 @@ class Root:
             self.active.pop().end()
         for unit in self.units:
             unit.let_go()
-        self._task = -1
-        self._backward_passage = None
+        self._task, self._backward_passage = -1, None
         if self.passage is None:
             self.small.hide()
         self.wait_for_copies()
@@ -348,6 +347,7 @@ class Root:
                     unit.reduce()  # kept from backwards that did not synchronise
             if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)
+        self.reductions.rest()
         for unit in self.units:
             unit.rest()
         stream = self.gather_lane.stream()
