@@ -66,6 +66,21 @@ def test_so_it_is_of_micro_batches():
     on_ranks(2, momentum, "momentum", True)
 
 
+def made_later() -> None:
+    model: Any = yafsdp_cc.shard(Slopes(), units=[Slope], compression=late("onebit", block=64))
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.0), range(2))
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=1)
+    assert all(not each.any() for each in unsaid(model).values())
+    model(drawn(2, dist.get_rank())).backward()
+    exact = torch.stack([drawn(2, rank)[0] for rank in range(dist.get_world_size())]).mean(0)
+    assert torch.allclose(model.parts[0].weight.grad.full_tensor(), exact, atol=1e-6)
+    optimizer.step()
+
+
+def test_an_optimizer_that_is_made_later_starts_from_nothing():
+    on_ranks(2, made_later)
+
+
 def twice_without_zero_grad() -> None:
     model, optimizer = led(delayed=ALL)
     trained(model, optimizer, range(6))

@@ -183,7 +183,6 @@ class Reductions:
         """What was said to ``other`` holds here too."""
         self.concludes, self._told = other.concludes, other._told
         for flat, encoded in other._encoded.items():
-            encoded.see_through()
             if flat in self._encoded:
                 self._encoded[flat].owed = encoded.owed
         if self.replicas is not None and other.replicas is not None:
@@ -286,9 +285,10 @@ class Reductions:
         flat.gradients.land(totals, divisor, wrote)
 
     def _land(self) -> None:
-        """See the latest reduce through; the lane has done those before it."""
+        """See the latest reduce through, and the latest landing; the lane has done those before."""
         if self._sent:
             self.journal.wait(self._sent[-1][0].ready)
+        self.rest()
 
     def rest(self) -> None:
         """See what has landed of earlier backwards' sums, in one that only keeps its own too."""
@@ -303,7 +303,6 @@ class Reductions:
             if flat not in sent:  # this backward has not come to it
                 self._land_late(flat)
         self._land()
-        self.rest()
         if self.replicas is not None:
             self.replicas.settle()
         landed = [(flat.pieces, wrote) for flat, wrote in self._landed]

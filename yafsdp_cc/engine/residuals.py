@@ -118,6 +118,13 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
     return True
 
 
+def drop_late(root: Root) -> None:
+    """Give up sums that are under way from one backward to the next."""
+    for _, encoded in encoded_of(root):
+        if isinstance(encoded, ChunkSum):
+            encoded.drop()
+
+
 @torch.no_grad()
 def rescale(root: Root, loss_scale: float) -> None:
     """Bring all residuals into the units of another loss scale."""
@@ -167,7 +174,7 @@ def _has_state(encoded: ChunkSum | SharedSum) -> bool:
 
 
 def _drop(encoded: ChunkSum | SharedSum) -> None:
-    """Give up gradients that are still to be summed, or under way."""
+    """Give up gradients that are under way, or still to be summed."""
     if isinstance(encoded, ChunkSum):
         encoded.drop()
     encoded.forget()

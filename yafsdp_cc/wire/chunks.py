@@ -191,6 +191,7 @@ class ChunkSum(ABC):
         self.late.begin(used)
         self.kept = None
 
+    @torch.inference_mode(False)  # what is made here is written to when it lands
     def see_through(self) -> None:
         """Wait for what is under way, if anything is. It lands as ever: by the same arithmetic, and so to the bit."""
         late = self.late
