@@ -15,14 +15,16 @@ from yafsdp_cc.engine.clip import Clip
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.guard import Guard
 from yafsdp_cc.wire.chosen import ChosenReduce
+from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.wire.late import Late
 from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 from yafsdp_cc.wire.momentum import Momentum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import TypeVar
 
     import torch.distributed as dist
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression import Compression
     from yafsdp_cc.engine.flat import Flat
+    from yafsdp_cc.engine.lanes import Start
     from yafsdp_cc.engine.lead import Lead
     from yafsdp_cc.engine.ranks import Ranks
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
-    from yafsdp_cc.wire.chunks import ChunkSum
     from yafsdp_cc.wire.codec import Codec
     from yafsdp_cc.wire.exchange import Reduce
     from yafsdp_cc.wire.post import Post
@@ -80,6 +82,11 @@ class Compressed:
             )
         self.over_replicas = ranks.replicas is not None and config.scope != "shard"
         """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
+        if config.delayed and ranks.replicas is not None:
+            raise ValueError(
+                f"compression has delayed={config.delayed!r}, and the mesh has replicas: sums over these come after "
+                "those over a shard's ranks, and would be waited for: leave delayed out, or pass a flat mesh"
+            )
         self.phase: Phase | None = None
         """What an optimizer says about the next backward; None where none leads the wire (``engine.lead``)."""
         self.leader: weakref.ref[Lead] | None = None
@@ -134,6 +141,30 @@ class Compressed:
         """Clip, in place, what this rank is to say of a flat's gradients, and remember how much that is."""
         if self.clip is not None and (self.keeps(flat) or (self.is_warm and self.encodes(flat))):
             self.clip.clip(flat.pieces[0].cut.name, gradients, self.loss_scale)
+
+    def prepared(self, flat: Flat, whole: Tensor, start: Start) -> Start:
+        """The start of a sum of ``whole`` over the ranks of a shard, with what is done to it before."""
+        if self.clip is None or self.over_replicas:
+            return start
+
+        def prepared(asynchronous: bool) -> Sequence[dist.Work]:
+            self.prepare(flat, whole)
+            return start(asynchronous)
+
+        return prepared
+
+    def check_once(self, flat: Flat) -> None:
+        """Refuse a second sum in a step where sums are momentum: it would decay twice."""
+        if not self.is_momentum(flat):
+            return
+        for piece in flat.pieces:
+            if piece.parameter.requires_grad and piece.parameter.grad is not None:
+                raise RuntimeError(
+                    f"'{piece.cut.name}' has a .grad already, and with the momentum form of a 1-bit optimizer a sum "
+                    "over ranks is a step of the momentum: call optimizer.zero_grad(), which sets .grad to None, "
+                    "before each step, and model.set_requires_gradient_sync(False) for all of its micro-batches but "
+                    "the last"
+                )
 
     def divisor_of(self, flat: Flat) -> Divisor:
         """What turns a sum over ranks into what ``.grad`` is to be: the mean, or the momentum."""
@@ -205,7 +236,7 @@ class Compressed:
         return flat.codec != EXACT
 
     def reduce_for(self, flat: Flat, post: Post, name: str) -> ChunkSum:
-        """The exchange of a flat's gradients among the ranks of a shard."""
+        """The exchange of a flat's gradients among the ranks of a shard, by a ``post`` of its own if it is delayed."""
         numel = flat.layout.numel
         residual = self._residual(flat, post.world - 1, post.device)
         if flat.codec == LOW_RANK:
@@ -264,10 +295,14 @@ class Compressed:
         return Recursion(self.config.carry, taken=1 - self.beta)
 
     def _led(self, flat: Flat, exchange: _Exchange) -> _Exchange:
-        """The exchange, with the momentum of the flat where it has one."""
+        """The exchange, with what outlives it: the momentum of the flat, and what is under way where sums land late."""
         if flat.momentum is not None and self.beta > 0:
             units, block = partial(self._units_of, flat), self.config.block
             exchange.momentum = Momentum(flat.momentum, self.beta, self.share, block, units)
+        if flat.is_delayed and isinstance(exchange, ChunkSum):
+            if flat.late is None:
+                flat.late = Late(flat.layout.chunk, flat.divisor.tensor.device)
+            exchange.late = flat.late
         return exchange
 
     def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:

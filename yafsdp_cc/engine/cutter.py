@@ -48,6 +48,8 @@ class _Kind(NamedTuple):
     is_meta: bool
     codec: str = EXACT
     """Of gradients."""
+    is_delayed: bool = False
+    """Whether sums of gradients land one backward late."""
 
 
 class Cutter:
@@ -79,8 +81,10 @@ class Cutter:
         kinds: dict[_Kind, list[OwnedParameter]] = defaultdict(list)
         for each in owned:
             parameter = each.parameter
-            codec = EXACT if self._compression is None else self._compression.codec_for(each.name)
-            kinds[_Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta, codec)].append(each)
+            kind = _Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta)
+            if (config := self._compression) is not None:
+                kind = kind._replace(codec=config.codec_for(each.name), is_delayed=config.delays(each.name))
+            kinds[kind].append(each)
         return tuple(self._flat(kind, members) for kind, members in kinds.items())
 
     def small_blocks(self, owned: Sequence[OwnedParameter]) -> tuple[SmallBlock, ...]:
@@ -116,7 +120,7 @@ class Cutter:
         compute = self._compute(kind.dtype)
         rest = (pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
         flat = Flat(*rest) if self._host is None else HostFlat(self._host, *rest)
-        flat.codec = kind.codec
+        flat.codec, flat.is_delayed = kind.codec, kind.is_delayed
         return flat
 
     def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> Cut:

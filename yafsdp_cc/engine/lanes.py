@@ -23,6 +23,16 @@ Tail: TypeAlias = Callable[[], None]
 """Consumes what the collectives brought."""
 
 
+def alone(action: Callable[[], None]) -> Start:
+    """A start that issues no collective, and so is all there is of its operation."""
+
+    def start(_: bool) -> Sequence[dist.Work]:
+        action()
+        return ()
+
+    return start
+
+
 class Marker(Protocol):
     """A point in the caller's stream that a lane can wait for."""
 
@@ -220,11 +230,12 @@ def lane_for(device: torch.device) -> Lane:
 
 
 class Lanes:
-    """The lane of gathers and that of reduces, each made when it is first asked for."""
+    """The lanes of gathers, of reduces and of what nobody waits for, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self._gathers: Lane | None = None
         self._reduces: Lane | None = None
+        self._apart: Lane | None = None
 
     def gathers(self, device: torch.device) -> Lane:
         if self._gathers is None:
@@ -236,3 +247,9 @@ class Lanes:
         if self._reduces is None:
             self._reduces = lane_for(device)
         return self._reduces
+
+    def apart(self, device: torch.device) -> Lane:
+        """Another than both."""
+        if self._apart is None:
+            self._apart = lane_for(device)
+        return self._apart

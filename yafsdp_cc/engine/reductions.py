@@ -10,24 +10,28 @@ import torch
 
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.engine.delayed import OwnPost
 from yafsdp_cc.engine.journal import Journal, Note
+from yafsdp_cc.engine.lanes import alone
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.usage import Usage
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
 from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.exchange import Reduce
 from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
 
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.counters import Counters
+    from yafsdp_cc.engine.delayed import Apart
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.host import Crossings
     from yafsdp_cc.engine.lanes import Lane, Start
@@ -52,6 +56,7 @@ class Reductions:
         journal: Journal,
         counters: Counters,
         compressed: Compressed | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self.device = device
         self.compressed = compressed
@@ -61,6 +66,9 @@ class Reductions:
         self.exchange = Reduce(group, device)
         self.post = Post(group, device)
         self._encoded: dict[Flat, ChunkSum] = {}
+        self._apart = apart
+        self._late = lane.ticket()
+        """The latest landing of a sum that was under way since an earlier backward."""
         self.replicas = None if replicas is None else Replicas(replicas, device, lane, compressed)
         self.rings: dict[Role, Ring] = {}
         self.crossings: Crossings | None = None
@@ -69,8 +77,10 @@ class Reductions:
         """Whether a backward waits for what it has sent, and reduces the small group."""
         self._own_slots: list[Slot] = []
         self._trained: set[Flat] = set()
-        self._sent: list[tuple[Slot, Flat, list[bool]]] = []
+        self._sent: list[tuple[Slot, Flat]] = []
         """Reduces issued in the backward under way."""
+        self._landed: list[tuple[Flat, list[bool]]] = []
+        """What lands in it, and which of the parameters this rank has written."""
         self._sums: Mailbox
         self._told = False
 
@@ -114,12 +124,15 @@ class Reductions:
         if flat.codec == AUTO:
             self._encoded[flat] = compressed.chosen_for(flat, self.post, self.exchange, name)
             return False
-        self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
+        apart = self._apart if flat.is_delayed else None
+        post = self.post if apart is None else OwnPost(apart, self.post, self.journal)
+        self._encoded[flat] = compressed.reduce_for(flat, post, name)
         return True
 
     def encode_anew(self, flat: Flat) -> None:
         """Let what is now said to be its codec encode the gradients of ``flat``; nothing is under way."""
         if (before := self._encoded.get(flat)) is not None:
+            before.see_through()
             self._encode(flat)
             self._encoded[flat].owed = before.owed
         elif self.replicas is not None:
@@ -138,19 +151,15 @@ class Reductions:
         """Whether gradients of ``flat`` are kept there, to be sent."""
         encoded = self._encoded.get(flat)
         kept = encoded is not None and encoded.kept is not None
-        return kept and all(sent is not flat for _, sent, _ in self._sent)  # until it lands, what was sent is kept
+        return kept and all(sent is not flat for _, sent in self._sent)  # until it lands, what was sent is kept
 
     def keep(self, space: GradientSpace, used: list[list[bool]]) -> None:
         """Take the gradients in ``space`` in, for a later ``send``."""
         slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
-            take_in = partial(self._encoded[flat].accumulate, whole, wrote)
-
-            def start(_: bool, take_in: Callable[[], None] = take_in) -> list[dist.Work]:
-                take_in()
-                return []
-
-            self.lane.issue(slot.ready, self._prepared(flat, whole, start), after=self.lane.reached())
+            self._land_late(flat)
+            start = self._prepared(flat, whole, alone(partial(self._encoded[flat].accumulate, whole, wrote)))
+            self.lane.issue(slot.ready, start, after=self.lane.reached())
         slot.owner = None
 
     def exchange_of(self, flat: Flat) -> Reduce | ChunkSum:
@@ -200,16 +209,23 @@ class Reductions:
             meter.sends(space.flats[0], self.counters.gathered_bytes)
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange = self.exchange_of(flat)
-            self._check_once(flat)
+            self._land_late(flat)
+            late = exchange.late if isinstance(exchange, ChunkSum) else None
+            if late is None and self.compressed is not None:
+                self.compressed.check_once(flat)
             if isinstance(exchange, ChunkSum) and exchange.kept is not None:
                 wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
             start = self._prepared(flat, whole, partial(exchange.send, whole))
             tail = partial(self._take, exchange, flat, whole, wrote)
+            if late is not None and isinstance(exchange, ChunkSum):
+                tail = partial(exchange.set_apart, whole, wrote)
+            else:
+                self._landed.append((flat, wrote))
             if exchange.one_at_a_time:
                 self._land()
             self.counters.reduced_bytes += exchange.sent_bytes(whole)
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
-            self._sent.append((slot, flat, wrote))
+            self._sent.append((slot, flat))
             if self._sums_both and isinstance(exchange, ChunkSum):
                 self._send_exactly(flat, whole, slot)
         slot.owner = None
@@ -218,32 +234,11 @@ class Reductions:
 
     def _prepared(self, flat: Flat, whole: Tensor, start: Start) -> Start:
         """The start of a sum of ``whole``, with what is done to it before."""
-        compressed = self.compressed
-        if compressed is None or compressed.clip is None or compressed.over_replicas:
-            return start
-
-        def prepared(asynchronous: bool) -> Sequence[dist.Work]:
-            compressed.prepare(flat, whole)
-            return start(asynchronous)
-
-        return prepared
+        return start if self.compressed is None else self.compressed.prepared(flat, whole, start)
 
     @property
     def _sums_both(self) -> bool:
         return self.compressed is not None and self.compressed.phase is Phase.BOTH
-
-    def _check_once(self, flat: Flat) -> None:
-        """Refuse a second sum in a step where sums are momentum: it would decay twice."""
-        if self.compressed is None or not self.compressed.is_momentum(flat):
-            return
-        for piece in flat.pieces:
-            if piece.parameter.requires_grad and piece.parameter.grad is not None:
-                raise RuntimeError(
-                    f"'{piece.cut.name}' has a .grad already, and with the momentum form of a 1-bit optimizer a sum "
-                    "over ranks is a step of the momentum: call optimizer.zero_grad(), which sets .grad to None, "
-                    "before each step, and model.set_requires_gradient_sync(False) for all of its micro-batches but "
-                    "the last"
-                )
 
     def _send_exactly(self, flat: Flat, whole: Tensor, slot: Slot) -> None:
         """Sum gradients once more, for ``flat.exact``; what was encoded of them has been taken in before."""
@@ -257,6 +252,20 @@ class Reductions:
 
         self.counters.reduced_bytes += exchange.sent_bytes(whole)
         self.lane.issue(slot.ready, partial(exchange.send, whole), take, after=self.lane.reached())
+
+    def _land_late(self, flat: Flat) -> None:
+        """Have the sum of ``flat`` land that is under way since an earlier backward, if one is."""
+        encoded, compressed = self._encoded.get(flat), self.compressed
+        if compressed is None or encoded is None or encoded.late is None or encoded.late.used is None:
+            return
+        if encoded.momentum is not None and not compressed.is_momentum(flat):
+            landing = encoded.take_back  # a step of the momentum, and an optimizer that now wants mean gradients
+        else:
+            compressed.check_once(flat)
+            gradients, divisor = flat.train(self.wrap), compressed.divisor_of(flat)
+            landing = partial(gradients.land, encoded.late_totals(), divisor, encoded.late.used)
+            self._landed.append((flat, encoded.late.used))
+        self.lane.issue(self._late, alone(landing), after=self.lane.reached())
 
     def _take(self, exchange: Reduce | ChunkSum, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
         totals = exchange.totals(whole)
@@ -276,38 +285,39 @@ class Reductions:
         flat.gradients.land(totals, divisor, wrote)
 
     def _land(self) -> None:
-        """See the latest reduce through; the lane has done those before it."""
+        """See the latest reduce through, and the latest landing; the lane has done those before."""
         if self._sent:
             self.journal.wait(self._sent[-1][0].ready)
+        self.rest()
+
+    def rest(self) -> None:
+        """See what has landed of earlier backwards' sums, in one that only keeps its own too."""
+        self._late.wait()
 
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
         if self.journal.meter is not None:
             self.journal.meter.end()
+        sent = {flat for _, flat in self._sent}
+        for flat in self._encoded:
+            if flat not in sent:  # this backward has not come to it
+                self._land_late(flat)
         self._land()
         if self.replicas is not None:
             self.replicas.settle()
-        words = [0.0] * len(pieces)
-        unused: list[Piece] = []
-        sent = [(flat.pieces, wrote) for _, flat, wrote in self._sent]
-        sent.append((small.pieces, [piece.written for piece in small.pieces]))
+        landed = [(flat.pieces, wrote) for flat, wrote in self._landed]
+        landed.append((small.pieces, [piece.written for piece in small.pieces]))
         late = {
             piece
-            for _, flat, _ in self._sent
+            for flat, _ in self._landed
             if flat.residual is not None or flat in self._encoded  # which may owe what a residual held
             for piece in flat.pieces
         }
-        for members, wrote in sent:
-            for piece, written in zip(members, wrote, strict=True):
-                if written:
-                    words[piece.place] = 1.0
-                elif piece.parameter.requires_grad:
-                    unused.append(piece)
-                    if piece in late and piece.parameter.grad is None and self._says(piece):
-                        words[piece.place] = 1.0
+        usage = Usage(landed, len(pieces), lambda piece: piece in late and self._says(piece))
         self._sent.clear()
+        self._landed.clear()
         self.journal.write(_SMALL)
-        totals = small.send(words + self.journal.sums(), self.lane, self.replicas)
+        totals = small.send(usage.words + self.journal.sums(), self.lane, self.replicas)
         self.counters.reduced_bytes += small.wire_bytes(self.replicas)
         small.land(self.wrap)
         if self.crossings is not None:
@@ -316,20 +326,7 @@ class Reductions:
         sums = self._sums.receive(totals[-self.journal.width() :])
         if sums is not None:
             self.journal.check(sums)
-        # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
-        unused = [piece for piece in unused if piece.parameter.grad is None]
-        if unused and (self.exchange.world > 1 or self.replicas is not None):
-            # On CUDA the host waits here for the whole backward.
-            counts = totals[: len(words)].tolist()
-            for piece in unused:
-                if counts[piece.place]:
-                    piece.parameter.grad = piece.gradient
-        for members, _ in sent:
-            for piece in members:
-                hooks = piece.parameter._post_accumulate_grad_hooks
-                if hooks and piece.parameter.grad is not None:
-                    for hook in hooks.values():
-                        hook(piece.parameter)
+        usage.hand_out(totals, self.exchange.world > 1 or self.replicas is not None)
 
     def _says(self, piece: Piece) -> bool:
         """Whether a sum has brought something of a parameter that nobody may have used: what was still to be said."""
@@ -350,12 +347,17 @@ class Reductions:
 
     def recover(self) -> None:
         """Drop what an interrupted backward has sent or was about to send."""
-        for slot, _, _ in self._sent:
+        for slot, _ in self._sent:
             slot.ready.abandon()
+        sent = {flat for _, flat in self._sent}
         self._sent.clear()
+        self._landed.clear()
         if self.replicas is not None:
             self.replicas.forget()
-        for encoded in self._encoded.values():
+        for flat, encoded in self._encoded.items():
+            if flat in sent:
+                encoded.drop()
+            encoded.see_through()
             encoded.forget()
         for slot in (*(slot for ring in self.rings.values() for slot in ring.slots), *self._own_slots):
             slot.owner = None
@@ -378,7 +380,7 @@ class Reductions:
         slots = sum(slot.buffer.nbytes for slot in self._own_slots)
         replicas = 0 if self.replicas is None else self.replicas.owned_bytes
         rings = sum(ring.owned_bytes for ring in self.rings.values())
-        return slots + replicas + rings + self.receive_bytes + self.residual_bytes
+        return slots + replicas + rings + self.receive_bytes + self.residual_bytes + self.late_bytes
 
     @property
     def receive_bytes(self) -> int:
@@ -389,3 +391,8 @@ class Reductions:
     def residual_bytes(self) -> int:
         """Bytes of what is still to be said to the ranks of the shard."""
         return sum(encoded.owned_bytes for encoded in self._encoded.values())
+
+    @property
+    def late_bytes(self) -> int:
+        """Bytes of sums that are under way from one backward to the next."""
+        return sum(encoded.late_bytes for encoded in self._encoded.values())

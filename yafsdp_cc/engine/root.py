@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
+    from yafsdp_cc.engine.delayed import Apart
     from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Piece
     from yafsdp_cc.engine.lanes import Lane
@@ -58,6 +59,7 @@ class Root:
         gather_lane: Lane,
         reduce_lane: Lane,
         counters: Counters,
+        apart: Apart | None = None,
     ) -> None:
         self.model = model
         self.drafts = tuple(drafts)
@@ -66,14 +68,12 @@ class Root:
         self.gather = Gather(gather_group, device)
         self.gather_lane = gather_lane
         self.counters = counters
-        replicated = 1 if replicas is None else replicas.size()
-        rank = gather_group.rank() + self.world * (0 if replicas is None else replicas.rank())
-        first = int(self.drafts[0].ranks.mesh.mesh.min())
+        replica, replicated = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+        rank, first = gather_group.rank() + self.world * replica, int(self.drafts[0].ranks.mesh.mesh.min())
         self.journal = Journal(rank, self.world * replicated, _get_default_store(), first)
         self.compressed = next((draft.compressed for draft in drafts if draft.compressed is not None), None)
-        self.reductions = Reductions(
-            reduce_group, replicas, device, reduce_lane, self.journal, self.counters, self.compressed
-        )
+        ways = reduce_group, replicas, device, reduce_lane
+        self.reductions = Reductions(*ways, self.journal, self.counters, self.compressed, apart)
         self.chooser = Chooser.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
         self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, Room(device))
@@ -300,8 +300,7 @@ class Root:
             self.active.pop().end()
         for unit in self.units:
             unit.let_go()
-        self._task = -1
-        self._backward_passage = None
+        self._task, self._backward_passage = -1, None
         if self.passage is None:
             self.small.hide()
         self.wait_for_copies()
@@ -348,6 +347,7 @@ class Root:
                     unit.reduce()  # kept from backwards that did not synchronise
             if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)
+        self.reductions.rest()
         for unit in self.units:
             unit.rest()
         stream = self.gather_lane.stream()

@@ -62,6 +62,11 @@ class ZeroOneAdam(OneBitAdam):
         if refreshes < 1:
             raise ValueError(f"refreshes={refreshes}: at least 1: the second moment is learned from exact sums")
         super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=0, form="gradient", refreshes=refreshes)
+        if late := [home.piece.cut.name for home in self.lead.encoded.values() if home.flat and home.flat.is_delayed]:
+            raise ValueError(
+                f"ZeroOneAdam learns its second moment from exact sums, and in the same backward the one before of "
+                f"'{late[0]}' would land: leave delayed out of the Compression, or take OneBitAdam"
+            )
 
     def _phase_of(self, step: int) -> Phase:
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
