@@ -52,10 +52,12 @@ class Phase(Enum):
     ENCODED = "encoded"
     BOTH = "both"
     """Encoded, and exactly besides: into ``Flat.exact``."""
+    LOCAL = "local"
+    """Over the ranks of a shard alone: every replica has a mean of its own, and updates are encoded when all meet."""
 
     @property
     def encodes(self) -> bool:
-        return self in (Phase.ENCODED, Phase.BOTH)
+        return self in (Phase.ENCODED, Phase.BOTH, Phase.LOCAL)
 
 
 class Compressed:
@@ -73,6 +75,10 @@ class Compressed:
         self._seen: tuple[tuple[int, ...], ...] = ()
         self.loss_scale = 1.0
         """What losses are multiplied by, and so gradients and residuals."""
+        self.are_apart = False
+        """Whether replicas have made steps by themselves since they met (``engine.meeting``)."""
+        self.steps_said = 1
+        """How many of its steps a replica has said when they met last."""
         if config.scope == "replicate" and ranks.replicas is None:
             raise ValueError(
                 "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "
