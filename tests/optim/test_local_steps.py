@@ -388,9 +388,13 @@ def in_micro_batches() -> None:
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(weights(once), weights(twice), strict=True))
     trained(twice, theirs, range(17, 20))
     twice.set_requires_all_reduce(False)
-    twice(drawn(20, 0)).backward()
+    twice(drawn(40, dist.get_rank())).backward()
     with pytest.raises(RuntimeError, match="replicas cannot meet while gradients of micro-batches"):
         theirs.meet()
+    twice.set_requires_all_reduce(True)
+    twice(drawn(41, dist.get_rank())).backward()
+    theirs.step()
+    assert are_alike(twice, mesh_of(2))
 
 
 def test_micro_batches_are_one_step():
@@ -437,28 +441,40 @@ def test_what_one_replica_uses_is_known_to_all_when_they_have_met():
 
 
 def kept_whole() -> None:
-    model, optimizer = made(2, zero_stage=2, compression={"weights": "int4"})
-    mesh, kept = mesh_of(2), []
-    for step in range(1, 13):
+    model, optimizer = made(2, zero_stage=2, compression={"weights": "int4"}, settings={"local_steps": 2})
+    units = root_of(model).units
+
+    def differ(step: int) -> list[bool]:
+        """Whether whole weights that ranks keep are others than those of the shards."""
         trained(model, optimizer, range(step, step + 1))
-        if step in MEETINGS:
-            with torch.no_grad():
-                model(drawn(0, 0))
-            wholes = [unit.home.wholes[0].clone() for unit in root_of(model).units]
-            parts = [each.weight.full_tensor().flatten() for each in model.parts]
-            assert all(each[: part.numel()].equal(part) for each, part in zip(wholes, parts, strict=True))
-            kept = wholes
-        elif step == 11:
-            with torch.no_grad():
-                model(drawn(0, 0))
-            assert not any(
-                unit.home.wholes[0].equal(before) for unit, before in zip(root_of(model).units, kept, strict=True)
-            )
-    assert are_alike(model, mesh)
+        with torch.no_grad():
+            model(drawn(0, 0))
+        parts = [each.weight.full_tensor().flatten() for each in model.parts]
+        wholes = [unit.home.wholes[0][: part.numel()] for unit, part in zip(units, parts, strict=True)]
+        return [not whole.equal(part) for whole, part in zip(wholes, parts, strict=True)]
+
+    trained(model, optimizer, range(1, 14))
+    assert all(differ(14))
+    assert not any(differ(15))  # they have met, and go on by themselves
 
 
 def test_whole_weights_that_are_kept_are_alike_too_when_replicas_have_met():
     on_ranks(4, kept_whole)
+
+
+def watched() -> None:
+    model, optimizer = made(2, "int8", settings={"refreshes": 4, "local_steps": 16})
+    for step in range(1, 125):
+        model(drawn(0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 30:
+            optimizer.meet()
+    assert yafsdp_cc.counters_of(model).chosen == {}
+
+
+def test_messages_of_many_steps_are_not_taken_for_gradients_that_grow():
+    on_ranks(4, watched)
 
 
 def further(codec: str, dtype: torch.dtype, compression: dict[str, Any]) -> None:
@@ -482,7 +498,6 @@ def further(codec: str, dtype: torch.dtype, compression: dict[str, Any]) -> None
             optimizer.zero_grad()
         steps += 1
     assert are_alike(model, mesh)
-    assert yafsdp_cc.counters_of(model).chosen == {}  # messages of 16 steps are no fault
     trios = zip(weights(exact), weights(model), start, strict=True)
     far = [float((a - b).norm() / (a - c).norm()) for a, b, c in trios]
     assert 0 < max(far) < (0.7 if codec == "powersgd" else 0.35), far

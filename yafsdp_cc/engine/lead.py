@@ -8,7 +8,7 @@ import torch
 
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.meeting import Meeting, check_together
+from yafsdp_cc.engine.meeting import Meeting, check_idle, check_together
 from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
@@ -200,8 +200,10 @@ class Lead:
             said: asked what this one says of parameters: this rank's elements.
             steps: since they met last.
             news: what all shall know if any rank knows it.
+
+        Raises:
+            RuntimeError: gradients have still to be summed.
         """
-        self.say(Phase.ENCODED)
         pieces: dict[Root, dict[Piece, Callable[[], Tensor]]] = {}
         for parameter in self._parameters:
             home = _home_of(parameter)
@@ -209,6 +211,9 @@ class Lead:
             members = pieces.setdefault(home.root, {})
             if parameter in said:
                 members[home.piece] = said[parameter]
+        for root in pieces:
+            check_idle(root)
+        self.say(Phase.ENCODED)
         meetings = {root: Meeting(root, members, news) for root, members in pieces.items()}
         for compressed in self._wires:
             compressed.are_apart, compressed.steps_said = False, steps

@@ -34,19 +34,11 @@ class Meeting:
         root: of the model.
         said: asked what this replica says of parameters, of the same ones in all replicas: this rank's elements.
         news: whether this rank has something to tell that all shall know.
-
-    Raises:
-        RuntimeError: gradients have still to be summed.
     """
 
     def __init__(self, root: Root, said: Mapping[Piece, Callable[[], Tensor]], news: bool) -> None:
         assert root.reductions.replicas is not None
         assert root.compressed is not None
-        if not root.reductions.is_idle:
-            raise RuntimeError(
-                "replicas cannot meet while gradients of micro-batches have still to be summed: run the last backward "
-                "of the step with set_requires_gradient_sync(True) and set_requires_all_reduce(True) first"
-            )
         self._root = root
         self._replicas = root.reductions.replicas
         self._scale = root.world * root.compressed.loss_scale
@@ -93,6 +85,15 @@ class Meeting:
         ranks = root.world * self._replicas.world
         self._small = {piece: total / ranks for piece, total in small.totals() if piece in said}
         return totals[0] > 0
+
+
+def check_idle(root: Root) -> None:
+    """Raise a ``RuntimeError`` where gradients have still to be summed, in the place of what replicas have to say."""
+    if not root.reductions.is_idle:
+        raise RuntimeError(
+            "replicas cannot meet while gradients of micro-batches have still to be summed: run the last backward of "
+            "the step with set_requires_all_reduce(True) first"
+        )
 
 
 def check_together(root: Root, what: str) -> None:
