@@ -236,9 +236,16 @@ def saved(folder: Any) -> None:
     model, optimizer = made(2, compression={"residual": "int8"})
     trained(model, optimizer, range(1, 17))
     yafsdp_cc.save(folder / "step", model, optimizer)
-    found, unsaid = weights(model), whole_residuals(model)
+    found, unsaid, second = weights(model), whole_residuals(model), second_moments(model, optimizer, 6 * [7])
     trained(model, optimizer, range(17, 27))
-    torch.save((found, unsaid, weights(model)), folder / f"truth{dist.get_rank()}.pt")  # replicas are apart by then
+    truth = found, unsaid, second, weights(model)  # replicas are apart by now
+    torch.save(truth, folder / f"truth{dist.get_rank()}.pt")
+
+
+def second_moments(model: Any, optimizer: Any, seen: list[int]) -> list[Tensor]:
+    """Corrected for their start at zero, where they have seen so many gradients."""
+    pairs = zip(model.parameters(), seen, strict=True)
+    return [optimizer.state[each]["exp_avg_sq"].full_tensor() / (1 - BETAS[1] ** count) for each, count in pairs]
 
 
 def whole_residuals(model: Any) -> dict[str, Tensor]:
@@ -246,7 +253,7 @@ def whole_residuals(model: Any) -> dict[str, Tensor]:
 
 
 def resumed(folder: Any, replicas: int) -> None:
-    found, unsaid, truth = torch.load(folder / f"truth{dist.get_rank()}.pt")
+    found, unsaid, second, truth = torch.load(folder / f"truth{dist.get_rank()}.pt")
     if replicas:
         model, optimizer = made(replicas, compression={"residual": "int8"})
         trained(model, optimizer, range(1, 9))  # states of its own, that are forgotten
@@ -256,6 +263,8 @@ def resumed(folder: Any, replicas: int) -> None:
     yafsdp_cc.load(folder / "step", model, optimizer)
     assert optimizer.steps == 16
     assert all(one.equal(other) for one, other in zip(weights(model), found, strict=True))
+    now = second_moments(model, optimizer, 6 * [7] if replicas else 3 * [7, 16])  # biases have their own without them
+    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(now, second, strict=True))
     left = whole_residuals(model)
     assert left.keys() == unsaid.keys()
     assert all(unsaid[name].any() and torch.allclose(left[name], unsaid[name], atol=1e-6) for name in left)

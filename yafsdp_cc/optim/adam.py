@@ -96,6 +96,9 @@ class OneBitAdam(Leading):
                 state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
         if self._rests(parameter):  # AdamW's own has seen as many gradients as steps
             state.setdefault("variance_step", state["step"].detach().clone())
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of ``ZeroOneAdam`` with local steps
+            beta2 = self.param_groups[0]["betas"][1]
+            state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
         self._share_moment(parameter, "exp_avg")
 
     def _rests(self, parameter: Tensor) -> bool:
