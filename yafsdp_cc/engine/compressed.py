@@ -123,6 +123,7 @@ class Compressed:
     def follow(self, lead: Lead, beta: float, share: float, max_grad_norm: float | None) -> None:
         """Be led by an optimizer from now on, whose momentum is what ``beta`` and ``share`` say."""
         self.leader, self.phase, self.beta, self.share = weakref.ref(lead), Phase.EXACT, beta, share
+        self.steps_said = 1
         self.clip = Clip(max_grad_norm) if beta and max_grad_norm is not None else None
         self._divisors.clear()
 

@@ -109,6 +109,7 @@ class ZeroOneAdam(OneBitAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of ``OneBitAdam``; a ``RuntimeError`` while replicas are apart."""
         self._check_together()
+        self._news = False
         super().load_state_dict(state_dict)
 
     def _check_together(self) -> None:
@@ -196,8 +197,8 @@ class ZeroOneAdam(OneBitAdam):
         for members in self.lead.by_unit():
             for parameter in members:
                 if (drift := drifts.get(parameter)) is not None:
-                    mean = means.of(parameter).to(width_of(parameter))
-                    moments[parameter].copy_(drift.agree(mean))
+                    moment = moments[parameter]
+                    moment.copy_(drift.agree(means.of(parameter).to(moment)))
                     self._place(parameter, groups[parameter])
         drifts.clear()
 
