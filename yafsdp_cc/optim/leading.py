@@ -57,6 +57,8 @@ class Leading(Optimizer):
 
     shortest_warmup: ClassVar[int] = 1
     """Steps with exact sums that there have to be."""
+    local_steps = 1
+    """The most steps that each replica makes by itself before all meet; 1: there are none."""
 
     def __init__(
         self,
@@ -91,7 +93,8 @@ class Leading(Optimizer):
         super().__init__(params, defaults)
         parameters = [each for group in self.param_groups for each in group["params"]]
         sent = beta if form == "momentum" else 0.0
-        self.lead = Lead(parameters, sent, share, max_grad_norm, type(self).__name__)
+        local = self.local_steps > 1
+        self.lead = Lead(parameters, sent, share, max_grad_norm, type(self).__name__, local=local)
         for parameter in parameters:
             self._begin(parameter)
         self._announce()
