@@ -323,7 +323,7 @@ def races(rerun: bool) -> None:
         for step in range(3):
             train(model, optimizer, step)
             look(model)
-            list(model.modules())[-2].unshard()
+            list(model.modules())[-1].unshard()
         for codec in ("int4", None):
             led = near(model=net(rerun), compression=Compression("int8", weights=codec, guard=False))
             family = OneBitAdam(led.parameters(), lr=1e-2, warmup_steps=1)
