@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 import yafsdp_cc
 from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
 from tests.ranks import on_ranks
+from tests.streams import streams
 from yafsdp_cc.engine.clip import Clip
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb
@@ -132,6 +133,20 @@ def scaled() -> None:
 
 def test_a_loss_scale_changes_nothing():
     on_ranks(2, scaled)
+
+
+def on_streams(limit: float | None, form: str) -> None:
+    with streams():
+        model = sharded("int8")
+        optimizer = led(model, limit, warmup_steps=2, form=form)
+        trained(model, optimizer, range(8), clips=True)
+
+
+@pytest.mark.parametrize("form", ["momentum", "gradient"])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_nothing_races_on_streams(limit, form):
+    """Exact gradients and norms, which a lane writes and the optimizer reads and frees."""
+    on_ranks(2, on_streams, limit, form)
 
 
 # Again and elsewhere --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Clip:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._norms: dict[str, Tensor] = {}
-        """Of what this rank has sent last, by flat."""
+        """Of what this rank has sent since it learned last, by flat; 0: nothing. A lane writes to them: they stay."""
         self._shares: dict[str, Tensor] = {}
         """κ of each flat."""
         self.is_blind = True
@@ -52,7 +52,11 @@ class Clip:
             if gradients.device.type != "cpu" or float(factor) < 1:  # on a GPU nobody is to wait for the number
                 gradients.mul_(factor)
                 norm *= factor
-        self._norms[name] = norm / loss_scale
+        norm = norm / loss_scale
+        if (kept := self._norms.get(name)) is None:
+            self._norms[name] = norm
+        else:
+            kept.copy_(norm)
 
     def learn(self, total: float) -> None:
         """Learn from the step before, of which ``total`` was the norm of the mean gradient."""
@@ -66,7 +70,7 @@ class Clip:
                 self._shares[name] = torch.where(fits, known.lerp(share, _NEWS), known)
             elif fits:
                 self._shares[name] = share
-        self._norms.clear()
+            norm.zero_()
 
     def state(self) -> dict[str, float] | None:
         """κ of each flat, for a checkpoint of this rank; None while nothing is known."""
@@ -76,4 +80,5 @@ class Clip:
         """Go on from what ``state`` once returned."""
         self.is_blind = state is None
         self._shares = {name: torch.tensor(share, device=device) for name, share in (state or {}).items()}
-        self._norms.clear()
+        for norm in self._norms.values():
+            norm.zero_()

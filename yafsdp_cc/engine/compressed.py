@@ -151,6 +151,8 @@ class Compressed:
 
     def prepared(self, flat: Flat, whole: Tensor, start: Start) -> Start:
         """The start of a sum of ``whole`` over the ranks of a shard, with what is done to it before."""
+        if self.encodes(flat) and self.phase in (Phase.KEPT, Phase.BOTH):
+            flat.reserve_exact()
         if self.clip is None or self.over_replicas:
             return start
 

@@ -266,10 +266,14 @@ class Flat:
         """Bytes in host memory, beside the device."""
         return 0
 
-    def keeping(self, totals: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """The parts of an exact sum as they come; their mean is kept in ``exact``."""
+    def reserve_exact(self) -> None:
+        """Make ``exact``, in the caller's memory: the optimizer lets go of it."""
         if self.exact is None:
             self.exact = torch.empty(self.layout.chunk, dtype=torch.float32, device=self.divisor.tensor.device)
+
+    def keeping(self, totals: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """The parts of an exact sum as they come; their mean is kept in ``exact``, once there is room."""
+        assert self.exact is not None
         for start, total in totals:
             torch.div(total, self.divisor.tensor, out=self.exact.narrow(0, start, total.numel()))
             yield start, total

@@ -125,7 +125,7 @@ class Replicas:
             encoded = None
         exact = None
         if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
-            exact = flat.exact = torch.empty_like(partial.sum, dtype=torch.float32)
+            exact = flat.exact
 
         def start(asynchronous: bool) -> list[dist.Work]:
             if compressed is not None:
