@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -200,10 +201,13 @@ def as_planned() -> None:
         assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
 
 
-def doubled() -> None:
+def doubled(across: bool) -> None:
+    more: dict[str, Any] = {}
+    if across:
+        more["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for compression in ("int8", Compression(gradients="powersgd", matrix_rank=64), Compression(weights="fp8")):
-        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression)
-        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear])
+        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression, **more)
+        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear], **more)
         x = torch.randn(4, 40, dtype=torch.float64)
         for number in range(3):
             for each in (model, exact):
@@ -214,8 +218,10 @@ def doubled() -> None:
             assert (gradients(model)[name] - gradient).norm() < 0.1 * gradient.norm()
 
 
-def test_gradients_in_double_precision_are_encoded_as_fp32():
-    on_ranks(2, doubled)
+@pytest.mark.parametrize("across", [False, True])
+def test_gradients_in_double_precision_are_encoded_as_fp32(across):
+    """Over the ranks of a shard, and over replicas."""
+    on_ranks(2, doubled, across)
 
 
 def test_bytes_sent_and_held_are_as_planned():

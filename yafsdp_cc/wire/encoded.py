@@ -161,7 +161,10 @@ class EncodedSum(SharedSum):
         """Nothing: every message is by itself."""
 
     def _sum(self, total: Tensor) -> None:
-        kernels.decode_sum(self.codec, self._messages, total.numel(), None, 0, total)
+        summed = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+        kernels.decode_sum(self.codec, self._messages, total.numel(), None, 0, summed)
+        if summed is not total:
+            total.copy_(summed)
 
 
 class Dice:
