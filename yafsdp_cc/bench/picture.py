@@ -19,6 +19,7 @@ def draw(path: Path, title: str, runs: dict[str, dict[str, Any]]) -> None:
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     rcParams["svg.hashsalt"] = title  # the same picture from the same figures
     figure = Figure(figsize=(4 * len(runs), 3.6), layout="constrained")
@@ -32,8 +33,11 @@ def draw(path: Path, title: str, runs: dict[str, dict[str, Any]]) -> None:
         panel.set_title(bandwidth)
         panel.set_xlabel("minutes")
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("held-out loss, nats per byte")
-    panels[0].legend(fontsize="x-small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(title)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
