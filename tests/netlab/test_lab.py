@@ -170,7 +170,7 @@ def test_what_is_missing_is_named(
 
 
 def _say() -> None:
-    print(f"rank {dist.get_rank()} was here")
+    print(f"rank {dist.get_rank()} was here\n", end="")  # in one piece: both write to the same file
 
 
 def test_what_a_rank_prints_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
