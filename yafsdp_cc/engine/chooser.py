@@ -9,7 +9,7 @@ and codecs (``wire.pace``). The slowest of each is what all go by, so that all s
 and choose alike. That is between two passes, when nothing is under way.
 
 Where something is encoded, and there are more than two ranks, each pair is tried out too: near ranks say more to each
-other in the same time (``wire.near``).
+other in the same time (``wire.pairs``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from yafsdp_cc.profiling.spans import Span
 from yafsdp_cc.wire import pace
 from yafsdp_cc.wire.choice import Leg, Option, choose, exposed, picked, steady
 from yafsdp_cc.wire.chosen import ChosenReduce
-from yafsdp_cc.wire.near import richer
+from yafsdp_cc.wire.pairs import richer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.codec import Codec
-    from yafsdp_cc.wire.near import Pair
+    from yafsdp_cc.wire.pairs import Pair
 
 FIRST, PERIOD = 3, 50
 """Optimizer steps before the first choice, and from one to the next: fewer while there is little to go by."""

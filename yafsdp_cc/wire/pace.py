@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from yafsdp_cc.wire.codec import Codec
-    from yafsdp_cc.wire.near import Pair
+    from yafsdp_cc.wire.pairs import Pair
     from yafsdp_cc.wire.post import Post
 
 TRIAL = 1 << 20

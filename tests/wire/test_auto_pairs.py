@@ -24,8 +24,8 @@ from yafsdp_cc.wire.chosen import ChosenReduce
 from yafsdp_cc.wire.codec import Codec, codec_of
 from yafsdp_cc.wire.exchange import Reduce
 from yafsdp_cc.wire.feedback import CLASSIC, Residual
-from yafsdp_cc.wire.near import Pair
 from yafsdp_cc.wire.pace import Pace
+from yafsdp_cc.wire.pairs import Pair
 from yafsdp_cc.wire.post import Post
 
 CPU = torch.device("cpu")

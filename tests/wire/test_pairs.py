@@ -9,7 +9,7 @@ import pytest
 
 from yafsdp_cc.wire.batch import batches_of
 from yafsdp_cc.wire.codec import codec_of
-from yafsdp_cc.wire.near import Pair, classed, richer
+from yafsdp_cc.wire.pairs import Pair, classed, richer
 
 BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "onebit": 1.125}
 
