@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,3 +77,21 @@ def told(codec: str, weight: Tensor, whole: Tensor) -> Tensor:
     kind.encode(values, counts, message)
     kind.decode(message, said)
     return (whole.float() + said[0, : weight.numel()].view_as(whole)).to(whole.dtype)
+
+
+def writes(model: Any) -> list[Callable[[], None]]:
+    """What changes the third unit's weight and is no optimizer step: written whole, in place, loaded as it is now."""
+    weight, state = model[2].weight, {name: each.clone() for name, each in model.state_dict().items()}
+
+    def write_whole() -> None:
+        with yafsdp_cc.whole_parameters(model, write=True):
+            model[2].weight.data.mul_(2.0)
+
+    def write_in_place() -> None:
+        with torch.no_grad():
+            weight.mul_(3.0)
+
+    def load() -> None:
+        model.load_state_dict(state)
+
+    return [write_whole, write_in_place, load]

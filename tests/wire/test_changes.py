@@ -24,6 +24,7 @@ from tests.wire.changes import (
     masters,
     told,
     train,
+    writes,
 )
 from tests.wire.ledger import loss_of, sharded
 from yafsdp_cc import Compression
@@ -125,18 +126,7 @@ def test_training_ends_where_exact_weights_end():
 def changed_otherwise() -> None:
     model = following(mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    weight, state = model[2].weight, {name: each.clone() for name, each in model.state_dict().items()}
-
-    def write_whole() -> None:
-        with yafsdp_cc.whole_parameters(model, write=True):
-            model[2].weight.data.mul_(2.0)
-
-    def write_in_place() -> None:
-        with torch.no_grad():
-            weight.mul_(3.0)
-
-    def load() -> None:
-        model.load_state_dict(state)
+    writers = writes(model)
 
     def own_step() -> None:
         with torch.no_grad():
@@ -145,10 +135,10 @@ def changed_otherwise() -> None:
 
     def write_between() -> None:
         optimizer.step()
-        write_in_place()
+        writers[1]()
         optimizer.step()
 
-    for change in (write_whole, write_in_place, load, own_step, write_between):
+    for change in (*writers, own_step, write_between):
         for _ in range(2):  # changes, so that something lies there that is not exact
             loss_of(model, 0).backward()
             optimizer.step()

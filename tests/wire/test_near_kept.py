@@ -11,7 +11,7 @@ import torch.distributed as dist
 import yafsdp_cc
 from tests.ranks import on_ranks
 from tests.soak import also
-from tests.wire.changes import BF16, is_exact, masters, told, train
+from tests.wire.changes import BF16, is_exact, masters, told, train, writes
 from tests.wire.near import look, near, same, seen, whole
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
@@ -22,21 +22,10 @@ from yafsdp_cc.engine.module import root_of
 def changed_otherwise() -> None:
     model = near(mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    weight, state = model[2].weight, {name: each.clone() for name, each in model.state_dict().items()}
-
-    def write_whole() -> None:
-        with yafsdp_cc.whole_parameters(model, write=True):
-            model[2].weight.data.mul_(2.0)
-
-    def write_in_place() -> None:
-        with torch.no_grad():
-            weight.mul_(3.0)
-
-    def load() -> None:
-        model.load_state_dict(state)
+    writers = writes(model)
 
     assert is_exact(model, look(model))
-    for change in (write_whole, write_in_place, load):
+    for change in writers:
         for step in range(2):
             train(model, optimizer, step)
         assert not is_exact(model, look(model))
