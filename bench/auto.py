@@ -31,8 +31,9 @@ import torch.distributed as dist
 from yafsdp_cc.bench import machine, trainees
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.demo.model import VOCABULARY
-from yafsdp_cc.engine.chooser import FIRST, TOLERANCE, Problem
+from yafsdp_cc.engine.chooser import FIRST
 from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.problem import Problem
 from yafsdp_cc.netlab import Lab, Unavailable
 from yafsdp_cc.wire.choice import seconds
 
@@ -106,7 +107,7 @@ def _theory(chooser: Chooser) -> int:
     assert isinstance(problem, Problem)
     every = list(itertools.product(*[range(len(leg.options)) for leg in problem.legs]))
     took = [seconds(problem.legs, picks) for picks in every]
-    limit = min(took) + TOLERANCE * problem.step
+    limit = min(took) + problem.tolerance
     return min(sum(map(bool, picks)) for picks, each in zip(every, took, strict=True) if each <= limit)
 
 

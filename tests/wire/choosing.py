@@ -10,8 +10,9 @@ from torch import nn
 
 from tests.wire.ledger import loss_of, sharded
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.chooser import Chooser, Problem
+from yafsdp_cc.engine.chooser import Chooser
 from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.problem import Problem
 from yafsdp_cc.wire.choice import Leg, Option
 from yafsdp_cc.wire.pace import Pace
 

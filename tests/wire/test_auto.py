@@ -30,7 +30,7 @@ from yafsdp_cc.wire.pace import Pace
 def skewed() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     draws = random.Random(rank)
-    chooser.PERIOD = 2
+    chooser.PERIOD = chooser.SAMPLES = 2  # half of the choices are compared with others
     trial = pace.pace_of
 
     def slow(*arguments: Any) -> Pace:
@@ -106,6 +106,7 @@ def told_by_numbers() -> None:
         assert problem.step < 0.06
         found.due = found.steps
         found.root.compressed.chosen.clear()
+        found.problem = None
         found._choose()
         chosen[share] = dict(yafsdp_cc.counters_of(model).chosen)
     assert chosen[0.02] == {"0": "fp32", "4": "fp32"}
@@ -115,6 +116,47 @@ def told_by_numbers() -> None:
 
 def test_the_end_of_the_backward_is_encoded_first():
     on_ranks(2, told_by_numbers)
+
+
+def told_how_long_steps_take() -> None:
+    """Links as fast as computation is slow, and steps that gain more than that by fewer bytes, or do not."""
+    model = sharded("auto")
+    found = chooser_of(model)
+    step_of(model, 0)
+    units = root_of(model).units[::-1]
+    found.meter.measured = lambda: [Measured(unit.flats[0], 0.01, 0) for unit in units]
+    found._work = dict.fromkeys(("fp32", "int8", "int4"), 0.0)
+    exact = root_of(model).reductions.encoded_of(root_of(model).units[0].flats[0]).said_by(None)
+    pace.pace_of = lambda *_: Pace(0.0, 0.4 * 0.01 / exact)
+
+    def choose(took: float) -> list[str]:
+        found._lasted.clear()
+        found._lasted.append(took)
+        found.due = found.steps
+        found._choose()
+        return list(yafsdp_cc.counters_of(model).chosen.values())
+
+    last = ["int8", "fp32", "fp32"]
+    assert choose(0.05) == last  # the first layer's, whose sum nothing hides
+    for slower in (0.0, 0.004, -0.01):
+        assert choose(0.05) == ["int4"] * 3  # to compare
+        assert choose(0.05 - slower * dist.get_rank()) == last  # all go by the slowest
+    assert found._toll == 0
+    choose(0.05)
+    more = choose(0.035)
+    assert more == ["int8", "int4", "int4"]  # the last one's are beside nothing
+    assert "a megabyte takes" in yafsdp_cc.counters_of(model).why
+    assert choose(0.05) == ["int4"] * 3
+    assert choose(0.05) == last  # that is no faster
+    switch(model, ["int4"] * 3)
+    assert choose(0.05) == last  # to compare with what the model asks for
+    assert choose(0.065) == ["int4"] * 3
+    pace.pace_of = lambda *_: Pace(0.0, 0.01 * 0.01 / exact)
+    assert choose(0.05) == choose(0.02) == ["fp32"] * 3  # where nothing shows, nothing is compared
+
+
+def test_what_bytes_take_from_computation_is_learned_from_steps():
+    on_ranks(2, told_how_long_steps_take)
 
 
 def within_budget() -> None:

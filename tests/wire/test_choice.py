@@ -8,7 +8,20 @@ import random
 
 import pytest
 
-from yafsdp_cc.wire.choice import Leg, Option, choose, endless, error, exposed, picked, seconds, steady
+from yafsdp_cc.wire.choice import (
+    Leg,
+    Option,
+    choose,
+    endless,
+    error,
+    exposed,
+    laden,
+    most,
+    picked,
+    seconds,
+    steady,
+    toll,
+)
 
 KINDS = ("slots", "queue", "mixed")
 
@@ -17,6 +30,7 @@ def made(draws: random.Random, kind: str, most: int = 6, alike: bool = False) ->
     """Legs of a random model: of two slots, of a slot for each, or of some."""
     codecs = ((4.0, 0.0), (1.0, 4e-5), (0.5, 0.014))[: draws.choice((2, 3))]
     per_byte, works = draws.uniform(0.1, 1.5), draws.random() < 0.5
+    beside = draws.choice((0.0, 0.1))
     legs = []
     for place in range(draws.randrange(1, most + 1)):
         size = 1 if alike else draws.choice((1, 1, 1, 2, 5))
@@ -26,6 +40,8 @@ def made(draws: random.Random, kind: str, most: int = 6, alike: bool = False) ->
                 0.01 + per_byte * size * width,
                 size * 0.02 * (1 + number) if works else 0.0,
                 size * missed,
+                size * width,
+                beside * size * width,
             )
             for number, (width, missed) in enumerate(codecs)
         )
@@ -48,7 +64,8 @@ def simulated(legs: list[Leg], picks: list[int]) -> float:
     while True:
         if place < sizes and state == "idle" and (legs[place].awaits < 0 or legs[place].awaits in over):
             state = "computes"
-            after(legs[place].compute, "computed", place)
+            beside = options[place - 1].beside if place else 0.0
+            after(legs[place].compute + beside, "computed", place)
         # Encoding is the thread's, and it does it when the reduce before has been taken in.
         if place < sizes and state == "has computed" and (not options[place].host or place == 0 or place - 1 in over):
             state = "encodes"
@@ -86,10 +103,14 @@ def test_closed_forms():
         picks = [draws.randrange(len(leg.options)) for leg in legs]
         computes = [*(leg.compute for leg in legs), 0.0]
         options = picked(legs, picks)
-        by_itself = sum(each.host + max(each.link, hidden) for each, hidden in zip(options, computes[1:], strict=True))
+        by_itself = sum(
+            each.host + max(each.link, hidden + each.beside * (hidden > 0))
+            for each, hidden in zip(options, computes[1:], strict=True)
+        )
         assert seconds(legs, picks) == pytest.approx(computes[0] + by_itself)
         queue = [
-            leg._replace(options=tuple(option._replace(host=0.0) for option in leg.options), awaits=-1) for leg in legs
+            leg._replace(options=tuple(option._replace(host=0.0, beside=0.0) for option in leg.options), awaits=-1)
+            for leg in legs
         ]
         assert endless(queue, picks) == pytest.approx(exposed(queue, picks))
 
@@ -159,6 +180,48 @@ def test_no_more_is_left_out_than_the_budget_has():
         budget = draws.uniform(0, 1.2) * most
         for picks in (choose(legs, 0.01, budget), steady(legs, choose(legs), 0.01, budget)):
             assert error(legs, picks) <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_bytes_take_is_found_from_two_choices(kind):
+    """Legs are measured with what their bytes take in them; what is found explains how long the other choice took."""
+    draws = random.Random(4)
+    found = 0
+    for _ in range(200):
+        free, truth = made(draws, kind, most=8), draws.uniform(0.05, 0.4)
+        free = [leg._replace(options=tuple(option._replace(beside=0.0) for option in leg.options)) for leg in free]
+        plain, least = choose(free, 0.05), most(free)
+        for picks, others in ((plain, least), (least, plain)):
+            taken = [0.0, *(truth * option.sent for option in picked(free, picks))]
+            true = laden(free, picks, truth)
+            true = [leg._replace(compute=ours.compute) for leg, ours in zip(true, free, strict=True)]
+            measured = [leg._replace(compute=leg.compute + more) for leg, more in zip(free, taken, strict=False)]
+            longer = seconds(true, picks) - seconds(true, others)
+            told = laden(measured, picks, toll(measured, picks, others, longer))
+            assert seconds(told, picks) - seconds(told, others) == pytest.approx(longer, abs=1e-4)
+            assert [leg.compute for leg in laden(measured, picks, truth)] == pytest.approx(
+                [leg.compute for leg in free]
+            )
+            found += told[0].options[0].beside > 0
+    assert found > 50
+
+
+def test_what_the_model_explains_is_put_down_to_nothing():
+    options = (Option("fp32", 2.0, sent=8.0), Option("int8", 0.5, error=4e-5, sent=2.0))
+    legs = [Leg(1.0, options, max(place - 2, -1)) for place in range(4)]
+    gains = seconds(legs, [0] * 4) - seconds(legs, [1] * 4)
+    assert toll(legs, [0] * 4, [1] * 4, gains) == toll(legs, [0] * 4, [1] * 4, gains / 2) == 0
+    assert toll(legs, [1] * 4, [0] * 4, -gains) == toll(legs, [1] * 4, [0] * 4, 0.0) == 0
+    assert toll(legs, [1] * 4, [1] * 4, 1.0) == 0
+    assert toll(legs[:1], [0], [1], 9.0) == 0  # nothing is computed beside it
+
+
+def test_as_few_bytes_as_there_can_be():
+    options = (Option("fp32", 0.1), Option("int8", 0.04, error=1.0), Option("int4", 0.02, error=3.0))
+    legs = [Leg(1.0, options, -1)] * 3
+    assert most(legs) == [2, 2, 2]
+    assert most(legs, 5.0) == [1, 1, 2]
+    assert most(legs, 0.5) == [0, 0, 0]
 
 
 def test_a_choice_stays_where_a_tenth_decides():

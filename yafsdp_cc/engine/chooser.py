@@ -1,12 +1,16 @@
 """``compression="auto"``: every so many steps, what each unit's gradients are encoded by is chosen anew.
 
-    steps     0 ─ 3 ────────── 12 ─────────────────────────────── 48 ─ … ─ 98 ─ …
-              watch, choose    │                                   │        │
-                         watch ┘                             watch ┘  watch ┘
+    steps     0 ─ 3 ────────── 12 ──────── 20 ─────────────────── 48 ─ … ─ 98 ─ …
+              watch, choose    │            │                      │        │
+                         watch ┘ compare, choose             watch ┘  watch ┘
 
 Every rank measures how long its backward computes before each reduce (``engine.meter``), and all together try out links
 and codecs (``wire.pace``). The slowest of each is what all go by, so that all solve the same problem (``wire.choice``)
 and choose alike. That is between two passes, when nothing is under way.
+
+What bytes take from the computation beside them no trial tells: processors that both need, caches. So from the second
+choice on, where something shows, some steps are run with as few bytes as there can be, or, if that is what was chosen,
+with those that the model asks for. What that gains beyond what the model says is put down to bytes (``choice.toll``).
 
 Where something is encoded, and there are more than two ranks, each pair is tried out too: near ranks say more to each
 other in the same time (``wire.pairs``).
@@ -21,19 +25,21 @@ from collections import deque
 from functools import cached_property
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression import AUTO, EXACT
+from yafsdp_cc.engine.comparison import Comparison
 from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.meter import SAMPLES, Meter
+from yafsdp_cc.engine.problem import Problem
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.survey import plan_for, reduced_bytes
 from yafsdp_cc.profiling.spans import Span
 from yafsdp_cc.wire import pace
-from yafsdp_cc.wire.choice import Leg, Option, choose, exposed, picked, steady
+from yafsdp_cc.wire.choice import Leg, Option, exposed, laden, picked
 from yafsdp_cc.wire.chosen import ChosenReduce
 from yafsdp_cc.wire.pairs import richer
 
@@ -49,8 +55,6 @@ if TYPE_CHECKING:
 
 FIRST, PERIOD = 3, 50
 """Optimizer steps before the first choice, and from one to the next: fewer while there is little to go by."""
-TOLERANCE = 0.01
-"""Of a step: what the wire may show if that says more. A trial of fast links and a small message costs as much."""
 FULL = (EXACT, "bf16")
 """What near ranks may say besides the candidates, where their links are fast enough."""
 
@@ -58,19 +62,6 @@ _SHOWN = 8
 """Pairs that are named, of near ranks."""
 _NOTE = Note.of("choice", "of codecs")
 _log = logging.getLogger("yafsdp_cc")
-
-
-class Problem(NamedTuple):
-    """What is chosen for, the same on all ranks."""
-
-    units: tuple[Unit, ...]
-    legs: tuple[Leg, ...]
-    step: float
-    """Seconds from one optimizer step to the next."""
-    link: pace.Pace
-    budget: float
-    errors: Mapping[str, float] = MappingProxyType({})
-    """What is left out for each element, by codec."""
 
 
 class Chooser:
@@ -92,6 +83,9 @@ class Chooser:
         """Whether near ranks may say more to each other."""
         self._paces: dict[Pair, float] = {}
         self._near: Mapping[str, Mapping[Pair, str]] = {}
+        self._comparison: Comparison | None = None
+        self._toll = 0.0
+        """Seconds that a byte takes from the computation beside it."""
         self._span = Span("choice")
         self._stamps: tuple[tuple[int, ...], ...] = ()
         self._when = 0.0
@@ -129,15 +123,32 @@ class Chooser:
         return self.root.reductions.is_idle and all(unit.gradient_space is None for unit in self.root.units)
 
     def _choose(self) -> None:
+        if self._comparison is not None:
+            comparison, self._comparison = self._comparison, None
+            mesh = self.root.drafts[0].ranks.mesh
+            self._toll = comparison.toll(median(self._lasted), mesh, self.root.device)
+            self._settle(comparison.problem, comparison.before)
+            return
         problem = self.measure()
         if problem is None:
             return  # no backward yet: after the next step
-        self.due = self.steps + min(PERIOD, 3 * self.steps)
         self.meter.watches = False
         self.meter.forget()
         before = self.picks(problem)
-        told = (TOLERANCE * problem.step, problem.budget)
-        after = choose(problem.legs, *told) if self.problem is None else steady(problem.legs, before, *told)
+        if self.problem is not None:
+            self._comparison = Comparison.of(problem, before, median(self._lasted))
+        if self._comparison is None:
+            self._settle(problem, before)
+        else:
+            self.due = self.steps + SAMPLES
+            self.apply(problem, self._comparison.other)
+
+    def _settle(self, problem: Problem, before: list[int]) -> None:
+        """Choose, where the problem was measured under the choice ``before``, and switch."""
+        self.due = self.steps + min(PERIOD, 3 * self.steps)
+        if self._toll and any(problem.choose()):
+            problem = problem._replace(legs=tuple(laden(problem.legs, before, self._toll)))
+        after = problem.choose() if self.problem is None else problem.choose_from(before)
         self.apply(problem, after, self._richer(problem, after))
         counters = self.root.counters
         counters.why = self._why(problem, before, after)
@@ -208,7 +219,7 @@ class Chooser:
             took, wire = elements * max(work[name], work[EXACT]), link.seconds(int(fixed + size))
             if self.root.device.type == "cuda":  # the lane does both, one after the other
                 took, wire = 0.0, wire + took
-            options.append(Option(name, wire, took, elements * errors.get(name, 0.0)))
+            options.append(Option(name, wire, took, elements * errors.get(name, 0.0), size))
         return options
 
     def _awaited(self, units: Sequence[Unit], place: int) -> int:
@@ -324,6 +335,7 @@ class Chooser:
             f"links carry {rate} each way, a backward computes {took:.0f} ms of a step's {1e3 * problem.step:.0f}; the "
             f"wire adds {exact:.1f} ms if all is exact, {was:.1f} as it was, {shows:.1f} as chosen, which leaves "
             f"{left:.2g} of squares for later"
+            + (f"; a megabyte takes {1e9 * self._toll:.1f} ms from the computation beside it" if self._toll else "")
             + (f"; links between ranks {pairs} are {times:.2g} times as fast as the slowest" if near else "")
         )
 

@@ -15,10 +15,10 @@ Pure: no communication, no clock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class Option(NamedTuple):
@@ -31,6 +31,14 @@ class Option(NamedTuple):
     """Seconds of the thread that computes, to encode and to sum; on CUDA they are the lane's, and so the link's."""
     error: float = 0.0
     """What a message leaves out: the share of a gradient's energy, times elements."""
+    sent: float = 0.0
+    """Bytes of gradients that a rank sends."""
+    beside: float = 0.0
+    """Seconds that those bytes take from the computation beside them: what the next leg takes longer."""
+
+
+Share: TypeAlias = "Callable[[Option], float]"
+"""Which seconds of an option."""
 
 
 class Leg(NamedTuple):
@@ -54,6 +62,7 @@ def seconds(legs: Sequence[Leg], picks: Sequence[int]) -> float:
         b₀ + Σ_j [host_j + max(link_j, b_{j+1})]            with b = 0 behind the last
 
     Where none awaits any, the link is a queue (``endless``), and what is late for one leg may hide under later ones.
+    What bytes take from the computation beside them, ``beside_j``, is added to b_{j+1}.
     """
     return _ran(legs, picks)[0]
 
@@ -75,6 +84,52 @@ def endless(legs: Sequence[Leg], picks: Sequence[int]) -> float:
 def exposed(legs: Sequence[Leg], picks: Sequence[int]) -> float:
     """Seconds by which the wire, and what encodes, make a backward longer."""
     return seconds(legs, picks) - sum(leg.compute for leg in legs)
+
+
+def most(legs: Sequence[Leg], budget: float = float("inf")) -> list[int]:
+    """As few bytes on the link as there can be within the budget, whether they show or not."""
+    return _tightened([leg._replace(compute=0.0) for leg in legs], 0.0, budget)
+
+
+def laden(legs: Sequence[Leg], picks: Sequence[int], toll: float) -> list[Leg]:
+    """The same legs, where each byte on the link takes ``toll`` seconds from the computation beside it.
+
+    ``legs`` were measured under ``picks``, whose bytes have taken theirs already.
+    """
+    taken = [0.0, *(toll * option.sent for option in picked(legs, picks))]
+    return [
+        Leg(
+            max(leg.compute - less, 0.0),
+            tuple(option._replace(beside=toll * option.sent) for option in leg.options),
+            leg.awaits,
+        )
+        for leg, less in zip(legs, taken, strict=False)
+    ]
+
+
+def toll(legs: Sequence[Leg], picks: Sequence[int], others: Sequence[int], longer: float) -> float:
+    """Seconds that each byte takes from the computation beside it, if a backward is ``longer`` than with ``others``.
+
+    0, if that much is explained without.
+
+    Args:
+        legs: as they were measured under ``picks``.
+        longer: seconds; negative where it was shorter.
+    """
+    sent, said = (sum(option.sent for option in list(picked(legs, each))[:-1]) for each in (picks, others))
+    sign = 1.0 if sent > said else -1.0
+
+    def missed(toll: float) -> float:
+        told = laden(legs, picks, toll)
+        return sign * (longer - seconds(told, picks) + seconds(told, others))
+
+    if sent == said or missed(0.0) <= 0:
+        return 0.0
+    low, high = 0.0, _FAR * missed(0.0) / abs(sent - said)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if missed(middle) > 0 else (low, middle)
+    return high
 
 
 def error(legs: Sequence[Leg], picks: Sequence[int]) -> float:
@@ -119,47 +174,53 @@ def steady(
 def _scaled(legs: Sequence[Leg], factor: float) -> list[Leg]:
     """The same legs over a link that is slower by a ``factor``."""
     return [
-        leg._replace(options=tuple(option._replace(link=factor * option.link) for option in leg.options))
+        leg._replace(
+            options=tuple(
+                option._replace(link=factor * option.link, beside=factor * option.beside) for option in leg.options
+            )
+        )
         for leg in legs
     ]
 
 
-def _ran(legs: Sequence[Leg], picks: Sequence[int]) -> tuple[float, list[int]]:
-    """How long it takes, and the legs whose reduce it would have to be shorter for, latest first."""
-    computed = ended = 0.0
+def _ran(legs: Sequence[Leg], picks: Sequence[int]) -> tuple[float, list[tuple[int, Share]]]:
+    """How long it takes, and which legs' bytes that is because of, latest first."""
+    computed = ended = beside = 0.0
     ends: list[float] = []
     behind: list[tuple[bool, bool, bool]] = []
     for leg, option in zip(legs, picked(legs, picks), strict=True):
         free = ends[leg.awaits] if leg.awaits >= 0 else 0.0
         held = leg.awaits >= 0 and free >= computed
-        computed = max(computed, free) + leg.compute
+        computed = max(computed, free) + leg.compute + beside
         queued = bool(ends) and ended >= computed
         started = max(computed, ended)
         if option.host:
             computed = started = started + option.host
         ended = started + option.link
+        beside = option.beside
         ends.append(ended)
         behind.append((held, queued, bool(option.host)))
     return max(computed, ended), _late(legs, behind, by_link=ended >= computed)
 
 
-def _late(legs: Sequence[Leg], behind: Sequence[tuple[bool, bool, bool]], by_link: bool) -> list[int]:
-    """Go back from the end along what each point in time waited for: which legs' time on the link is on the way.
+def _late(legs: Sequence[Leg], behind: Sequence[tuple[bool, bool, bool]], by_link: bool) -> list[tuple[int, Share]]:
+    """Go back from the end along what each point in time waited for: legs whose bytes are on the way, and as what.
 
     ``behind`` says of each leg whether its compute was held by a slot, whether its reduce queued behind the one before,
     and whether the thread that computes has waited with it.
     """
-    found, place, at_link = [], len(legs) - 1, by_link
+    found: list[tuple[int, Share]] = []
+    place, at_link = len(legs) - 1, by_link
     while place >= 0:
         held, queued, hosts = behind[place]
         if at_link:
-            found.append(place)
+            found.append((place, _link))
         if (at_link or hosts) and queued:
             place, at_link = place - 1, True
-        elif held:
-            place, at_link = legs[place].awaits, True
-        else:
-            place, at_link = place - 1, False
+            continue
+        if place:
+            found.append((place - 1, _beside))
+        place, at_link = (legs[place].awaits, True) if held else (place - 1, False)
     return found
 
 
@@ -171,11 +232,11 @@ def _tightened(legs: Sequence[Leg], limit: float, budget: float) -> list[int]:
         if now <= limit * (1 + _EVEN):
             return picks
         moves = [
-            (_rounded((option.error - ours.error) / (ours.link - option.link)), -place, number)
-            for place in late
+            (_rounded((option.error - ours.error) / (share(ours) - share(option))), -place, number)
+            for place, share in late
             for ours in (legs[place].options[picks[place]],)
             for number, option in enumerate(legs[place].options)
-            if option.link < ours.link and spent - ours.error + option.error <= budget
+            if share(option) < share(ours) and spent - ours.error + option.error <= budget
         ]
         if not moves:
             return picks
@@ -220,10 +281,20 @@ def _guesses(legs: Sequence[Leg], budget: float) -> Iterator[list[int]]:
         yield guess if error(legs, guess) <= budget else nothing
 
 
+def _link(option: Option) -> float:
+    return option.link
+
+
+def _beside(option: Option) -> float:
+    return option.beside
+
+
 def _shown(option: Option, hidden: float) -> float:
-    return option.host + max(0.0, option.link - hidden)
+    return option.host + option.beside + max(0.0, option.link - hidden)
 
 
+_FAR, _HALVINGS = 4, 20
+"""Where a toll is looked for, beside one that nothing hides, and how closely."""
 _EVEN = 1e-9
 """Times that differ by less, in proportion, are the same."""
 
