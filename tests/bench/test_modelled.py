@@ -1,0 +1,125 @@
+"""The modelled wire: what crosses it is of the size it would have, and both engines train over it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.soak import LONG
+from yafsdp_cc.bench import paced
+from yafsdp_cc.bench.modelled import Links, begin
+from yafsdp_cc.wire.pace import Pace
+
+LINKS = Links(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
+
+
+def twins(world: int) -> Any:
+    """This process as a rank of a modelled world."""
+    dist.destroy_process_group()
+    begin(1, world, LINKS)
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+
+
+def collectives() -> None:
+    mesh = twins(4)
+    assert (dist.get_world_size(), dist.get_rank()) == (4, 1)
+    mine, whole = torch.arange(3.0), torch.empty(12)
+    dist.all_gather_into_tensor(whole, mine)
+    assert whole.equal(mine.repeat(4))
+    said = torch.arange(12.0)
+    chunk = torch.empty(3)
+    dist.reduce_scatter_tensor(chunk, said)
+    assert chunk.equal(4 * said[3:6])
+    dist.all_gather_into_tensor(whole, chunk)
+    assert whole.equal(4 * said)  # as an all-reduce
+    dist.all_gather_into_tensor(whole, chunk)
+    assert whole.equal(chunk.repeat(4))
+    dist.reduce_scatter_tensor(said[3:6], said, op=dist.ReduceOp.AVG)
+    assert said.equal(torch.arange(12.0))
+    received = torch.empty(12)
+    dist.all_to_all_single(received, said)
+    assert received.equal(said[3:6].repeat(4))
+    dist.all_to_all_single(received[:6], said[:6], [2, 0, 1, 3], [2, 0, 1, 3])
+    assert received[:6].equal(said[:6])
+    with pytest.raises(ValueError, match="a twin says as much as it is told"):
+        dist.all_to_all_single(received[:2], said[:2], [2, 0, 0, 0], [0, 0, 0, 2])
+    for op, times in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.MAX, 1), (dist.ReduceOp.AVG, 1)):
+        total = torch.ones(2)
+        assert dist.all_reduce(total, op=op, async_op=True).wait()
+        assert total.equal(torch.full((2,), float(times)))
+    with pytest.raises(ValueError, match=r"have no .*PRODUCT"):
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, {"rank": 1})
+    assert everybody == [{"rank": 1}] * 4
+    dist.barrier()
+    assert mesh.size() == 4
+
+
+def test_every_rank_is_a_twin():
+    on_ranks(1, collectives)
+
+
+def test_groups_within_a_machine_have_its_links():
+    assert LINKS.is_near(range(4))
+    assert LINKS.is_near([5, 7])
+    assert not LINKS.is_near([3, 4])
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(3)])
+
+
+def trains() -> None:
+    mesh = twins(64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    exact: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], mesh=mesh, mp_policy=policy)
+    coded: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], mesh=mesh, mp_policy=policy, compression="int8")
+    torchs: Any = net()
+    for block in torchs:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(torchs, mesh=mesh, mp_policy=policy)
+    for model in (exact, coded, torchs):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            model(torch.randn(4, 64)).float().square().mean().backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            assert torch.isfinite(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = 3 * 64 * 64
+    for model in (exact, coded):
+        planned = yafsdp_cc.plan_of(model)
+        counters = yafsdp_cc.counters_of(model)
+        assert planned.world == 64
+        assert counters.owned_bytes == planned.owned_bytes
+        assert counters.gathered_bytes >= 3 * 2 * weights * 63 // 64
+    assert yafsdp_cc.counters_of(coded).reduced_bytes < yafsdp_cc.counters_of(exact).reduced_bytes / 2
+
+
+def test_both_engines_train_over_it():
+    on_ranks(1, trains)
+
+
+@LONG
+def test_its_kernels_compile(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    moves = [(kind, paced._COPY) for kind in paced._COPIED.values()]
+    for kind, move in (*moves, *((kind, paced._SUM) for kind in paced._SUMMED.values())):
+        (tmp_path / "carry.cu").write_text(paced.source_of(kind, move))
+        for arch in ("sm_80", "sm_90"):
+            command = ["nvcc", f"-arch={arch}", "-cubin", "-Werror", "all-warnings", "-o", "carry.cubin", "carry.cu"]
+            subprocess.run(command, cwd=tmp_path, check=True)
