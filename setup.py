@@ -57,6 +57,12 @@ def nvcc_for(torch: Path) -> str | None:
     return shutil.which("nvcc", path=f"{home}/bin" if home else None) if version else None
 
 
+def wanted() -> list[int]:
+    """The GPU architectures that TORCH_CUDA_ARCH_LIST names, as in ``8.0;9.0+PTX``; none, if it does not."""
+    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    return sorted(int(major) * 10 + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", named))
+
+
 class Build(build_ext):
     """Compiles each source once, but ``level.cpp`` for every instruction set, and links all of it."""
 
@@ -104,7 +110,7 @@ class Build(build_ext):
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         release = re.search(r"release ([\d.]+)", said)
         version = tuple(map(int, (release[1] if release else "11.0").split(".")))
-        known = [arch for arch, since in ARCHITECTURES if version >= tuple(map(int, since.split(".")))]
+        known = wanted() or [arch for arch, since in ARCHITECTURES if version >= tuple(map(int, since.split(".")))]
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
         codes.append(f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}")
         objects = []

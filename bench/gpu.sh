@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call of less than ten minutes: tests/test_cuda.py and the kernels' own tests, some of
-# these under compute-sanitizer where there is one, then bench/gpu.py and bench/wire_gpu.py.
+# Everything that wants a GPU, in one call of less than ten minutes: the native extension with its CUDA kernels is built;
+# tests/test_cuda.py and the kernels' own tests, some of these under compute-sanitizer where there is one; then
+# bench/gpu.py (one rank), bench/worlds.py (modelled worlds) and bench/wire_gpu.py (kernels).
 #
-#   bash bench/gpu.sh                      # results in bench/out: gpu.json, wire_gpu.json, gpu-tests.txt, gpu-sanitizer.txt
+#   bash bench/gpu.sh                      # results in bench/out: gpu.json, worlds.json, wire_gpu.json, gpu-*.txt
+#   PARTS=worlds bash bench/gpu.sh         # some of build, tests, sanitizer, one, worlds, kernels
 #   WHEELS=dir OUT=dir bash bench/gpu.sh   # missing Python packages from a folder of wheels; results elsewhere
 #
 # Needs torch 2.11 or newer with CUDA, pytest and numpy; nvtx and pytest-timeout are used where they are. No network.
@@ -28,48 +30,62 @@ if ! "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__); sys.exi
     echo "no torch with a CUDA device for $PYTHON" >&2
     exit 2
 fi
-timeout 270 "$PYTHON" -m pytest tests/test_cuda.py tests/wire/test_kernels_cuda.py -v --color=no 2>&1 |
-    tee "$OUT/gpu-tests.txt"
-tests=${PIPESTATUS[0]}
+PARTS=${PARTS:-build,tests,sanitizer,one,worlds,kernels}
+declare -A exits
+
+# ``part NAME SECONDS COMMAND...``, where it is asked for; by itself it has all of the time.
+part() {
+    local name=$1 seconds=$2
+    shift 2
+    case ,$PARTS, in *",$name,"*) ;; *) return ;; esac
+    [ "$PARTS" = "$name" ] && seconds=560
+    echo "== $name"
+    timeout "$seconds" "$@"
+    exits[$name]=$?
+    echo "== $name: exit ${exits[$name]} after ${SECONDS} s"
+}
+
+tested() {
+    "$PYTHON" -m pytest tests/test_cuda.py tests/wire/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
+    return "${PIPESTATUS[0]}"
+}
 
 # The kernels' tests under a tool that sees every access; sizes are small, the tool is slow.
-sanitizer=0
-checked() {
-    timeout 45 "$SANITIZER" --tool "$1" --error-exitcode 9 "$PYTHON" -m pytest tests/wire/test_kernels_cuda.py \
-        -k "$2" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
-    local code=${PIPESTATUS[0]}
-    # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
-    case $code in 0 | 5 | 124) ;; *) sanitizer=$code ;; esac
+sanitized() {
+    local tool which code
+    : > "$OUT/gpu-sanitizer.txt"
+    while IFS=: read -r tool which; do
+        timeout "$1" "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
+            tests/wire/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
+        code=${PIPESTATUS[0]}
+        # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
+        case $code in 0 | 5 | 124) ;; *) return "$code" ;; esac
+    done <<< $'memcheck:tails and cpu and int8\nracecheck:topk and cpu and (tails or decode)'
 }
 SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
+export -f tested sanitized
+export PYTHON OUT SANITIZER
+
+card=$("$PYTHON" -c 'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))')
+part build 120 env TORCH_CUDA_ARCH_LIST="$card" "$PYTHON" setup.py -q build_ext --inplace
+part tests 150 bash -c tested
 if [ -x "$SANITIZER" ]; then
-    : > "$OUT/gpu-sanitizer.txt"
-    checked memcheck "tails and cpu and int8"
-    checked racecheck "topk and cpu and (tails or decode)"
+    part sanitizer 60 bash -c 'sanitized 28'
 else
     echo "no compute-sanitizer: going on without"
 fi
-
-timeout 160 "$PYTHON" bench/gpu.py --json "$OUT/gpu.json"
-bench=$?
+part one 90 "$PYTHON" bench/gpu.py --json "$OUT/gpu.json"
+part worlds 120 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if "$PYTHON" -c 'import sys, torch
 from yafsdp_cc.wire.native import ops_for
 sys.exit(ops_for(torch.device("cuda")) is None)'; then
-    timeout 60 "$PYTHON" bench/wire_gpu.py --json "$OUT/wire_gpu.json"
-    wire=$?
+    part kernels 40 "$PYTHON" bench/wire_gpu.py --json "$OUT/wire_gpu.json"
 else
     echo "no native extension with CUDA kernels: they are neither tested nor timed"
-    wire=0
 fi
+
 # The tests' verdict belongs to the figures: they mean nothing for an engine that computes something else.
-"$PYTHON" - "$OUT/gpu.json" "$tests" "$sanitizer" "$bench" "$wire" <<'PY'
-import json, pathlib, sys
-path = pathlib.Path(sys.argv[1])
-results = json.loads(path.read_text()) if path.exists() else {}
-results["exit"] = dict(zip(("tests", "sanitizer", "bench", "wire"), map(int, sys.argv[2:]), strict=True))
-path.write_text(json.dumps(results, indent=1) + "\n")
-print(f"\nexits {results['exit']}; results in {path}")
-PY
-for code in $tests $sanitizer $bench $wire; do
-    [ "$code" -eq 0 ] || exit "$code"
-done
+for name in "${!exits[@]}"; do
+    echo "$name ${exits[$name]}"
+done | sort | tee "$OUT/gpu-exits.txt"
+! grep -qv ' 0$' "$OUT/gpu-exits.txt"

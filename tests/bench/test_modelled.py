@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
+from bench.worlds import uncovered
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
 from yafsdp_cc.bench.modelled import Links, begin
 from yafsdp_cc.wire.pace import Pace
 
+WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
 LINKS = Links(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
 
 
@@ -111,6 +116,37 @@ def trains() -> None:
 
 def test_both_engines_train_over_it():
     on_ranks(1, trains)
+
+
+def test_what_is_exposed_is_what_nothing_covers():
+    wire = [(0.0, 4.0), (3.0, 5.0), (10.0, 12.0)]
+    assert uncovered(wire, []) == 7
+    assert uncovered(wire, [(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)]) == 3.5
+    assert uncovered([], wire) == 0
+
+
+@LONG
+def test_a_world_runs_and_is_told(tmp_path):
+    out = tmp_path / "worlds.json"
+    command = [
+        sys.executable,
+        "bench/worlds.py",
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--world",
+        "64",
+        "--length",
+        "32",
+    ]
+    command += ["--rounds", "2", "--steps", "1", "--contestants", "alone,fsdp2,ours,ours int8", "--json", str(out)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (figures,) = json.loads(out.read_text())["cases"].values()
+    assert set(figures) == {"alone", "fsdp2", "ours", "ours int8"}
+    assert figures["alone"]["sent_bytes"] == 0
+    assert figures["ours int8"]["sent_bytes"] < figures["ours"]["sent_bytes"] < 1.02 * figures["fsdp2"]["sent_bytes"]
+    assert "tiny, 64 ranks, 25 GB/s, 32 tokens" in printed
 
 
 @LONG

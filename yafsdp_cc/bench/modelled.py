@@ -51,21 +51,30 @@ class Links(NamedTuple):
         return len({rank // self.machine for rank in ranks}) == 1
 
 
-def begin(rank: int, world: int, links: Links) -> None:
+class Traffic:
+    """What this rank has sent."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+
+def begin(rank: int, world: int, links: Links) -> Traffic:
     """Make this process rank ``rank`` of ``world``, the only one there is, as ``init_process_group`` does.
 
     Once for a process: its links stay.
     """
     carriers: dict[bool, Carrier] = {}
+    traffic = Traffic()
 
     def group(options: Any, _: Any) -> Twins:
         near = links.is_near(options.global_ranks_in_group or range(world))
         if torch.cuda.is_available() and near not in carriers:
             carriers[near] = Carrier(links.near if near else links.far, torch.device("cuda"))
-        return Twins(options.group_rank, options.group_size, carriers.get(near))
+        return Twins(options.group_rank, options.group_size, traffic, carriers.get(near))
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world, timeout=_FOREVER)
+    return traffic
 
 
 class Done(dist.Work):
@@ -90,12 +99,14 @@ class Twins(dist.ProcessGroup):
     """A group of ranks with the same numbers.
 
     Args:
+        traffic: where bytes are counted.
         carrier: what takes the time of a link; None: nothing does.
     """
 
-    def __init__(self, rank: int, world: int, carrier: Carrier | None) -> None:
+    def __init__(self, rank: int, world: int, traffic: Traffic, carrier: Carrier | None) -> None:
         made: Any = super().__init__
         made(rank, world)
+        self._traffic = traffic
         self._place, self._world, self._carrier = rank, world, carrier
         self._side: torch.cuda.Stream | None = None
         self._summed: tuple[Tensor, float] | None = None
@@ -188,6 +199,7 @@ class Twins(dist.ProcessGroup):
     ) -> dist.Work:
         """Write the sum of ``terms`` of the source, as often as there is room for it; ``own`` is this rank's part."""
         self._summed = None
+        self._traffic.sent_bytes += sent
         if self._carrier is None or output.device.type != "cuda":
             term = source.reshape(terms.terms, -1)[terms.which]
             output.view(-1, term.numel()).copy_(term * terms.scale if terms.scale != 1 else term.clone())

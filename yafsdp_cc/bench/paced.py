@@ -46,7 +46,7 @@ typedef long long i64;
 extern "C" __global__ void carry(T *to, const T *from, u64 *free, double count, double period, double part,
                                  double terms, double which, double scale, double delay, double each) {
     __shared__ u64 until;
-    const i64 all = (i64)count, size = (i64)part, wrap = (i64)period, sums = (i64)terms, mine = (i64)which;
+    const i64 all = (i64)count, size = (i64)part, wrap = (i64)period;
     if (threadIdx.x == 0) sleep_until(now() + (u64)delay);
     for (i64 first = blockIdx.x * size; first < all; first += gridDim.x * size) {
         const i64 last = first + size < all ? first + size : all;
@@ -66,7 +66,9 @@ extern "C" __global__ void carry(T *to, const T *from, u64 *free, double count, 
 _COPY = "to[i] = from[at];"
 _SUM = """
             float sum = 0;
-            for (i64 k = 0; k < sums; k++) sum += (k == mine ? (float)scale : 0.0f) * wide(from[k * wrap + at]);
+            for (i64 k = 0; k < (i64)terms; k++) {
+                sum += (k == (i64)which ? (float)scale : 0.0f) * wide(from[k * wrap + at]);
+            }
             narrow(sum, to + i);
 """
 _COPIED = {16: "uint4", 4: "unsigned", 1: "unsigned char"}
