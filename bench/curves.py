@@ -38,7 +38,7 @@ from yafsdp_cc import Compression
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import CLIP, learning_rate, loss_of, mean_over_ranks
-from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.optim import OneBitAdam, ReplicatedOneBitAdam
 
 CODECS = ("fp32", "int8", "int4", "ternary", "onebit", "powersgd")
 BOTH_WAYS = Compression("onebit", weights="int4", residual="int8")
@@ -51,6 +51,8 @@ LED: dict[str, tuple[Compression, dict[str, Any]]] = {
     "1-bit, delayed": (replace(BOTH_WAYS, delayed=("*",)), {}),
 }
 """What OneBitAdam is tried with."""
+REPLICATED = "1-bit, replicated"
+"""The paper's algorithm, with its warm-up of 15 % and nothing sharded."""
 RATE = 1e-3
 """The demo's learning rate."""
 WINDOWS, HELD_OUT, VALIDATE_EVERY = 1, 32, 100
@@ -58,9 +60,11 @@ WINDOWS, HELD_OUT, VALIDATE_EVERY = 1, 32, 100
 
 
 def learner(way: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A sharded model and its optimizer."""
+    """A model, sharded unless its optimizer keeps it whole, and the optimizer."""
     model = GPT(width=128, depth=5, heads=4)
     settings: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    if way == REPLICATED:
+        return model, ReplicatedOneBitAdam(model.parameters(), **settings, warmup_steps=max(1, 3 * steps // 20))
     if way in LED:
         compression, more = LED[way]
         yafsdp_cc.shard(model, compression=compression, zero_stage=2)
@@ -98,9 +102,17 @@ def curve(way: str, seed: int, steps: int, rate: float) -> dict[str, Any]:
         if step % VALIDATE_EVERY == 0 or step == steps:
             with torch.no_grad():
                 losses[step] = mean_over_ranks(loss_of(model, *held_out))
+    return {"losses": losses, "sent": sent(model, optimizer, steps), "seconds": time.perf_counter() - start}
+
+
+def sent(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, float]:
+    """Bytes of a step, in the mean."""
+    if isinstance(optimizer, ReplicatedOneBitAdam):
+        mean, exact = optimizer.mean, optimizer.warmup_steps / steps
+        whole = 2 * (mean.world - 1) * mean.chunk * 4  # there and back, in fp32
+        return {"reduced": exact * whole + (1 - exact) * mean.sent_bytes, "gathered": 0.0}
     counters = yafsdp_cc.counters_of(model)
-    sent = {"reduced": counters.reduced_bytes / steps, "gathered": counters.gathered_bytes / steps}
-    return {"losses": losses, "sent": sent, "seconds": time.perf_counter() - start}
+    return {"reduced": counters.reduced_bytes / steps, "gathered": counters.gathered_bytes / steps}
 
 
 def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> str:
@@ -127,7 +139,9 @@ def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ways", default=",".join(CODECS), help=f"with commas (%(default)s); also {' · '.join(LED)}")
+    parser.add_argument(
+        "--ways", default=",".join(CODECS), help=f"with commas (%(default)s); also {' · '.join([*LED, REPLICATED])}"
+    )
     parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate (%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")
     parser.add_argument("--steps", type=int, default=1500)

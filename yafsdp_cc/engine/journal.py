@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from collections import deque
 from datetime import timedelta
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 _FACTOR, _MASK = 1_000_003, (1 << 61) - 1
 _DIGITS = 5
 _BASE = 64
-_PATIENCE = timedelta(seconds=5)
+_PATIENCE, _GLANCE = 5.0, 0.05
+"""Seconds that all ranks together have to answer, and that each has at least."""
 _ids = itertools.count()
 
 
@@ -95,10 +97,11 @@ class Journal:
         self._store.set(
             f"{self._key}/{self._rank}", f"{self._count} operations, the last: {', '.join(list(self._last)[-6:])}"
         )
-        lines = []
+        lines, until = [], time.monotonic() + _PATIENCE
         for rank in range(self._world):
             try:
-                self._store.wait([f"{self._key}/{rank}"], _PATIENCE)
+                left = max(until - time.monotonic(), _GLANCE)
+                self._store.wait([f"{self._key}/{rank}"], timedelta(seconds=left))
                 said = self._store.get(f"{self._key}/{rank}").decode()
             except (RuntimeError, ValueError):
                 said = "no answer"
