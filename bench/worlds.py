@@ -132,8 +132,8 @@ class Steps:
         self.rest()
         return (time.perf_counter() - start) / steps, (enqueued - start) / steps
 
-    def traced(self) -> dict[str, float]:
-        """Of one step: milliseconds exposed, and how many kernels and copies ran."""
+    def traced(self) -> dict[str, Any]:
+        """Of one step: milliseconds exposed, how many kernels and copies ran, and when, in microseconds."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -145,10 +145,15 @@ class Steps:
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
-        wire = [(begun, ended) for name, begun, ended in work if is_wire(name)]
-        rest = [(begun, ended) for name, begun, ended in work if not is_wire(name)]
-        copies = sum("copy" in name.lower() or "memcpy" in name.lower() for name, *_ in work)
-        return {"exposed_ms": uncovered(wire, rest) / 1e3, "kernels": len(rest), "copies": copies}
+        wire = joined((begun, ended) for name, begun, ended in work if is_wire(name))
+        rest = joined((begun, ended) for name, begun, ended in work if not is_wire(name))
+        return {
+            "exposed_ms": sum(ended - begun for begun, ended in without(wire, rest)) / 1e3,
+            "kernels": sum(not is_wire(name) for name, *_ in work),
+            "copies": sum("copy" in name.lower() or "memcpy" in name.lower() for name, *_ in work),
+            "wire_us": wire,
+            "rest_us": rest,
+        }
 
 
 def is_wire(kernel: str) -> bool:
@@ -156,17 +161,27 @@ def is_wire(kernel: str) -> bool:
     return kernel == "carry" or kernel.startswith("nccl")
 
 
-def uncovered(spans: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:
-    """How long there is one of ``spans`` and none of ``covers``."""
-    edges = [(at, 1 - 2 * end, 0) for span in spans for end, at in enumerate(span)]
-    edges += [(at, 0, 1 - 2 * end) for cover in covers for end, at in enumerate(cover)]
-    total = last = 0.0
-    under = over = 0
-    for at, one, other in sorted(edges):
-        if under and not over:
-            total += at - last
-        under, over, last = under + one, over + other, at
-    return total
+def joined(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """The same time in as few spans as there can be, in order; those no further apart than ``gap`` are one."""
+    found: list[tuple[float, float]] = []
+    for begun, ended in sorted(spans):
+        if found and begun <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], ended)
+        else:
+            found.append((begun, ended))
+    return found
+
+
+def without(spans: list[tuple[float, float]], covers: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The time of ``spans`` that is in none of ``covers``; both are ``joined``."""
+    found = []
+    for begun, ended in spans:
+        for cover in covers:
+            if begun < cover[1] and cover[0] < ended:
+                found.append((begun, cover[0]))
+                begun = cover[1]
+        found.append((begun, ended))
+    return [(begun, ended) for begun, ended in found if begun < ended]
 
 
 def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
-from bench.worlds import uncovered
+from bench.worlds import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
@@ -119,10 +119,26 @@ def test_both_engines_train_over_it():
 
 
 def test_what_is_exposed_is_what_nothing_covers():
-    wire = [(0.0, 4.0), (3.0, 5.0), (10.0, 12.0)]
-    assert uncovered(wire, []) == 7
-    assert uncovered(wire, [(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)]) == 3.5
-    assert uncovered([], wire) == 0
+    wire = joined([(3.0, 5.0), (0.0, 4.0), (10.0, 12.0)])
+    assert wire == [(0, 5), (10, 12)]
+    assert joined(wire, gap=5.0) == [(0, 12)]
+    assert without(wire, []) == wire
+    assert without(wire, joined([(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)])) == [(0, 1), (3.5, 5), (10, 11)]
+    assert without(wire, [(0.0, 12.0)]) == without([], wire) == []
+
+
+def test_a_timeline_is_drawn_of_traces(tmp_path):
+    pytest.importorskip("matplotlib")
+    spans = {"wire_us": [[0, 400], [500, 900]], "rest_us": [[300, 600], [600, 1000]]}
+    (tmp_path / "worlds.json").write_text(json.dumps({"cases": {"8b": {"fsdp2": spans, "ours": spans}, "1b": "died"}}))
+    command = [sys.executable, str(WORLDS.with_name("timeline.py")), str(tmp_path / "worlds.json")]
+    picture = ["--picture", str(tmp_path / "timeline.svg")]
+    subprocess.run([*command, *picture], check=True)
+    assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
+    for more, told in ((["--case", "1"], "1b: died"), (["--contestants", "ddp"], "no trace of a GPU for 'ddp'")):
+        done = subprocess.run([*command, *picture, *more], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert told in done.stderr
 
 
 @LONG
