@@ -5,8 +5,8 @@
 *Moved* is what a kernel has to read and write at least: gradients, residual, message, sum. The copy moves as many bytes
 (it reads half of them and writes the other half), and all of a table's entries take turns in one run. *Ratio* is the
 median of the copy's time over the kernel's in the same turn: 1 is as fast as memory is copied; wanted is 0.85. The last
-table gives the kernels fewer multiprocessors (YAFSDP_CC_CUDA_SMS). Times are CUDA events'. Written where there was no
-GPU: it has not run yet.
+two tables give the kernels fewer multiprocessors (YAFSDP_CC_CUDA_SMS), and matrix products beside them, which are to
+lose less than 2 %. Times are CUDA events'. Written where there was no GPU: it has not run yet.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ assert codecs  # which register themselves
 NAMES = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
 TARGET = 0.85
 MESSAGES, ROUNDS, WARM_UP = 8, 15, 3
+PRODUCTS, FEW, GIVES_WAY = 8, (8, 16, 32, 64), 0.02
+"""Matrix products beside which something is encoded, on how many multiprocessors, and by what it may hold them up."""
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 
 
@@ -121,6 +123,41 @@ def race(entries: list[Entry]) -> list[dict[str, Any]]:
     ]
 
 
+def beside(entry: Entry, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """How much longer matrix products take while ``entry`` runs on so many multiprocessors, once in all of them."""
+    factors = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    product, side = torch.empty_like(factors[0]), torch.cuda.Stream(priority=-1)
+    turns: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(*factors, out=product)
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            entry.run()
+        products()
+
+    for turn in range(WARM_UP + ROUNDS):
+        for count, times in turns.items():
+            os.environ["YAFSDP_CC_CUDA_SMS"] = str(count)
+            alone, together = timed(products), timed(both)
+            torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                times.append((alone, together))
+    os.environ.pop("YAFSDP_CC_CUDA_SMS", None)
+    return [
+        {
+            "label": entry.label,
+            "processors": count,
+            "ms": median(alone for alone, _ in times),
+            "longer": median(together / alone for alone, together in times) - 1,
+        }
+        for count, times in turns.items()
+    ]
+
+
 def table(title: str, figures: list[dict[str, Any]]) -> str:
     head = f"\n{title:<52}{'SMs':>6}{'MiB':>8}{'ms':>8}{'GB/s':>8}{'ratio':>8}"
     lines = [
@@ -179,6 +216,13 @@ def main() -> None:
         print(table(title, results["tables"][title]), flush=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")  # as far as it has come
         torch.cuda.empty_cache()
+    found = [figure for name in ("onebit", "int8") for figure in beside(encodes(name, bf16, torch.bfloat16), FEW)]
+    results["tables"]["beside matrix products"] = found
+    print(f"\n{'beside matrix products':<52}{'SMs':>6}{'ms alone':>10}{'longer by':>11}")
+    for one in found:
+        told = "" if one["longer"] <= GIVES_WAY else "  above the target"
+        print(f"{one['label']:<52}{one['processors']:>6}{one['ms']:>10.3f}{one['longer']:>10.1%}{told}", flush=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
