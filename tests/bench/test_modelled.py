@@ -28,15 +28,35 @@ WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
 LINKS = Links(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
 
 
-def twins(world: int) -> Any:
+def twins(world: int, device: str) -> Any:
     """This process as a rank of a modelled world."""
     dist.destroy_process_group()
     begin(1, world, LINKS)
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
 
 
-def collectives() -> None:
-    mesh = twins(4)
+def on(device: str, body: Any) -> None:
+    on_ranks(1, body, device, backend="" if device == "cpu" else "cpu:gloo,cuda:nccl")
+
+
+DEVICES = pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
+)
+
+
+def collectives(device: str) -> None:
+    mesh = twins(4, device)
+    with torch.device(device):
+        exchange()
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, {"rank": 1})
+    assert everybody == [{"rank": 1}] * 4
+    dist.barrier()
+    assert mesh.size() == 4
+
+
+def exchange() -> None:
     assert (dist.get_world_size(), dist.get_rank()) == (4, 1)
     mine, whole = torch.arange(3.0), torch.empty(12)
     dist.all_gather_into_tensor(whole, mine)
@@ -64,15 +84,19 @@ def collectives() -> None:
         assert total.equal(torch.full((2,), float(times)))
     with pytest.raises(ValueError, match=r"have no .*PRODUCT"):
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
-    everybody: list[Any] = [None] * 4
-    dist.all_gather_object(everybody, {"rank": 1})
-    assert everybody == [{"rank": 1}] * 4
-    dist.barrier()
-    assert mesh.size() == 4
+    for numel, dtype in ((1 << 20, torch.float32), (12_345, torch.bfloat16), (7, torch.uint8)):
+        part = torch.randint(100, (numel,)).to(dtype)
+        parts = torch.empty(4 * numel, dtype=dtype)
+        assert dist.all_gather_into_tensor(parts, part, async_op=True).wait()
+        assert parts.equal(part.repeat(4))
+        if dtype != torch.uint8:
+            dist.reduce_scatter_tensor(part, parts, op=dist.ReduceOp.AVG)
+            assert part.equal(parts[:numel])
 
 
-def test_every_rank_is_a_twin():
-    on_ranks(1, collectives)
+@DEVICES
+def test_every_rank_is_a_twin(device):
+    on(device, collectives)
 
 
 def test_groups_within_a_machine_have_its_links():
@@ -81,24 +105,25 @@ def test_groups_within_a_machine_have_its_links():
     assert not LINKS.is_near([3, 4])
 
 
-def net() -> nn.Sequential:
+def net(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(3)])
+    with torch.device(device):
+        return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(3)])
 
 
-def trains() -> None:
-    mesh = twins(64)
+def trains(device: str) -> None:
+    mesh = twins(64, device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    exact: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], mesh=mesh, mp_policy=policy)
-    coded: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], mesh=mesh, mp_policy=policy, compression="int8")
-    torchs: Any = net()
+    exact: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh, mp_policy=policy)
+    coded: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh, mp_policy=policy, compression="int8")
+    torchs: Any = net(device)
     for block in torchs:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(torchs, mesh=mesh, mp_policy=policy)
     for model in (exact, coded, torchs):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(3):
-            model(torch.randn(4, 64)).float().square().mean().backward()
+            model(torch.randn(4, 64, device=device)).float().square().mean().backward()
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             assert all(parameter.grad is not None for parameter in model.parameters())
             assert torch.isfinite(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -114,8 +139,9 @@ def trains() -> None:
     assert yafsdp_cc.counters_of(coded).reduced_bytes < yafsdp_cc.counters_of(exact).reduced_bytes / 2
 
 
-def test_both_engines_train_over_it():
-    on_ranks(1, trains)
+@DEVICES
+def test_both_engines_train_over_it(device):
+    on(device, trains)
 
 
 def test_what_is_exposed_is_what_nothing_covers():
