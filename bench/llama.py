@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated perceptron, each behind a norm."""
+    """Attention and a gated perceptron, each behind a norm; ``recomputes`` says that its activations are not kept."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.recomputes = False
         self.attention_norm = nn.RMSNorm(shape.width)
         self.attention = Attention(shape)
         self.inner_norm = nn.RMSNorm(shape.width)
@@ -79,6 +81,12 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.inner, shape.width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        if not self.recomputes:
+            return self.compute(x, turns)
+        found: Tensor = checkpoint(self.compute, x, turns, use_reentrant=False)
+        return found
+
+    def compute(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
         y = self.inner_norm(x)
         inner: Tensor = self.down(functional.silu(self.gate(y)) * self.up(y))

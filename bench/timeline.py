@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.worlds import joined, without
+from bench.spans import joined, without
 
 COLOURS = {"computed": "#4c72b0", "on the wire": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005

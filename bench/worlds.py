@@ -19,7 +19,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,14 +32,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
-from bench.llama import SHAPES, Llama
+from bench.llama import SHAPES, Block, Llama
+from bench.spans import joined, without
 from yafsdp_cc.bench import machine
 from yafsdp_cc.bench.modelled import Links, begin
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.wire.pace import Pace
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WARM_UP, GIGA = 3, 1e9
+WARM_UP, GIGA, RATE = 3, 1e9, 1e-5
 NEAR, DELAY = 350, 15e-6
 """GB/s between ranks of a machine, and seconds that a collective takes however small it is."""
 
@@ -54,20 +55,27 @@ class Case(NamedTuple):
     length: int
     """Tokens of the one sequence that each rank has."""
     contestants: tuple[str, ...]
+    recomputes: bool = False
+    """Whether blocks keep their inputs alone for the backward."""
+    compiles: bool = False
+    """Whether blocks are compiled."""
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.world} ranks, {self.rate:g} GB/s, {self.length} tokens"
+        ranks = f"{self.world} rank" + "s" * (self.world != 1)
+        more = ", recomputed" * self.recomputes + ", compiled" * self.compiles
+        return f"{self.model}, {ranks}, {self.rate:g} GB/s, {self.length} tokens{more}"
 
 
 CASES = (
     Case("8b", 256, 25, 2048, ("fsdp2", "ours", "ours int8")),
     Case("8b", 256, 100, 8192, ("alone", "fsdp2", "ours")),
+    Case("1b", 1, 50, 8192, ("alone", "fsdp2", "ours")),
     Case("1b", 8, 50, 4096, ("alone", "fsdp2", "ours")),
 )
 
 
 def _alone(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Weights in bf16, no communication."""
+    """Weights in bf16, no communication; see ``Masters``."""
     return model.to_empty(device=mesh.device_type).to(torch.bfloat16)
 
 
@@ -97,6 +105,29 @@ CONTESTANTS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 }
 
 
+class Masters:
+    """AdamW on copies in fp32 of what is computed in bf16; of none, where a share of it would be next to nothing."""
+
+    def __init__(self, held: list[nn.Parameter], *, is_sharded: bool) -> None:
+        self._held = held
+        self._updated = [] if is_sharded else held
+        self._masters = [parameter.detach().float().requires_grad_() for parameter in self._updated]
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+        self._adam = None if is_sharded else torch.optim.AdamW(self._masters, lr=RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self._adam is not None:
+            torch._foreach_copy_([master.grad for master in self._masters], [each.grad for each in self._updated])
+            self._adam.step()
+            torch._foreach_copy_(self._updated, self._masters)
+
+    def zero_grad(self) -> None:
+        for parameter in self._held:
+            parameter.grad = None
+
+
 class Steps:
     """A contestant's training loop."""
 
@@ -104,11 +135,20 @@ class Steps:
         self.device = torch.device(mesh.device_type)
         with torch.device("meta"):
             model = Llama(SHAPES[case.model])
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.recomputes = case.recomputes
+            if case.compiles:
+                block.compile()
         self.model = CONTESTANTS[name](model, mesh)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        held = list(self.model.parameters())
+        if name == "alone":
+            self.optimizer: Any = Masters(held, is_sharded=case.world > 1)
+        else:
+            self.optimizer = torch.optim.AdamW(held, lr=RATE, fused=True)
         text = torch.randint(SHAPES[case.model].vocabulary, (1, case.length + 1), device=self.device)
         self.batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
@@ -159,29 +199,6 @@ class Steps:
 def is_wire(kernel: str) -> bool:
     """Whether that is what a collective runs."""
     return kernel == "carry" or kernel.startswith("nccl")
-
-
-def joined(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """The same time in as few spans as there can be, in order; those no further apart than ``gap`` are one."""
-    found: list[tuple[float, float]] = []
-    for begun, ended in sorted(spans):
-        if found and begun <= found[-1][1] + gap:
-            found[-1] = found[-1][0], max(found[-1][1], ended)
-        else:
-            found.append((begun, ended))
-    return found
-
-
-def without(spans: list[tuple[float, float]], covers: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The time of ``spans`` that is in none of ``covers``; both are ``joined``."""
-    found = []
-    for begun, ended in spans:
-        for cover in covers:
-            if begun < cover[1] and cover[0] < ended:
-                found.append((begun, cover[0]))
-                begun = cover[1]
-        found.append((begun, ended))
-    return [(begun, ended) for begun, ended in found if begun < ended]
 
 
 def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
@@ -248,6 +265,8 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=256)
     parser.add_argument("--rate", type=float, default=25.0, help="GB/s of each rank's link to other machines")
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--recompute", action="store_true", help="keep the inputs of blocks alone for the backward")
+    parser.add_argument("--compile", action="store_true", help="compile blocks")
     parser.add_argument("--contestants", default="alone,fsdp2,ours", help=f"of {', '.join(CONTESTANTS)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
@@ -261,7 +280,8 @@ def main() -> None:
         names = tuple(options.contestants.split(","))
         if unknown := [name for name in names if name not in CONTESTANTS]:
             parser.error(f"there is no contestant {unknown[0]!r}: {', '.join(CONTESTANTS)}")
-        cases = (Case(options.model, options.world, options.rate, options.length, names),)
+        world = (options.model, options.world, options.rate, options.length)
+        cases = (Case(*world, names, options.recompute, options.compile),)
     results: dict[str, Any] = {"about": machine.about(["python", "bench/worlds.py", *sys.argv[1:]]), "cases": {}}
     context = multiprocessing.get_context("spawn")
     for case in cases:

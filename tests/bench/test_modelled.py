@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
-from bench.worlds import joined, without
+from bench.spans import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
