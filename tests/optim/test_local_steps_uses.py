@@ -13,6 +13,7 @@ import yafsdp_cc
 from tests.optim.apart import BETAS, DECAY, are_alike, made, mesh_of, trained
 from tests.optim.slopes import BLOCK, SHAPES, Slope, Slopes, drawn, weights
 from tests.ranks import on_ranks
+from tests.soak import also
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import ZeroOneAdam
 
@@ -187,8 +188,8 @@ def further(codec: str, dtype: torch.dtype, compression: dict[str, Any]) -> None
     ("codec", "dtype", "compression"),
     [
         ("onebit", torch.float32, {"residual": "int8"}),
-        ("int8", torch.bfloat16, {"feedback": False}),
-        ("powersgd", torch.float32, {}),
+        also("int8", torch.bfloat16, {"feedback": False}),
+        also("powersgd", torch.float32, {}),
     ],
 )
 def test_replicas_go_where_adamw_goes(codec, dtype, compression):

@@ -15,6 +15,7 @@ import yafsdp_cc
 from tests.optim.lossless import whole
 from tests.optim.paper import Paper
 from tests.ranks import on_ranks
+from tests.soak import also
 from tests.wire.ledger import unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.demo.model import GPT, VOCABULARY
@@ -222,6 +223,6 @@ def within_bounds() -> None:
             assert apart <= 0.1 * sum(each.square().sum() for each in found["paper"][0]).sqrt()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 def test_all_forms_are_as_far_from_exact_steps_as_what_they_have_left_unsaid(world):
     on_ranks(world, within_bounds)
