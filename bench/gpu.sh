@@ -3,11 +3,12 @@
 # tests/test_cuda.py and the kernels' own tests, some of these under compute-sanitizer where there is one; then
 # bench/gpu.py (one rank), bench/worlds.py (modelled worlds) and bench/wire_gpu.py (kernels).
 #
-#   bash bench/gpu.sh                      # results in bench/out: gpu.json, worlds.json, wire_gpu.json, gpu-*.txt
+#   bash bench/gpu.sh                      # results in bench/out: everything.json, tables as they are printed, gpu-*.txt
 #   PARTS=worlds bash bench/gpu.sh         # some of build, tests, sanitizer, one, worlds, kernels
 #   WHEELS=dir OUT=dir bash bench/gpu.sh   # missing Python packages from a folder of wheels; results elsewhere
 #
-# Needs torch 2.11 or newer with CUDA, pytest and numpy; nvtx and pytest-timeout are used where they are. No network.
+# Needs torch 2.11 or newer with CUDA, numpy, pydantic and pytest; nvtx and pytest-timeout are used where they are. No
+# network. A folder of wheels: pip download --python-version 3.12 --only-binary=:all: -d dir pydantic pytest nvtx setuptools
 # The kernels are tested and timed where the native extension is built. It has not run on a GPU yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -19,11 +20,15 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ -n "${WHEELS:-}" ]; then
     packages=$(mktemp -d)
     trap 'rm -rf "$packages"' EXIT
-    for name in nvtx pytest pytest_timeout numpy; do
-        "$PYTHON" -c "import $name" 2>/dev/null || "$PYTHON" -m pip install --quiet --no-index --no-deps \
+    for name in pydantic pytest pytest_timeout nvtx numpy setuptools; do
+        "$PYTHON" -c "import $name" 2>/dev/null || "$PYTHON" -m pip install --quiet --no-index --upgrade \
             --find-links "$WHEELS" --target "$packages" "${name//_/-}" || echo "no $name in $WHEELS: going on without"
     done
     PYTHONPATH="$PYTHONPATH:$packages"
+fi
+if ! "$PYTHON" -c 'import pydantic'; then
+    echo "what is measured wants pydantic: WHEELS=dir with its wheels, from pip download -d dir pydantic pytest nvtx" >&2
+    exit 2
 fi
 
 if ! "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__); sys.exit(not torch.cuda.is_available())'; then
@@ -89,4 +94,12 @@ fi
 for name in "${!exits[@]}"; do
     echo "$name ${exits[$name]}"
 done | sort | tee "$OUT/gpu-exits.txt"
+"$PYTHON" - "$OUT" <<'PY'
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[1])
+parts = {name: out / f"{name}.json" for name in ("gpu", "worlds", "wire_gpu")}
+found = {name: json.loads(path.read_text()) for name, path in parts.items() if path.exists()}
+exits = dict(line.split() for line in (out / "gpu-exits.txt").read_text().splitlines())
+(out / "everything.json").write_text(json.dumps({"exits": exits, **found}, indent=1) + "\n")
+PY
 ! grep -qv ' 0$' "$OUT/gpu-exits.txt"
