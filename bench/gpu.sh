@@ -51,8 +51,8 @@ part() {
 }
 
 tested() {
-    "$PYTHON" -m pytest tests/test_cuda.py tests/wire/test_kernels_cuda.py tests/bench/test_modelled.py -v \
-        --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
+    "$PYTHON" -m pytest tests/test_cuda.py tests/test_order.py::test_programs_on_a_gpu tests/bench/test_modelled.py \
+        tests/wire/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
     return "${PIPESTATUS[0]}"
 }
 
