@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
 from tests.models import WIDTH, Block, stack
@@ -92,6 +93,10 @@ def _change(model: nn.Module, output: Tensor) -> Tensor:
 
 MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype for a policy": ({"mp_policy": torch.bfloat16}, r"mp_policy takes MixedPrecisionPolicy\(param_dtype"),
+    "a name for a dtype": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype="bf16")},  # type: ignore[arg-type]  # what is tested
+        r"mp_policy.param_dtype takes a torch.dtype, such as torch.bfloat16; got 'bf16'",
+    ),
     "a size for a mesh": ({"mesh": 2}, "mesh takes a DeviceMesh.*got 2"),
     "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
     "a word for reshard_after_forward": ({"reshard_after_forward": "no"}, "reshard_after_forward takes True.*got 'no'"),
@@ -111,6 +116,21 @@ def _mistaken(case: str) -> None:
     with pytest.raises(TypeError, match=said):
         yafsdp_cc.shard(model, **arguments)
     assert not any(type(module).__name__.startswith("Sharded") for module in model.modules())
+
+
+def test_meshes_that_do_not_fit() -> None:
+    on_ranks(1, _meshes)
+
+
+def _meshes() -> None:
+    for names, said in (
+        (None, "mesh has 3 dimensions: pass"),
+        (("a", "b", "c"), r"mesh has 3 dimensions \('a', 'b', 'c'\): pass"),
+        (("shard", "replicate"), "it is the second that parameters are cut across: pass"),
+    ):
+        mesh = init_device_mesh("cpu", (1,) * (3 if names is None else len(names)), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=said):
+            yafsdp_cc.shard(nn.Linear(32, 32), mesh=mesh)
 
 
 def test_a_run_that_shards_nothing_is_warned_of() -> None:

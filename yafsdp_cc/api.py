@@ -99,6 +99,7 @@ def shard(
         reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        **dtypes_of(mp_policy),
         offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
         param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
         ignored_params=ignored_params,
@@ -252,6 +253,15 @@ def check_types(
             raise TypeError(f"{name} takes {wanted}; got {value!r}")
 
 
+def dtypes_of(mp_policy: object) -> dict[str, tuple[object, Any, str]]:
+    """For ``check_types``, after the policy itself."""
+    kinds, wanted = (torch.dtype, type(None)), "a torch.dtype, such as torch.bfloat16"
+    return {
+        f"mp_policy.{name}": (getattr(mp_policy, name, None), kinds, wanted)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+    }
+
+
 def check_hooks(owned: Sequence[OwnedParameter]) -> None:
     """Raise a ``ValueError`` that names the first parameter with hooks."""
     for each in owned:
@@ -357,9 +367,15 @@ def _end_process_group() -> None:
 
 def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim > 2:
+        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: pass (shard) or (replicate, shard), for "
+            f"mesh has {mesh.ndim} dimensions{names}: pass (shard) or (replicate, shard), for "
             'example init_device_mesh("cpu", (world_size,)), or two dimensions of yours by name, mesh["dp", "fsdp"]'
+        )
+    if mesh.mesh_dim_names == ("shard", "replicate"):
+        raise ValueError(
+            "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are cut across: pass "
+            'init_device_mesh(..., (machines, ranks on each), mesh_dim_names=("replicate", "shard"))'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")

@@ -49,11 +49,16 @@ def _in_plain_words(kind: type[_T]) -> type[_T]:
 
 def _line_of(kind: type, error: Any) -> str:
     names = [each.name for each in fields(kind)]  # pydantic gives the number of what came by position
-    name = ".".join(names[each] if isinstance(each, int) else str(each) for each in error["loc"])
+    where = [names[each] if index == 0 and isinstance(each, int) else each for index, each in enumerate(error["loc"])]
+    name = ".".join(map(str, where))
     if error["type"] == "unexpected_keyword_argument":
         return f"{kind.__name__} has no {name!r}, only {', '.join(names)}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] == "string_type":
+        codec = "the name of a codec, such as 'int8'" + ("; 'fp32' for none" if name == "gradients" else "")
+        wanted = "a pattern of full names, such as '0.*'" if where[0] == "delayed" else codec
+        return f"{name}={error['input']!r}: takes {wanted}"
     if error["type"] == "tuple_type":
         one = "*" if name == "delayed" else "int8"
         return f"{name}={error['input']!r}: write several in parentheses, and one as ({one!r},)"

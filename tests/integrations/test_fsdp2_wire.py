@@ -184,6 +184,9 @@ def refused() -> None:
     model, wire = fsdp2("int8")
     with pytest.raises(ValueError, match=r"compressed already: call .remove\(\)"):
         yafsdp_cc.compress(model, "int4")
+    for wanted in (yafsdp_cc.plan_of, yafsdp_cc.counters_of):
+        with pytest.raises(ValueError, match=r"is sharded by torch's own FSDP2, .* by yafsdp_cc.shard\(model\)"):
+            wanted(model)
     wire.remove()
     yafsdp_cc.compress(model, "int4")
 

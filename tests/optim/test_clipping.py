@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.ranks import on_ranks
 from tests.streams import streams
 from yafsdp_cc.engine.clip import Clip
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.optim import OneBitAdam, OneBitLamb
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD
 
 LIMIT = 20.0
 """Of a mean gradient whose norm is about 80 with two ranks."""
@@ -220,6 +221,31 @@ def with_a_limit_from_then_on(folder: Any, kind: Any) -> None:
 def test_a_run_is_given_a_limit_later(kind, tmp_path):
     """Its exact step has all of the momentum."""
     on_ranks(2, with_a_limit_from_then_on, tmp_path, kind)
+
+
+def untold() -> None:
+    said = "the loop clips gradients .by now to 0.2.* of their norm.*, and OneBit.* was not told how far"
+    for kind in (OneBitAdam, OneBitLamb):
+        model = sharded()
+        optimizer = kind(model.parameters(), warmup_steps=5)
+        trained(model, optimizer, range(4), clips=True)
+        with pytest.warns(UserWarning, match=said):
+            trained(model, optimizer, range(4, 5), clips=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, range(5, 7), clips=True)
+        for limit, clips, more in ((None, False, {}), (LIMIT, True, {}), (None, True, {"form": "gradient"})):
+            model = sharded()
+            trained(model, led(model, limit, **more), range(7), clips=clips)
+        model = sharded()  # nobody could tell it
+        trained(model, OneBitSGD(model.parameters(), warmup_steps=2), range(4), clips=True)
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"max_grad_norm=.*: the limit of clip_grad_norm_, more than 0"):
+            led(model, limit)
+
+
+def test_who_clips_and_does_not_tell_is_warned_before_it_matters():
+    on_ranks(2, untold)
 
 
 # One limit ------------------------------------------------------------------------------------------------------------

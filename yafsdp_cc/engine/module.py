@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.fsdp import FSDPModule
 
 from yafsdp_cc.engine.assemble import _ENGINE, _ROOT, assembled, current
 from yafsdp_cc.engine.draft import _DRAFT, draft_of, materialize
@@ -102,6 +103,11 @@ def root_of(module: nn.Module) -> Root:
         ValueError: it is not sharded.
     """
     if draft_of(module) is None and assembled(module) is None:
+        if isinstance(module, FSDPModule) and not isinstance(module, Methods):
+            raise ValueError(
+                f"this {type(module).__name__} is sharded by torch's own FSDP2, of which this knows nothing: shard the "
+                "model by yafsdp_cc.shard(model) or yafsdp_cc.fully_shard in its place"
+            )
         raise ValueError(f"this {type(module).__name__} is not sharded: call yafsdp_cc.shard(model) first")
     return current(module)
 

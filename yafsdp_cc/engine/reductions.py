@@ -368,10 +368,15 @@ class Reductions:
         if not self._told and self.exchange.rank == 0:
             sharing = [unit for unit in units if not unit.alone]
             size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in sharing)
+            cheaper = (
+                "Left on, each micro-batch is reduced into the shard and costs none"
+                if self.compressed is None or self.compressed.beta == 0
+                else "Steps with exact sums want them, and zero_stage=1 has them in its plan"  # a sum is a step there
+            )
             _log.warning(
-                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
-                "Left on, each micro-batch is reduced into the shard and costs none",
+                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. %s",
                 size,
+                cheaper,
             )
         self._told = True
 

@@ -9,6 +9,7 @@ something finite (Lu et al., "0/1 Adam", 2022, section 4.1).
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 Form: TypeAlias = Literal["momentum", "gradient"]
+
+_CLIPPED = 0.99
+"""Of its norm: a gradient of which less is left was not just rounded."""
 
 
 class Share(NamedTuple):
@@ -57,6 +61,8 @@ class Leading(Optimizer):
 
     shortest_warmup: ClassVar[int] = 1
     """Steps with exact sums that there have to be."""
+    takes_limit: ClassVar[bool] = True
+    """Whether it can be told what the loop clips gradients to."""
     local_steps = 1
     """The most steps that each replica makes by itself before all meet; 1: there are none."""
 
@@ -83,6 +89,8 @@ class Leading(Optimizer):
             )
         if refreshes < 0:
             raise ValueError(f"refreshes={refreshes}: a number of exact sums, 0 or more")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm}: the limit of clip_grad_norm_, more than 0; None for none")
         self.warmup_steps = warmup_steps
         self.form = form
         self.refreshes = refreshes
@@ -115,6 +123,8 @@ class Leading(Optimizer):
             gradients = self._exact_gradients()
             if phase is Phase.BOTH:
                 self._refresh(gradients)
+            elif self.takes_limit and self.max_grad_norm is None and self.form == "momentum":
+                self._warn_of_clipping(gradients)
             self.lead.drop_exact()
         self.steps += 1
         self._announce()  # gathers begin below, exact or of changes as in the next step
@@ -236,6 +246,19 @@ class Leading(Optimizer):
             for _, exact in found:
                 exact.mul_(share)
         return found
+
+    def _warn_of_clipping(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        """Say so where the loop has clipped ``gradients``, which were kept as they came, and there is no limit."""
+        pairs = [(local_of(parameter.grad), exact) for parameter, exact in gradients if parameter.grad is not None]
+        after, before = (float(get_total_norm(each)) for each in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        if after < _CLIPPED * before:
+            name = type(self).__name__
+            warnings.warn(
+                f"the loop clips gradients (by now to {after / before:.2g} of their norm), and {name} was not told how "
+                "far: after the warm-up they are sent as they are, and those of many times the limit do lasting harm. "
+                f"Pass max_grad_norm=..., as clip_grad_norm_ has it, to {name} too",
+                stacklevel=3,
+            )
 
     def _unscale(self) -> bool:
         """Divide gradients by a ``GradScaler``'s scale, if one has called; whether there is to be a step."""

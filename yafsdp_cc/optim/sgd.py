@@ -49,6 +49,7 @@ class OneBitSGD(Leading):
     """
 
     shortest_warmup: ClassVar[int] = 0
+    takes_limit: ClassVar[bool] = False
 
     def __init__(
         self,
