@@ -35,7 +35,7 @@ import yafsdp_cc
 from bench.llama import SHAPES, Block, Llama
 from bench.spans import joined, without
 from yafsdp_cc.bench import machine
-from yafsdp_cc.bench.modelled import Links, begin
+from yafsdp_cc.bench.modelled import Fabric, begin
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.wire.pace import Pace
 
@@ -203,7 +203,7 @@ def is_wire(kernel: str) -> bool:
 
 def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
     """In a process of its own, which is a rank of the case's world from then on."""
-    traffic = begin(0, case.world, Links(Pace(DELAY, 1 / (case.rate * GIGA)), Pace(DELAY, 1 / (NEAR * GIGA))))
+    traffic = begin(0, case.world, Fabric(Pace(DELAY, 1 / (case.rate * GIGA)), Pace(DELAY, 1 / (NEAR * GIGA))))
     mesh = init_device_mesh(device, (case.world,), mesh_dim_names=("shard",))
     runs: dict[str, Steps] = {}
     figures: dict[str, dict[str, Any]] = {}
@@ -223,7 +223,7 @@ def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _, name in in_turns(list(runs), rounds):
         turns[name].append(runs[name].timed(steps))
-    rate = GIGA * (case.rate if case.world > Links._field_defaults["machine"] else NEAR)
+    rate = GIGA * (case.rate if case.world > Fabric._field_defaults["machine"] else NEAR)
     flops = SHAPES[case.model].flops(case.length, case.length)
     for name, each in figures.items():
         step, host = (median(times) for times in zip(*turns[name], strict=True))
@@ -250,13 +250,21 @@ def show(case: Case, figures: dict[str, Any]) -> None:
     )
     print(f"{'peak GiB':>10}{'kernels':>9}{'copies':>8}")
     for name, each in figures.items():
-        bound, step = max(alone, each["wire_ms"]), each["step_ms"]
-        print(
-            f"{name:<14}{step:>10.1f}{step / fsdp2 if fsdp2 else float('nan'):>10.3f}{bound / step:>8.3f}"
-            f"{each['exposed_ms']:>9.1f}{each['host_ms']:>9.1f}{each['tflops']:>9.1f}{each['sent_bytes'] / GIGA:>9.2f}"
-            f"{each['peak_bytes'] / 2**30:>10.2f}{each['kernels']:>9}{each['copies']:>8}",
-            flush=True,
+        bound, step, traced = max(alone, each["wire_ms"]), each["step_ms"], bool(each["rest_us"])
+        cells = (
+            (f"{step:.1f}", 10, True),
+            (f"{step / fsdp2:.3f}" if fsdp2 else "", 10, fsdp2),
+            (f"{bound / step:.3f}", 8, bound),
+            (f"{each['exposed_ms']:.1f}", 9, traced),
+            (f"{each['host_ms']:.1f}", 9, True),
+            (f"{each['tflops']:.1f}", 9, True),
+            (f"{each['sent_bytes'] / GIGA:.2f}", 9, True),
+            (f"{each['peak_bytes'] / 2**30:.2f}", 10, each["peak_bytes"]),
+            (str(each["kernels"]), 9, traced),
+            (str(each["copies"]), 8, traced),
         )
+        row = "".join((text if known else "-").rjust(width) for text, width, known in cells)
+        print(f"{name:<14}{row}", flush=True)
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.api import after_forward, all_ranks, check_hooks, check_modules, check_types, dtypes_of
+from yafsdp_cc.api import after_forward, all_ranks
+from yafsdp_cc.arguments import check_hooks, check_modules, check_types, dtypes_of
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below

@@ -21,17 +21,17 @@ from bench.spans import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
-from yafsdp_cc.bench.modelled import Links, begin
+from yafsdp_cc.bench.modelled import Fabric, begin
 from yafsdp_cc.wire.pace import Pace
 
 WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
-LINKS = Links(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
+FABRIC = Fabric(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
 
 
 def twins(world: int, device: str) -> Any:
     """This process as a rank of a modelled world."""
     dist.destroy_process_group()
-    begin(1, world, LINKS)
+    begin(1, world, FABRIC)
     return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
 
 
@@ -100,9 +100,9 @@ def test_every_rank_is_a_twin(device):
 
 
 def test_groups_within_a_machine_have_its_links():
-    assert LINKS.is_near(range(4))
-    assert LINKS.is_near([5, 7])
-    assert not LINKS.is_near([3, 4])
+    assert FABRIC.is_near(range(4))
+    assert FABRIC.is_near([5, 7])
+    assert not FABRIC.is_near([3, 4])
 
 
 def net(device: str) -> nn.Sequential:

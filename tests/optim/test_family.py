@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 
 import yafsdp_cc
 from tests.optim.lossless import backward, loss_of, sharded, whole
+from tests.optim.slopes import drawn
+from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks
 from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
@@ -162,3 +165,29 @@ def refused() -> None:
 
 def test_what_cannot_work_is_said():
     on_ranks(2, refused)
+
+
+def kept_whole(stage: int, form: str, advice: str | None) -> None:
+    model = slopes(zero_stage=stage)
+    OneBitAdam(model.parameters(), warmup_steps=2, form=form)
+    said: list[str] = []
+    logging.getLogger("yafsdp_cc").addFilter(lambda record: bool(said.append(record.getMessage())) or True)
+    for sends in (False, True):
+        model.set_requires_gradient_sync(sends)
+        model(drawn(0, dist.get_rank())).backward()
+    expected = [advice] if advice is not None and dist.get_rank() == 0 else []
+    assert [each.partition("more per rank. ")[2] for each in said] == expected
+    if advice is None:
+        assert yafsdp_cc.counters_of(model).owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "form", "advice"),
+    [
+        (2, "momentum", "Steps with exact sums want them, and zero_stage=1 has them in its plan"),
+        (2, "gradient", "Left on, each micro-batch is reduced into the shard and costs none"),
+        (1, "momentum", None),
+    ],
+)
+def test_what_is_said_of_whole_gradients_can_be_done(stage, form, advice):
+    on_ranks(2, kept_whole, stage, form, advice)

@@ -3,8 +3,8 @@
 Every other rank is a twin, with the same numbers everywhere. So what is gathered, summed and exchanged has the size it
 would have, ranks agree wherever they compare, and weights, put together of as many equal parts, mean nothing.
 
-    links = Links(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=8)
-    begin(0, 256, links)                              # in the place of init_process_group
+    fabric = Fabric(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=8)
+    begin(0, 256, fabric)                              # in the place of init_process_group
     mesh = init_device_mesh("cuda", (256,))           # and then as ever: shard(model, mesh=mesh), fully_shard(...)
 
 On a GPU a collective takes the time that the links would: a delay, and the bytes that a rank sends by their pace. It is
@@ -36,7 +36,7 @@ _FOREVER = timedelta(hours=1)
 _KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
-class Links(NamedTuple):
+class Fabric(NamedTuple):
     """What carries bytes between ranks, of which each has a link of its own."""
 
     far: Pace
@@ -58,18 +58,18 @@ class Traffic:
         self.sent_bytes = 0
 
 
-def begin(rank: int, world: int, links: Links) -> Traffic:
+def begin(rank: int, world: int, fabric: Fabric) -> Traffic:
     """Make this process rank ``rank`` of ``world``, the only one there is, as ``init_process_group`` does.
 
-    Once for a process: its links stay.
+    Once for a process: its fabric stays.
     """
     carriers: dict[bool, Carrier] = {}
     traffic = Traffic()
 
     def group(options: Any, _: Any) -> Twins:
-        near = links.is_near(options.global_ranks_in_group or range(world))
+        near = fabric.is_near(options.global_ranks_in_group or range(world))
         if torch.cuda.is_available() and near not in carriers:
-            carriers[near] = Carrier(links.near if near else links.far, torch.device("cuda"))
+            carriers[near] = Carrier(fabric.near if near else fabric.far, torch.device("cuda"))
         return Twins(options.group_rank, options.group_size, traffic, carriers.get(near))
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])

@@ -18,7 +18,7 @@ from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.tensor import flat_dtensor
 from yafsdp_cc.engine.usage import Usage
-from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes
+from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes, told_of_wholes
 from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.exchange import Reduce
 from yafsdp_cc.wire.post import Post
@@ -366,18 +366,8 @@ class Reductions:
     def tell_carried(self, units: Sequence[Unit]) -> None:
         """Say once what it costs to keep whole gradients across micro-batches."""
         if not self._told and self.exchange.rank == 0:
-            sharing = [unit for unit in units if not unit.alone]
-            size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in sharing)
-            cheaper = (
-                "Left on, each micro-batch is reduced into the shard and costs none"
-                if self.compressed is None or self.compressed.beta == 0
-                else "Steps with exact sums want them, and zero_stage=1 has them in its plan"  # a sum is a step there
-            )
-            _log.warning(
-                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. %s",
-                size,
-                cheaper,
-            )
+            sums_are_steps = self.compressed is not None and self.compressed.beta > 0
+            _log.warning("%s", told_of_wholes([unit for unit in units if not unit.alone], sums_are_steps))
         self._told = True
 
     @property

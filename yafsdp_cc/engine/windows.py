@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.slots import Slot
+    from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.wire.change import EncodedChange
     from yafsdp_cc.wire.encoded import EncodedGather
 
@@ -48,6 +49,22 @@ def _message_bytes(flats: Sequence[Flat], encoded: EncodedGather | EncodedChange
 def gradient_bytes(flats: Sequence[Flat]) -> int:
     """Bytes of a gradient slot that holds these flats."""
     return _starts([flat.layout.numel * flat.wire.itemsize for flat in flats])[1]
+
+
+def told_of_wholes(units: Sequence[Unit], sums_are_steps: bool) -> str:
+    """What it costs to keep whole gradients of ``units`` across micro-batches, and what costs less.
+
+    ``sums_are_steps`` says that no sum may be made but for a step, as where it is of momentum.
+    """
+    size = sum(gradient_bytes([flat for flat in unit.flats if flat.trainable]) for unit in units)
+    cheaper = (
+        "Steps with exact sums want them, and zero_stage=1 has them in its plan"
+        if sums_are_steps
+        else "Left on, each micro-batch is reduced into the shard and costs none"
+    )
+    return (
+        f"set_requires_gradient_sync(False) keeps whole gradients on every rank: {size} bytes more per rank. {cheaper}"
+    )
 
 
 def _carve(slot: Slot, flats: Sequence[Flat], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
