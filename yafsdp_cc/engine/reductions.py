@@ -98,7 +98,7 @@ class Reductions:
                     unit.alone = count == len(members)
         for unit in units:
             for flat in unit.flats:
-                if flat.trainable:
+                if flat.trainable or flat.gradients is not None:  # frozen by now, it may have something to say yet
                     self.train(flat)
         for block in small.blocks:
             if any(piece.parameter.requires_grad for piece in block.pieces):
