@@ -126,14 +126,16 @@ def test_replicas_stay_alike_and_go_where_adamw_goes(form):
     on_ranks(4, over_replicas, form)
 
 
-def known_second_moment() -> None:
+def known_second_moment(over_replicas: bool) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    model = sharded()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if over_replicas else None
+    model = sharded(mesh=mesh)
     settings: dict[str, Any] = SETTINGS | {"form": "gradient", "refreshes": 1, "max_grad_norm": 5.0}
     optimizer = OneBitAdam(model.parameters(), **settings, warmup_steps=3)
     weight = model.parts[0].weight
     for step in range(8):
-        model(drawn(step, rank)).backward()
+        for sign in (-1, 1):  # what is below 0, and what is above, are two sums of the step
+            model([each * (sign * each > 0) for each in drawn(step, rank)]).backward()
         before = optimizer.state[weight]["exp_avg_sq"].full_tensor()
         mean = torch.stack([drawn(step, each)[0] for each in range(ranks)]).mean(0)
         if step < 3:
@@ -151,8 +153,9 @@ def known_second_moment() -> None:
         assert torch.allclose(after, wanted, rtol=1e-4, atol=1e-9), step
 
 
-def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others():
-    on_ranks(2, known_second_moment)
+@pytest.mark.parametrize("over_replicas", [False, True])
+def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others(over_replicas):
+    on_ranks(2, known_second_moment, over_replicas)
 
 
 def bytes_sent() -> list[int]:

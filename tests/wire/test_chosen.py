@@ -88,6 +88,20 @@ def assembled_anew() -> None:
     assert [each.codec.name for each in encoded[1:]] == ["onebit", "int4"]
     ledger.step(2)
     ledger.check()
+    switch(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
+    due = unsaid(model)
+    for each in ledger.models:
+        each.requires_grad_(False)
+        each.set_reshard_after_forward(True)
+        each[4].requires_grad_(True)
+        loss_of(each, 3).backward()  # by an assembly that trains none but the last
+        each.zero_grad()
+        each.requires_grad_(True)
+    now = unsaid(model)
+    assert all(now[name].equal(due[name]) for name in ("0.weight", "2.weight"))
+    ledger.sums[0]["4.weight"] += due.get("4.weight", 0.0) - now["4.weight"]  # of the step that was not counted
+    ledger.step(4)
+    ledger.check()
 
 
 def test_a_choice_outlives_an_assembly():
@@ -161,6 +175,36 @@ def unused() -> None:
     model.zero_grad()
     model(torch.ones(2, 64), True).sum().backward()
     assert model.second.weight.grad is None
+
+
+class Branching(nn.Module):
+    """Two units, of which one is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        seen: torch.Tensor = self.first(x) if skips else self.second(self.first(x))
+        return seen
+
+
+def owing() -> None:
+    model: Any = yafsdp_cc.shard(Branching(), units=[nn.Linear], compression=AUTO)
+    switch(model, ["onebit", "onebit"])
+    for number, skips in enumerate((False, True, True, False, False)):
+        model(torch.randn(2, 64), skips).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        model.zero_grad()
+        if number == 0:
+            switch(model, ["fp32", "fp32"])
+        model(torch.randn(2, 64), False)
+        assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes, number
+
+
+def test_what_a_unit_owes_that_is_not_used_is_planned_until_it_is_said():
+    on_ranks(2, owing)
 
 
 def test_what_is_owed_to_a_parameter_that_nobody_uses_is_said():

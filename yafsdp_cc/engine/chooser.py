@@ -90,7 +90,6 @@ class Chooser:
         self._stamps: tuple[tuple[int, ...], ...] = ()
         self._when = 0.0
         self._lasted: deque[float] = deque(maxlen=SAMPLES)
-        self._outdated = False
 
     @classmethod
     def of(cls, root: Root) -> Chooser | None:
@@ -107,8 +106,7 @@ class Chooser:
         if self._stamps:
             self.steps += 1
             self._lasted.append(now - self._when)
-            if self._outdated:  # what was owed has been said
-                self._outdated = False
+            if self.root.plan.residual_bytes != self.root.reductions.residual_bytes:  # what was owed has been said
                 self.root.plan = plan_for(self.root)
         self._stamps, self._when = stamps, now
         self.meter.watches = self.steps >= self.due - SAMPLES
@@ -320,7 +318,6 @@ class Chooser:
         root.counters.chosen = root.counters.chosen | chosen  # the guard's stay
         self.said = _words(chosen)
         root.plan = plan_for(root)
-        self._outdated = True
 
     def _why(self, problem: Problem, before: Sequence[int], after: Sequence[int]) -> str:
         legs, link = problem.legs, problem.link

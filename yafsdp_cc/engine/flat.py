@@ -269,13 +269,25 @@ class Flat:
     def reserve_exact(self) -> None:
         """Make ``exact``, in the caller's memory: the optimizer lets go of it."""
         if self.exact is None:
-            self.exact = torch.empty(self.layout.chunk, dtype=torch.float32, device=self.divisor.tensor.device)
+            self.exact = torch.zeros(self.layout.chunk, dtype=torch.float32, device=self.divisor.tensor.device)
 
-    def keeping(self, totals: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """The parts of an exact sum as they come; their mean is kept in ``exact``, once there is room."""
+    @property
+    def holds_exact(self) -> bool:
+        """Whether ``exact`` has what ``.grad`` has by now, so that another sum of the step is to be added to both."""
+        return self.exact is not None and any(piece.parameter.grad is not None for piece in self.pieces)
+
+    def keeping(self, totals: Iterable[tuple[int, Tensor]], adds: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """The parts of an exact sum as they come; their mean is kept in ``exact``, once there is room.
+
+        ``adds`` if that is not the first sum of the step.
+        """
         assert self.exact is not None
         for start, total in totals:
-            torch.div(total, self.divisor.tensor, out=self.exact.narrow(0, start, total.numel()))
+            kept = self.exact.narrow(0, start, total.numel())
+            if adds:
+                kept.add_(total / self.divisor.tensor)
+            else:
+                torch.div(total, self.divisor.tensor, out=kept)
             yield start, total
 
     def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:

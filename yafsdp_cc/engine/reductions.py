@@ -98,7 +98,7 @@ class Reductions:
                     unit.alone = count == len(members)
         for unit in units:
             for flat in unit.flats:
-                if flat.trainable:
+                if flat.trainable or flat.gradients is not None:  # frozen by now, it may have something to say yet
                     self.train(flat)
         for block in small.blocks:
             if any(piece.parameter.requires_grad for piece in block.pieces):
@@ -208,7 +208,7 @@ class Reductions:
         if meter is not None:
             meter.sends(space.flats[0], self.counters.gathered_bytes)
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
-            exchange = self.exchange_of(flat)
+            exchange, adds = self.exchange_of(flat), flat.holds_exact
             self._land_late(flat)
             late = exchange.late if isinstance(exchange, ChunkSum) else None
             if late is None and self.compressed is not None:
@@ -227,7 +227,7 @@ class Reductions:
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
             self._sent.append((slot, flat))
             if self._sums_both and isinstance(exchange, ChunkSum):
-                self._send_exactly(flat, whole, slot)
+                self._send_exactly(flat, whole, slot, adds)
         slot.owner = None
         if meter is not None:
             meter.sent()
@@ -240,14 +240,14 @@ class Reductions:
     def _sums_both(self) -> bool:
         return self.compressed is not None and self.compressed.phase is Phase.BOTH
 
-    def _send_exactly(self, flat: Flat, whole: Tensor, slot: Slot) -> None:
+    def _send_exactly(self, flat: Flat, whole: Tensor, slot: Slot, adds: bool) -> None:
         """Sum gradients once more, for ``flat.exact``; what was encoded of them has been taken in before."""
         exchange = self.exchange
         if exchange.one_at_a_time:
             self._land()
 
         def take() -> None:
-            for _ in flat.keeping(exchange.totals(whole)):
+            for _ in flat.keeping(exchange.totals(whole), adds):
                 pass
 
         self.counters.reduced_bytes += exchange.sent_bytes(whole)

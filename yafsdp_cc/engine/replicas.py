@@ -126,6 +126,7 @@ class Replicas:
         exact = None
         if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
             exact = flat.exact
+        before = exact.clone() if exact is not None and flat.holds_exact else None  # of other sums in this step
 
         def start(asynchronous: bool) -> list[dist.Work]:
             if compressed is not None:
@@ -144,6 +145,8 @@ class Replicas:
                 encoded.finish(partial.sum)
             if exact is not None:
                 exact.div_(flat.divisor.tensor)
+            if exact is not None and before is not None:
+                exact.add_(before)
             if land is not None:
                 land(flat, partial.sum, wrote)
 
