@@ -12,6 +12,7 @@ import yafsdp_cc
 from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
+from yafsdp_cc.engine.compressed import Phase
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.residuals import mean_residuals
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -180,3 +181,28 @@ def unfrozen(kind: Any, settings: dict[str, Any]) -> None:
 )
 def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind, settings):
     on_ranks(2, unfrozen, kind, settings)
+
+
+def resumed_in_parts(folder: Any) -> None:
+    """No parameter is trained in all of the steps."""
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=6)
+    for first, last in ((True, False), (False, True)):
+        for part in model.parts:
+            part.requires_grad_(last if part is model.parts[-1] else first)
+        trained(model, optimizer, range(5))
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    another = sharded()
+    again = OneBitAdam(another.parameters(), **SETTINGS, warmup_steps=6)
+    yafsdp_cc.load(folder / "step", another, again)
+    assert (again.steps, again.phase) == (optimizer.steps, optimizer.phase) == (10, Phase.ENCODED)
+    plain = torch.optim.AdamW(another.parameters(), **SETTINGS)
+    yafsdp_cc.load(folder / "step", another, plain)
+    trained(another, plain, range(7))
+    yafsdp_cc.save(folder / "plain", another, plain)
+    yafsdp_cc.load(folder / "plain", another, again)
+    assert again.steps == 5 + 7  # as many as any parameter has seen: AdamW counts no others
+
+
+def test_steps_are_counted_that_no_parameter_has_seen(tmp_path):
+    on_ranks(2, resumed_in_parts, tmp_path)

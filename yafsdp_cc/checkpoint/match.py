@@ -151,7 +151,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer
             f"{folder} does not fit this {type(optimizer).__name__}:\n  {_listed(lines)}\n"
             "Give the optimizer the groups of parameters that it had"
         )
-    old, new = (set(group) - {"params"} for group in (saved[0], optimizer.param_groups[0]))
+    # Steps that were made are no setting, and not all optimizers tell them.
+    old, new = (set(group) - {"params", "steps"} for group in (saved[0], optimizer.param_groups[0]))
     gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
     if gone and fresh:  # versions of torch add some, so one may have more than the other
         raise ValueError(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Form: TypeAlias = Literal["momentum", "gradient"]
 
+STEPS = "steps"
+"""Of a parameter group, beside its settings: steps that the optimizer has made."""
 _CLIPPED = 0.99
 """Of its norm: a gradient of which less is left was not just rounded."""
 
@@ -95,10 +97,11 @@ class Leading(Optimizer):
         self.form = form
         self.refreshes = refreshes
         self.max_grad_norm = max_grad_norm
-        self.steps = 0
+        self.steps: int
         """Steps that were made."""
         self._step_supports_amp_scaling = True  # so that a GradScaler makes itself known
         super().__init__(params, defaults)
+        self._made(0)
         parameters = [each for group in self.param_groups for each in group["params"]]
         sent = beta if form == "momentum" else 0.0
         local = self.local_steps > 1
@@ -126,10 +129,16 @@ class Leading(Optimizer):
             elif self.takes_limit and self.max_grad_norm is None and self.form == "momentum":
                 self._warn_of_clipping(gradients)
             self.lead.drop_exact()
-        self.steps += 1
+        self._made(self.steps + 1)
         self._announce()  # gathers begin below, exact or of changes as in the next step
         self._advance(phase)
         return loss
+
+    def _made(self, steps: int) -> None:
+        """So many steps have been made, and a state dict says so: no parameter need have been in all of them."""
+        self.steps = steps
+        for group in self.param_groups:
+            group[STEPS] = steps
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -197,8 +206,9 @@ class Leading(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 if torch.is_tensor(value) and value.dtype != self.state[parameter][name].dtype:
                     self.state[parameter][name] = value.detach().clone()  # torch has cast it to the parameter's
-        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
-        self.steps = max(steps, default=0)
+        said = [int(group.get(STEPS, 0)) for group in self.param_groups]
+        seen = [int(state["step"]) for state in self.state.values() if "step" in state]  # AdamW makes these alone grow
+        self._made(max(*said, *seen, 0))
         for parameter in self._parameters:
             self._begin(parameter)
         self._announce()
