@@ -15,8 +15,8 @@ from yafsdp_cc.wire.choice import (
     endless,
     error,
     exposed,
+    fewest,
     laden,
-    most,
     picked,
     seconds,
     steady,
@@ -190,7 +190,7 @@ def test_what_bytes_take_is_found_from_two_choices(kind):
     for _ in range(200):
         free, truth = made(draws, kind, most=8), draws.uniform(0.05, 0.4)
         free = [leg._replace(options=tuple(option._replace(beside=0.0) for option in leg.options)) for leg in free]
-        plain, least = choose(free, 0.05), most(free)
+        plain, least = choose(free, 0.05), fewest(free)
         for picks, others in ((plain, least), (least, plain)):
             taken = [0.0, *(truth * option.sent for option in picked(free, picks))]
             true = laden(free, picks, truth)
@@ -219,9 +219,9 @@ def test_what_the_model_explains_is_put_down_to_nothing():
 def test_as_few_bytes_as_there_can_be():
     options = (Option("fp32", 0.1), Option("int8", 0.04, error=1.0), Option("int4", 0.02, error=3.0))
     legs = [Leg(1.0, options, -1)] * 3
-    assert most(legs) == [2, 2, 2]
-    assert most(legs, 5.0) == [1, 1, 2]
-    assert most(legs, 0.5) == [0, 0, 0]
+    assert fewest(legs) == [2, 2, 2]
+    assert fewest(legs, 5.0) == [1, 1, 2]
+    assert fewest(legs, 0.5) == [0, 0, 0]
 
 
 def test_a_choice_stays_where_a_tenth_decides():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.ranks import groups
-from yafsdp_cc.wire.choice import most, toll
+from yafsdp_cc.wire.choice import fewest, toll
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
         None, where nothing shows, or there is no other.
         """
         asked = problem.choose()
-        others = (most(problem.legs, problem.budget), asked) if any(asked) else ()
+        others = (fewest(problem.legs, problem.budget), asked) if any(asked) else ()
         other = next((each for each in others if each != before), None)
         return None if other is None else cls(problem, before, other, took)
 

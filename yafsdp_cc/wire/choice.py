@@ -86,7 +86,7 @@ def exposed(legs: Sequence[Leg], picks: Sequence[int]) -> float:
     return seconds(legs, picks) - sum(leg.compute for leg in legs)
 
 
-def most(legs: Sequence[Leg], budget: float = float("inf")) -> list[int]:
+def fewest(legs: Sequence[Leg], budget: float = float("inf")) -> list[int]:
     """As few bytes on the link as there can be within the budget, whether they show or not."""
     return _tightened([leg._replace(compute=0.0) for leg in legs], 0.0, budget)
 
