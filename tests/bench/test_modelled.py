@@ -82,6 +82,10 @@ def exchange() -> None:
         total = torch.ones(2)
         assert dist.all_reduce(total, op=op, async_op=True).wait()
         assert total.equal(torch.full((2,), float(times)))
+    for dtype in (torch.float64, torch.int64, torch.bfloat16):
+        total = torch.arange(3).to(dtype)
+        dist.all_reduce(total)
+        assert total.equal(4 * torch.arange(3).to(dtype))
     with pytest.raises(ValueError, match=r"have no .*PRODUCT"):
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
     for numel, dtype in ((1 << 20, torch.float32), (12_345, torch.bfloat16), (7, torch.uint8)):
@@ -196,7 +200,7 @@ def test_its_kernels_compile(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc")
     moves = [(kind, paced._COPY) for kind in paced._COPIED.values()]
-    for kind, move in (*moves, *((kind, paced._SUM) for kind in paced._SUMMED.values())):
+    for kind, move in (*moves, *((kind, paced._SUM) for kind in paced.SUMMED.values())):
         (tmp_path / "carry.cu").write_text(paced.source_of(kind, move))
         for arch in ("sm_80", "sm_90"):
             command = ["nvcc", f"-arch={arch}", "-cubin", "-Werror", "all-warnings", "-o", "carry.cubin", "carry.cu"]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from yafsdp_cc.bench.paced import Carrier, Terms
+from yafsdp_cc.bench.paced import SUMMED, Carrier, Terms
 from yafsdp_cc.wire.pace import Pace
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Twins(dist.ProcessGroup):
     # What is done once, and takes no time
 
     def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> dist.Work:
-        for each, source in zip(outputs, sources, strict=True):
+        for each, source in zip(outputs, sources, strict=False):  # only one rank gets what is gathered to it
             for output in each:
                 output.copy_(source)
         return Done(None)
@@ -201,16 +201,18 @@ class Twins(dist.ProcessGroup):
         self._summed = None
         self._traffic.sent_bytes += sent
         if self._carrier is None or output.device.type != "cuda":
-            term = source.reshape(terms.terms, -1)[terms.which]
-            output.view(-1, term.numel()).copy_(term * terms.scale if terms.scale != 1 else term.clone())
+            _write(output, source, terms)
             self._put(own, output)
             return Done(None)
         current = torch.cuda.current_stream(output.device)
         side = current if opts is None or not opts.asyncOp else self._stream(output.device)
         if side != current:
             side.wait_stream(current)
-        self._carrier.carry(output, source, terms, sent, side)
         with torch.cuda.stream(side):
+            if terms != Terms() and source.dtype not in SUMMED:  # a few numbers that ranks compare
+                _write(output, source, terms)
+                source, terms = output, Terms()
+            self._carrier.carry(output, source, terms, sent, side)
             self._put(own, output)
         return Done(None if side == current else side.record_event(), output, source)
 
@@ -223,6 +225,12 @@ class Twins(dist.ProcessGroup):
         if self._side is None:
             self._side = torch.cuda.Stream(device, priority=-1)
         return self._side
+
+
+def _write(output: Tensor, source: Tensor, terms: Terms) -> None:
+    """What ``Carrier.carry`` writes, at once."""
+    term = source.reshape(terms.terms, -1)[terms.which]
+    output.view(-1, term.numel()).copy_(term * terms.scale if terms.scale != 1 else term.clone())
 
 
 def _kind(opts: Any) -> Any:

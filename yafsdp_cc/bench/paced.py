@@ -73,7 +73,7 @@ _SUM = """
 """
 _COPIED = {16: "uint4", 4: "unsigned", 1: "unsigned char"}
 """Types that are copied, by their bytes."""
-_SUMMED = {torch.float32: "float", torch.bfloat16: "unsigned short"}
+SUMMED = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 
 
 def source_of(kind: str, move: str) -> str:
@@ -122,9 +122,9 @@ class Carrier:
         if terms == Terms():
             width = next(each for each in _COPIED if all(_fits(tensor, each) for tensor in (output, source)))
             kernel, period = _kernel(_COPIED[width], _COPY), source.nbytes // width
-        elif source.dtype in _SUMMED:
+        elif source.dtype in SUMMED:
             width = source.itemsize
-            kernel, period = _kernel(_SUMMED[source.dtype], _SUM), source.numel() // terms.terms
+            kernel, period = _kernel(SUMMED[source.dtype], _SUM), source.numel() // terms.terms
         else:
             raise TypeError(f"the modelled wire sums float32 and bfloat16, not {source.dtype}")
         count = output.nbytes // width
