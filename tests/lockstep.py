@@ -303,7 +303,7 @@ class Naps:
         """Patch this process: it is a forked rank and ends with the test."""
         for name in ON_THE_WIRE:
             setattr(dist.ProcessGroup, name, self._around(getattr(dist.ProcessGroup, name)))
-        dist.Work.wait = self._around(dist.Work.wait)  # type: ignore[method-assign]
+        dist.Work.wait = self._around(dist.Work.wait)  # type: ignore[method-assign]  # delays what waits, and calls it
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def delayed(*args: Any, **kwargs: Any) -> Any:

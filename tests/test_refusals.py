@@ -94,7 +94,7 @@ def _change(model: nn.Module, output: Tensor) -> Tensor:
 MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype for a policy": ({"mp_policy": torch.bfloat16}, r"mp_policy takes MixedPrecisionPolicy\(param_dtype"),
     "a name for a dtype": (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype="bf16")},  # type: ignore[arg-type]  # what is tested
+        {"mp_policy": MixedPrecisionPolicy(param_dtype="bf16")},  # type: ignore[arg-type]  # the mistake that is tested
         r"mp_policy.param_dtype takes a torch.dtype, such as torch.bfloat16; got 'bf16'",
     ),
     "a size for a mesh": ({"mesh": 2}, "mesh takes a DeviceMesh.*got 2"),

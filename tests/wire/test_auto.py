@@ -141,7 +141,7 @@ def told_how_long_steps_take() -> None:
     for slower in (0.0, 0.004, -0.01):
         assert choose(0.05) == ["int4"] * 3  # to compare
         assert choose(0.05 - slower * dist.get_rank()) == last  # all go by the slowest
-    assert found._toll == 0
+    assert found._contention == 0
     choose(0.05)
     more = choose(0.035)
     assert more == ["int8", "int4", "int4"]  # the last one's are beside nothing

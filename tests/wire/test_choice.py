@@ -12,15 +12,15 @@ from yafsdp_cc.wire.choice import (
     Leg,
     Option,
     choose,
+    contended,
+    contention,
     endless,
     error,
     exposed,
     fewest,
-    laden,
     picked,
     seconds,
     steady,
-    toll,
 )
 
 KINDS = ("slots", "queue", "mixed")
@@ -193,13 +193,13 @@ def test_what_bytes_take_is_found_from_two_choices(kind):
         plain, least = choose(free, 0.05), fewest(free)
         for picks, others in ((plain, least), (least, plain)):
             taken = [0.0, *(truth * option.sent for option in picked(free, picks))]
-            true = laden(free, picks, truth)
+            true = contended(free, picks, truth)
             true = [leg._replace(compute=ours.compute) for leg, ours in zip(true, free, strict=True)]
             measured = [leg._replace(compute=leg.compute + more) for leg, more in zip(free, taken, strict=False)]
             longer = seconds(true, picks) - seconds(true, others)
-            told = laden(measured, picks, toll(measured, picks, others, longer))
+            told = contended(measured, picks, contention(measured, picks, others, longer))
             assert seconds(told, picks) - seconds(told, others) == pytest.approx(longer, abs=1e-4)
-            assert [leg.compute for leg in laden(measured, picks, truth)] == pytest.approx(
+            assert [leg.compute for leg in contended(measured, picks, truth)] == pytest.approx(
                 [leg.compute for leg in free]
             )
             found += told[0].options[0].beside > 0
@@ -210,10 +210,10 @@ def test_what_the_model_explains_is_put_down_to_nothing():
     options = (Option("fp32", 2.0, sent=8.0), Option("int8", 0.5, error=4e-5, sent=2.0))
     legs = [Leg(1.0, options, max(place - 2, -1)) for place in range(4)]
     gains = seconds(legs, [0] * 4) - seconds(legs, [1] * 4)
-    assert toll(legs, [0] * 4, [1] * 4, gains) == toll(legs, [0] * 4, [1] * 4, gains / 2) == 0
-    assert toll(legs, [1] * 4, [0] * 4, -gains) == toll(legs, [1] * 4, [0] * 4, 0.0) == 0
-    assert toll(legs, [1] * 4, [1] * 4, 1.0) == 0
-    assert toll(legs[:1], [0], [1], 9.0) == 0  # nothing is computed beside it
+    assert contention(legs, [0] * 4, [1] * 4, gains) == contention(legs, [0] * 4, [1] * 4, gains / 2) == 0
+    assert contention(legs, [1] * 4, [0] * 4, -gains) == contention(legs, [1] * 4, [0] * 4, 0.0) == 0
+    assert contention(legs, [1] * 4, [1] * 4, 1.0) == 0
+    assert contention(legs[:1], [0], [1], 9.0) == 0  # nothing is computed beside it
 
 
 def test_as_few_bytes_as_there_can_be():

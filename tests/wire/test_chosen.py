@@ -151,7 +151,7 @@ def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):
 
 
 class Skipping(nn.Module):
-    """One unit, of which not all is always used."""
+    """Of which not all is always used: one unit, or two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,21 +177,8 @@ def unused() -> None:
     assert model.second.weight.grad is None
 
 
-class Branching(nn.Module):
-    """Two units, of which one is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
-        seen: torch.Tensor = self.first(x) if skips else self.second(self.first(x))
-        return seen
-
-
 def owing() -> None:
-    model: Any = yafsdp_cc.shard(Branching(), units=[nn.Linear], compression=AUTO)
+    model: Any = yafsdp_cc.shard(Skipping(), units=[nn.Linear], compression=AUTO)
     switch(model, ["onebit", "onebit"])
     for number, skips in enumerate((False, True, True, False, False)):
         model(torch.randn(2, 64), skips).square().mean().backward()

@@ -10,7 +10,8 @@ and choose alike. That is between two passes, when nothing is under way.
 
 What bytes take from the computation beside them no trial tells: processors that both need, caches. So from the second
 choice on, where something shows, some steps are run with as few bytes as there can be, or, if that is what was chosen,
-with those that the model asks for. What that gains beyond what the model says is put down to bytes (``choice.toll``).
+with those that the model asks for. What that gains beyond what the model says is put down to bytes, as their contention
+with what is computed (``wire.choice``).
 
 Where something is encoded, and there are more than two ranks, each pair is tried out too: near ranks say more to each
 other in the same time (``wire.pairs``).
@@ -39,7 +40,7 @@ from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.survey import plan_for, reduced_bytes
 from yafsdp_cc.profiling.spans import Span
 from yafsdp_cc.wire import pace
-from yafsdp_cc.wire.choice import Leg, Option, exposed, laden, picked
+from yafsdp_cc.wire.choice import Leg, Option, contended, exposed, picked
 from yafsdp_cc.wire.chosen import ChosenReduce
 from yafsdp_cc.wire.pairs import richer
 
@@ -84,7 +85,7 @@ class Chooser:
         self._paces: dict[Pair, float] = {}
         self._near: Mapping[str, Mapping[Pair, str]] = {}
         self._comparison: Comparison | None = None
-        self._toll = 0.0
+        self._contention = 0.0
         """Seconds that a byte takes from the computation beside it."""
         self._span = Span("choice")
         self._stamps: tuple[tuple[int, ...], ...] = ()
@@ -124,7 +125,7 @@ class Chooser:
         if self._comparison is not None:
             comparison, self._comparison = self._comparison, None
             mesh = self.root.drafts[0].ranks.mesh
-            self._toll = comparison.toll(median(self._lasted), mesh, self.root.device)
+            self._contention = comparison.contention(median(self._lasted), mesh, self.root.device)
             self._settle(comparison.problem, comparison.before)
             return
         problem = self.measure()
@@ -144,8 +145,8 @@ class Chooser:
     def _settle(self, problem: Problem, before: list[int]) -> None:
         """Choose, where the problem was measured under the choice ``before``, and switch."""
         self.due = self.steps + min(PERIOD, 3 * self.steps)
-        if self._toll and any(problem.choose()):
-            problem = problem._replace(legs=tuple(laden(problem.legs, before, self._toll)))
+        if self._contention and any(problem.choose()):
+            problem = problem._replace(legs=tuple(contended(problem.legs, before, self._contention)))
         after = problem.choose() if self.problem is None else problem.choose_from(before)
         self.apply(problem, after, self._richer(problem, after))
         counters = self.root.counters
@@ -332,7 +333,11 @@ class Chooser:
             f"links carry {rate} each way, a backward computes {took:.0f} ms of a step's {1e3 * problem.step:.0f}; the "
             f"wire adds {exact:.1f} ms if all is exact, {was:.1f} as it was, {shows:.1f} as chosen, which leaves "
             f"{left:.2g} of squares for later"
-            + (f"; a megabyte takes {1e9 * self._toll:.1f} ms from the computation beside it" if self._toll else "")
+            + (
+                f"; a megabyte takes {1e9 * self._contention:.1f} ms from the computation beside it"
+                if self._contention
+                else ""
+            )
             + (f"; links between ranks {pairs} are {times:.2g} times as fast as the slowest" if near else "")
         )
 

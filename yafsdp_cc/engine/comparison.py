@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.ranks import groups
-from yafsdp_cc.wire.choice import fewest, toll
+from yafsdp_cc.wire.choice import contention, fewest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
         return None if other is None else cls(problem, before, other, took)
 
     @torch.no_grad()
-    def toll(self, took: float, mesh: DeviceMesh, device: torch.device) -> float:
+    def contention(self, took: float, mesh: DeviceMesh, device: torch.device) -> float:
         """Seconds that each byte takes from the computation beside it, if a step of the other ``took`` so long.
 
         A collective: all go by the slowest rank.
@@ -46,4 +46,4 @@ class Comparison(NamedTuple):
         for group in groups(mesh):
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         before, other = agreed.tolist()
-        return toll(self.problem.legs, self.before, self.other, before - other)
+        return contention(self.problem.legs, self.before, self.other, before - other)

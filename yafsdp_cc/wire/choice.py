@@ -91,23 +91,23 @@ def fewest(legs: Sequence[Leg], budget: float = float("inf")) -> list[int]:
     return _tightened([leg._replace(compute=0.0) for leg in legs], 0.0, budget)
 
 
-def laden(legs: Sequence[Leg], picks: Sequence[int], toll: float) -> list[Leg]:
-    """The same legs, where each byte on the link takes ``toll`` seconds from the computation beside it.
+def contended(legs: Sequence[Leg], picks: Sequence[int], per_byte: float) -> list[Leg]:
+    """The same legs, where each byte on the link takes ``per_byte`` seconds from the computation beside it.
 
     ``legs`` were measured under ``picks``, whose bytes have taken theirs already.
     """
-    taken = [0.0, *(toll * option.sent for option in picked(legs, picks))]
+    taken = [0.0, *(per_byte * option.sent for option in picked(legs, picks))]
     return [
         Leg(
             max(leg.compute - less, 0.0),
-            tuple(option._replace(beside=toll * option.sent) for option in leg.options),
+            tuple(option._replace(beside=per_byte * option.sent) for option in leg.options),
             leg.awaits,
         )
         for leg, less in zip(legs, taken, strict=False)
     ]
 
 
-def toll(legs: Sequence[Leg], picks: Sequence[int], others: Sequence[int], longer: float) -> float:
+def contention(legs: Sequence[Leg], picks: Sequence[int], others: Sequence[int], longer: float) -> float:
     """Seconds that each byte takes from the computation beside it, if a backward is ``longer`` than with ``others``.
 
     0, if that much is explained without.
@@ -119,8 +119,8 @@ def toll(legs: Sequence[Leg], picks: Sequence[int], others: Sequence[int], longe
     sent, said = (sum(option.sent for option in list(picked(legs, each))[:-1]) for each in (picks, others))
     sign = 1.0 if sent > said else -1.0
 
-    def missed(toll: float) -> float:
-        told = laden(legs, picks, toll)
+    def missed(per_byte: float) -> float:
+        told = contended(legs, picks, per_byte)
         return sign * (longer - seconds(told, picks) + seconds(told, others))
 
     if sent == said or missed(0.0) <= 0:
@@ -294,7 +294,7 @@ def _shown(option: Option, hidden: float) -> float:
 
 
 _FAR, _HALVINGS = 4, 20
-"""Where a toll is looked for, beside one that nothing hides, and how closely."""
+"""Where contention is looked for, beside one that nothing hides, and how closely."""
 _EVEN = 1e-9
 """Times that differ by less, in proportion, are the same."""
 
