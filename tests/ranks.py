@@ -28,7 +28,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 
 import yafsdp_cc.api  # by the first of yafsdp_cc's names
-import yafsdp_cc.engine.dispatch  # noqa: F401 - by the first operation on a sharded parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.materialize import materialize, place_buffers
 from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
 from yafsdp_cc.engine.ranks import Ranks, groups
-from yafsdp_cc.engine.tensor_parallel import check_divided, held
+from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel, local_tensor
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 from yafsdp_cc.wire.codec import FORMAT
@@ -124,7 +124,7 @@ def shard(
         check_no_optimizer(model, ignored_params or ())
         division = find_units(model, units, ignored_params or ())
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
-        check_divided(owned, mesh)
+        check_tensor_parallel(owned, mesh)
         check_hooks(owned)
         check_overrides(config, [name for name, _ in model.named_parameters()])
         check_delayed(config, [each.name for unit in division.units for each in unit.parameters])
@@ -353,7 +353,7 @@ def _preparation(
             for each in owned:
                 if not isinstance(each.parameter, DTensor):
                     each.parameter.data = each.parameter.data.to(ranks.device)
-            broadcast([held(each.parameter) for each in owned], ranks.mesh)
+            broadcast([local_tensor(each.parameter) for each in owned], ranks.mesh)
         elif fresh:
             check_equal(owned, groups(ranks.mesh), values=True)
 

@@ -20,8 +20,8 @@ from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
 from yafsdp_cc.engine.ranks import Ranks
-from yafsdp_cc.engine.tensor import FlatDTensor
-from yafsdp_cc.engine.tensor_parallel import check_divided
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel
 from yafsdp_cc.plan import check_no_optimizer
 from yafsdp_cc.plan.parameters import OwnedParameter, check_shardable, survey
 from yafsdp_cc.plan.units import is_small
@@ -118,7 +118,7 @@ def fully_shard(
     ignored = ignored_params or set()
     owned = _owned(modules, ignored)
     check_shardable(owned)
-    check_divided(owned, mesh)
+    check_tensor_parallel(owned, mesh)
     if shard_placement_fn is not None:
         for one in owned:
             _check_placement(one, shard_placement_fn(one.parameter))

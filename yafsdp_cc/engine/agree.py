@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.engine.ranks import of_first
-from yafsdp_cc.engine.tensor_parallel import held
+from yafsdp_cc.engine.tensor_parallel import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
             tuple(each.parameter.shape),
             str(each.parameter.dtype).removeprefix("torch."),
             each.parameter.requires_grad,
-            checksum(held(each.parameter)) if values and not each.parameter.is_meta else 0,
+            checksum(local_tensor(each.parameter)) if values and not each.parameter.is_meta else 0,
         )
         for each in owned
     ]

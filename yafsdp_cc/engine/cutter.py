@@ -14,8 +14,8 @@ from yafsdp_cc.engine.flat import Divisor, Flat, Piece
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.engine.small import SmallBlock
-from yafsdp_cc.engine.tensor import Cut, flat_dtensor
-from yafsdp_cc.engine.tensor_parallel import TensorParallel, held
+from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
+from yafsdp_cc.engine.tensor_parallel import TensorParallel, local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _GONE = "_yafsdp_cc_cut"
 
 
-def cut_of(parameter: nn.Parameter) -> Cut | None:
+def cut_of(parameter: nn.Parameter) -> ShardSpec | None:
     """Of a parameter that was whole once, what it was cut as; it has no elements any more."""
-    cut: Cut | None = parameter.__dict__.get(_GONE)
+    cut: ShardSpec | None = parameter.__dict__.get(_GONE)
     return cut
 
 
@@ -96,7 +96,7 @@ class Cutter:
         return tuple(self._small_block(kind, members) for kind, members in kinds.items())
 
     def _small_block(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> SmallBlock:
-        layout = Layout.of([held(each.parameter).shape for each in owned], 1, VECTOR)
+        layout = Layout.of([local_tensor(each.parameter).shape for each in owned], 1, VECTOR)
         master = self._master(layout.numel, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
@@ -109,7 +109,7 @@ class Cutter:
 
     def _flat(self, kind: _Kind, owned: Sequence[OwnedParameter]) -> Flat:
         block = 0 if self._compression is None else self._compression.block
-        layout = Layout.of([held(each.parameter).shape for each in owned], self._world, max(ALIGNMENT, block))
+        layout = Layout.of([local_tensor(each.parameter).shape for each in owned], self._world, max(ALIGNMENT, block))
         master = self._master(layout.chunk, kind)
         pieces = []
         for each, extent in zip(owned, layout.extents, strict=True):
@@ -123,10 +123,10 @@ class Cutter:
         flat.codec, flat.is_delayed = kind.codec, kind.is_delayed
         return flat
 
-    def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> Cut:
+    def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> ShardSpec:
         parameter, mesh = owned.parameter, self._ranks.mesh
         parallel = TensorParallel.of(owned.name, parameter, mesh) if isinstance(parameter, DTensor) else None
-        return Cut(owned.name, held(parameter).shape, mesh, bounds, parallel)
+        return ShardSpec(owned.name, local_tensor(parameter).shape, mesh, bounds, parallel)
 
     def _master(self, numel: int, kind: _Kind) -> Tensor:
         if self._host is not None and not kind.is_meta:
@@ -140,7 +140,7 @@ class Cutter:
     def _replace(self, piece: Piece, master: Tensor, whole: nn.Parameter) -> None:
         """Put the sharded parameter where the whole one was, and free that."""
         local = piece.range_of(master)
-        local.copy_(piece.cut.range_of(held(whole)))
+        local.copy_(piece.cut.local_of(local_tensor(whole)))
         parameter = nn.Parameter(flat_dtensor(local, piece.cut), requires_grad=whole.requires_grad)
         parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
         piece.parameter, piece.local = parameter, local

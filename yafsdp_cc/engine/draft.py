@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from yafsdp_cc.compression import check_kept
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.lanes import Lanes
-from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.dtensor import flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +135,7 @@ def materialize(draft: Draft, fn: Callable[[Tensor], Tensor]) -> None:
             piece.local = piece.range_of(master)
             fresh = nn.Parameter(flat_dtensor(piece.local, piece.cut), piece.parameter.requires_grad)
             fresh.__dict__.update(piece.parameter.__dict__)
-            fresh._local_tensor, fresh._cut = piece.local, piece.cut  # type: ignore[attr-defined]
+            fresh._local_tensor, fresh.shard_spec = piece.local, piece.cut  # type: ignore[attr-defined]
             torch.utils.swap_tensors(piece.parameter, fresh)  # remains the object that everybody knows
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.compression import EXACT
-from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.dtensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.steps import Steps
-    from yafsdp_cc.engine.tensor import Cut
+    from yafsdp_cc.engine.dtensor import ShardSpec
     from yafsdp_cc.wire.feedback import Residual
     from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.lowrank import LowRank
@@ -34,7 +34,7 @@ class Piece:
     what its ``.grad`` becomes: the same tensor in every step, unless somebody keeps it.
     """
 
-    def __init__(self, cut: Cut, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
+    def __init__(self, cut: ShardSpec, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
         self.cut = cut
         self.sites = tuple(sites)
         # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
@@ -103,8 +103,8 @@ class Piece:
 
     def show(self, view: Tensor) -> None:
         """Let the owner modules see ``view`` as their parameter."""
-        if self.cut.parallel is not None:
-            view = self.cut.parallel.around(view)
+        if self.cut.tensor_parallel is not None:
+            view = self.cut.tensor_parallel.wrap_unsharded(view)
         for place, attribute in self._places:
             place[attribute] = view
         for weights, index in self._lists:

@@ -15,7 +15,7 @@ from yafsdp_cc.engine.assemble import _ENGINE, _ROOT, assembled, current
 from yafsdp_cc.engine.draft import _DRAFT, draft_of, materialize
 from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.methods import Methods
-from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.dtensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

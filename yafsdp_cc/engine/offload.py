@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Divisor, Piece
     from yafsdp_cc.engine.host import Host
     from yafsdp_cc.engine.lanes import Lane
-    from yafsdp_cc.engine.tensor import FlatDTensor
+    from yafsdp_cc.engine.dtensor import FlatDTensor
 
 
 class HostGradients(Gradients):

@@ -16,7 +16,7 @@ from yafsdp_cc.engine.lanes import alone
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
-from yafsdp_cc.engine.tensor import flat_dtensor
+from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.usage import Usage
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes, told_of_wholes
 from yafsdp_cc.wire.chunks import ChunkSum
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.host import Crossings
     from yafsdp_cc.engine.lanes import Lane, Start
     from yafsdp_cc.engine.small import SmallGroup
-    from yafsdp_cc.engine.tensor import FlatDTensor
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.plan import Role
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.lanes import Lane, Ticket
     from yafsdp_cc.engine.replicas import Replicas
-    from yafsdp_cc.engine.tensor import FlatDTensor
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.dtensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_OURS = ("_cut", "_is_param")
+_OURS = ("shard_spec", "_is_param")
 """What the ``__dict__`` of a sharded parameter holds beside the notes of users and frameworks."""
 
 
@@ -62,8 +62,8 @@ def _replace_parameters(root: Root, rank0_only: bool, device: torch.device | str
             values = torch.empty(piece.cut.shape, dtype=sharded.dtype, device="meta")
         else:
             values = whole.to(device or sharded.device, copy=True)
-        if piece.cut.parallel is not None:
-            values = piece.cut.parallel.around(values)
+        if piece.cut.tensor_parallel is not None:
+            values = piece.cut.tensor_parallel.wrap_unsharded(values)
         plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
         plain.__dict__.update({name: note for name, note in vars(sharded).items() if name not in _OURS})
         piece.install(plain)

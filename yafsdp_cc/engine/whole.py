@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
+from yafsdp_cc.engine.dtensor import all_gather_single, flat_dtensor
 from yafsdp_cc.wire.exchange import backend_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     root = root_of(model)
     check_at_rest(root, "whole_parameters")
     pieces = [*(piece for unit in root.units for piece in unit.pieces), *root.small.pieces]
-    wholes = [flat_dtensor(piece.local, piece.cut).uncut() for piece in pieces]
+    wholes = [flat_dtensor(piece.local, piece.cut).unsharded() for piece in pieces]
     for piece, whole in zip(pieces, wholes, strict=True):
         piece.install(nn.Parameter(whole, requires_grad=piece.parameter.requires_grad))
     try:
@@ -84,7 +84,7 @@ def whole_units(root: Root, *, everywhere: bool) -> Iterator[tuple[Piece, Tensor
 def first_of(root: Root) -> bool:
     """Whether this rank is the first of all that hold a part of the model."""
     replicas = root.drafts[0].ranks.replicas
-    divided = [piece.cut.parallel for draft in root.drafts for piece in draft.pieces]
+    divided = [piece.cut.tensor_parallel for draft in root.drafts for piece in draft.pieces]
     return (
         root.gather.rank == 0
         and (replicas is None or replicas.rank() == 0)
@@ -109,7 +109,7 @@ def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tens
         return None
     buffer = shard.new_empty(shard.numel() * group.size())
     if everywhere:
-        _all_gather(buffer.view(torch.uint8), part, group=group)
+        all_gather_single(buffer.view(torch.uint8), part, group=group)
         return buffer
     # One message from each, right to its place: a gather would receive into a second buffer.
     own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
