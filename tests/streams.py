@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yafsdp_cc.engine import dtensor as tensors
 from yafsdp_cc.engine import lanes, ranks
-from yafsdp_cc.engine import tensor as tensors
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.norms import LazyNorm
-from yafsdp_cc.engine.dtensor import FlatDTensor
 
 Clock = dict["Stream", int]
 

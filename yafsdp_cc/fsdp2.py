@@ -16,11 +16,11 @@ from yafsdp_cc.arguments import check_hooks, check_modules, check_types, dtypes_
 from yafsdp_cc.engine.assemble import assembled
 from yafsdp_cc.engine.cutter import Cutter, cut_of
 from yafsdp_cc.engine.draft import Draft, draft_of, drafts_below
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.methods import UnshardHandle, share_comm_ctx
 from yafsdp_cc.engine.module import ShardedModule, adopt, register_forward_method
 from yafsdp_cc.engine.ranks import Ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel
 from yafsdp_cc.plan import check_no_optimizer
 from yafsdp_cc.plan.parameters import OwnedParameter, check_shardable, survey

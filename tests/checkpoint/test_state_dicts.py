@@ -96,13 +96,19 @@ def sets():
 
 
 def patched_once():
-    names = ("_broadcast_state_dict", "_distribute_state_dict")
-    before = [getattr(torch.distributed.checkpoint.state_dict, name) for name in names]
+    def patched():
+        states = torch.distributed.checkpoint.state_dict
+        utils = torch.distributed._state_dict_utils
+        return [utils._distribute_tensors, states._broadcast_state_dict, states._distribute_state_dict]
+
+    before = patched()
+    assert all(one.__module__ == "torch.distributed._state_dict_utils" for one in before)
+    assert not any(hasattr(one, "__wrapped__") for one in before)
     yafsdp_cc.patch_torch()
-    after = [getattr(torch.distributed.checkpoint.state_dict, name) for name in names]
-    assert all(one is not other for one, other in zip(before, after, strict=True))
+    after = patched()
+    assert [one.__wrapped__ for one in after] == before
     yafsdp_cc.patch_torch()
-    assert after == [getattr(torch.distributed.checkpoint.state_dict, name) for name in names]
+    assert patched() == after
 
 
 def test_torch_is_patched_by_a_call_alone_and_once():

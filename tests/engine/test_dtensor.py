@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, uneven_cuts_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import ShardSpec, FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
 
 
 def what_it_is():

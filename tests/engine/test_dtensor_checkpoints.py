@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.flats import cuts_of, mesh_of_all, part_of, uneven_cuts_of, wholes
 from tests.ranks import on_ranks
+from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.engine.dtensor import ShardSpec, FlatDTensor, flat_dtensor
 
 
 def named(tensors):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.engine.whole import check_at_rest, first_of, whole_units
 
 if TYPE_CHECKING:

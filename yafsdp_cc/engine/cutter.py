@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression import EXACT
+from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
 from yafsdp_cc.engine.flat import Divisor, Flat, Piece
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.engine.small import SmallBlock
-from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
 from yafsdp_cc.engine.tensor_parallel import TensorParallel, local_tensor
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.compression import check_kept
+from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.flat import Divisor
 from yafsdp_cc.engine.lanes import Lanes
-from yafsdp_cc.engine.dtensor import flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

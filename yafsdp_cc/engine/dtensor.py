@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._state_dict_utils
+import torch.distributed.checkpoint.state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -294,7 +296,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
             return rows.view(spec.shape)
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)]).view(spec.shape)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As torch's, but outside of autograd and of the whole tensor: a plain DTensor. A collective."""
         replicated = [Replicate()] * self.device_mesh.ndim
         return DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False).redistribute(
@@ -388,7 +390,7 @@ def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> 
     # DTensor takes over the local tensor's place in its storage but not the storage, and torch then believes it to be
     # memory at that address: it is shown a tensor that begins where it should.
     shown = local if local.storage_offset() == 0 else local.new_empty(0)
-    flat = _dtensor_new(FlatDTensor, shown, spec.dtensor_spec(local.dtype), requires_grad=requires_grad)
+    flat: Any = _dtensor_new(FlatDTensor, shown, spec.dtensor_spec(local.dtype), requires_grad=requires_grad)
     flat._local_tensor, flat.shard_spec = local, spec
     return cast("FlatDTensor", flat)
 
@@ -487,7 +489,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     sharded = [x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
     if any(type(target) is not FlatDTensor for target in targets):
         _operand(func, None, sharded[0])
-    spec = args[0].shard_spec if in_place else _largest(x.shard_spec for x in sharded)
+    spec: Any = args[0].shard_spec if in_place else _largest(x.shard_spec for x in sharded)
     locals_ = [
         x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
     ]
@@ -601,7 +603,8 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
         _refuse(func, next(_specs_in(args)))
     value = _operand(func, target.shard_spec, value)
-    return target.masked_fill_(mask, value.to(target.device).reshape(()))
+    target.masked_fill_(mask, value.to(target.device).reshape(()))
+    return target
 
 
 def _summand(flat: FlatDTensor, dtype: torch.dtype | None = None) -> Summand:
@@ -718,44 +721,49 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     return _foreach if name.startswith("_foreach_") else _elementwise
 
 
+@functools.cache
 def patch_torch() -> None:
     """Let torch's state dict functions fill sharded parameters from full state dicts. Repeated calls do nothing more.
 
     Needed for ``set_optimizer_state_dict`` with ``full_state_dict=True``, and for ``set_model_state_dict`` with
     ``broadcast_from_rank0=True``: of each whole tensor, they take the slice along a dimension that a placement names.
-    A flat range is no such slice, and torch has no hook there that a tensor could implement. Two functions of
-    ``torch.distributed.checkpoint.state_dict`` are replaced, ``_broadcast_state_dict`` and ``_distribute_state_dict``:
-    a ``FlatDTensor`` is then filled by ``copy_``, and all other tensors go the way they always went.
+    A flat range is no such slice, and torch has no hook there that a tensor could implement. Replaced are
+
+    * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
+    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
+    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
+
+    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range; all other tensors go the way they always went.
     """
-    import torch.distributed.checkpoint.state_dict as module
+    utils: Any = torch.distributed._state_dict_utils
+    state_dict: Any = torch.distributed.checkpoint.state_dict
+    scatter = utils._distribute_tensors
+    broadcast, distribute = state_dict._broadcast_state_dict, state_dict._distribute_state_dict
 
-    def filling(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def fill(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            filled = _Filled(local)
-            original(full, filled, *args, **kwargs)
-            local.clear()
-            local.update(filled)
+    @functools.wraps(scatter)
+    def distribute_tensors(local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            pair = local.get(key)
+            if isinstance(pair, tuple) and type(pair[0]) is FlatDTensor:
+                local[key] = pair[0].copy_(pair[1])
+        scatter(local, keys, *args, **kwargs)
 
-        fill.of_yafsdp_cc = True  # type: ignore[attr-defined]
-        return fill
+    @functools.wraps(broadcast)
+    def broadcast_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
+        broadcast(full, local, *args, **kwargs)
+        for key, scalar in scalars.items():
+            if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one
+                local[key] = scalar.copy_(local[key])
 
-    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
-        original = getattr(module, name)
-        if not hasattr(original, "of_yafsdp_cc"):
-            setattr(module, name, filling(original))
+    @functools.wraps(distribute)
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # In the order of ``full``, the same on every rank: to copy from a DTensor is a collective.
+        filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
+        for key in filled:
+            local[key].copy_(full[key])
+        distribute({key: x for key, x in full.items() if key not in filled}, local, *args, **kwargs)
 
-
-class _Filled(dict[str, Any]):
-    """A state dict in which assigning to the key of a ``FlatDTensor`` copies into it."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = super().get(key, default)
-        # As a plain tensor: torch then assigns the whole one.
-        return torch.empty(0) if type(value) is FlatDTensor else value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        target = super().get(key)
-        if type(target) is FlatDTensor and isinstance(value, torch.Tensor):
-            value = target.copy_(value)
-        super().__setitem__(key, value)
+    utils._distribute_tensors = distribute_tensors
+    state_dict._broadcast_state_dict = broadcast_state_dict
+    state_dict._distribute_state_dict = distribute_state_dict

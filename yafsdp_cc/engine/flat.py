@@ -15,9 +15,9 @@ from yafsdp_cc.engine.dtensor import FlatDTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from yafsdp_cc.engine.dtensor import ShardSpec
     from yafsdp_cc.engine.layout import Extent, Layout
     from yafsdp_cc.engine.steps import Steps
-    from yafsdp_cc.engine.dtensor import ShardSpec
     from yafsdp_cc.wire.feedback import Residual
     from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.lowrank import LowRank

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.steps import BEHIND, UNKNOWN, watch
 from yafsdp_cc.engine.dtensor import flat_dtensor
+from yafsdp_cc.engine.steps import BEHIND, UNKNOWN, watch
 from yafsdp_cc.engine.windows import ENCODED
 from yafsdp_cc.wire.change import Padding
 from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.lanes import Start, Ticket
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.supply import Supply
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.wire.change import EncodedChange
 
 

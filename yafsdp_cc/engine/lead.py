@@ -8,9 +8,9 @@ import torch
 
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.meeting import Meeting, check_idle, check_together
 from yafsdp_cc.engine.residuals import drop_late
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

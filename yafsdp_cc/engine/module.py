@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from yafsdp_cc.engine.assemble import _ENGINE, _ROOT, assembled, current
 from yafsdp_cc.engine.draft import _DRAFT, draft_of, materialize
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.methods import Methods
-from yafsdp_cc.engine.dtensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -141,7 +141,7 @@ class LazyNorm(DTensor):
         """As ``full_tensor``: every rank has the whole value."""
         return self.full_tensor()
 
-    def redistribute(self, *_: Any, **__: Any) -> DTensor:  # type: ignore[override]
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
         """Return a plain replicated DTensor of the value."""
         return DTensor.from_local(self.full_tensor(), self.device_mesh, self.placements, run_check=False)
 

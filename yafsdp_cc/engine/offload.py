@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.draft import Draft
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.flat import Divisor, Piece
     from yafsdp_cc.engine.host import Host
     from yafsdp_cc.engine.lanes import Lane
-    from yafsdp_cc.engine.dtensor import FlatDTensor
 
 
 class HostGradients(Gradients):

@@ -11,12 +11,12 @@ import torch
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
 from yafsdp_cc.engine.delayed import OwnPost
+from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.lanes import alone
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.slots import Ring, Slot
-from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.usage import Usage
 from yafsdp_cc.engine.windows import GradientSpace, gradient_bytes, told_of_wholes
 from yafsdp_cc.wire.chunks import ChunkSum
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.counters import Counters
     from yafsdp_cc.engine.delayed import Apart
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.host import Crossings
     from yafsdp_cc.engine.lanes import Lane, Start
     from yafsdp_cc.engine.small import SmallGroup
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.unit import Unit
     from yafsdp_cc.plan import Role
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression import AUTO
-from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.dtensor import flat_dtensor
+from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.wire.chunks import ChunkSum
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.shared import SharedSum
 

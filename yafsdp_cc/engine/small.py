@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.lanes import Lane, Ticket
     from yafsdp_cc.engine.replicas import Replicas
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.wire.exchange import Gather, Reduce
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def joint_mesh(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the dimensions of ``mesh``, then those of ``other``: slices of one mesh that do not overlap."""
+    """Return a mesh with the dimensions of ``mesh``, then those of ``other``; both are slices of one mesh."""
     return DeviceMesh._concatenate([mesh, other])
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.dtensor import all_gather_single, flat_dtensor
 from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.dtensor import all_gather_single, flat_dtensor
 from yafsdp_cc.wire.exchange import backend_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.local import local_of, width_of
 

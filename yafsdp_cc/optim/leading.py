@@ -18,8 +18,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.lead import Lead
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.lead import Lead
 from yafsdp_cc.optim.local import local_of
 
 if TYPE_CHECKING:
