@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.tensor import FlatDTensor
 from yafsdp_cc.engine.whole import check_at_rest, first_of, whole_units
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     for piece, whole in whole_units(root, everywhere=False):
         if whole is None:
             continue
-        if (parallel := piece.cut.parallel) is not None:
-            whole = parallel.around(whole).full_tensor()
+        if (parallel := piece.cut.tensor_parallel) is not None:
+            whole = parallel.wrap_unsharded(whole).full_tensor()
         if is_first:
             yield names[piece.parameter], whole
     if is_first:

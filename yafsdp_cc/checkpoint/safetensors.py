@@ -21,8 +21,8 @@ from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.full import whole_tensors
 from yafsdp_cc.checkpoint.match import aliases, check_shapes, check_tied
 from yafsdp_cc.checkpoint.ranks import place_in, ranks_of, together
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.tensor import FlatDTensor
 from yafsdp_cc.engine.whole import check_shows_shards
 
 _INDEX = "model.safetensors.index.json"

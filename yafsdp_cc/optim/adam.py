@@ -9,7 +9,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.elementwise import grown
+from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.leading import Form, Leading
 from yafsdp_cc.optim.local import check_settings, local_of, width_of
 
@@ -139,7 +139,7 @@ class OneBitAdam(Leading):
                 self.state[parameter]["step"] += 1
         # The fused kernel does not count what it changes. What a rank has nothing of has changed, too: all ranks are to
         # gather it anew.
-        grown([local_of(parameter) for parameter in parameters])
+        increment_version([local_of(parameter) for parameter in parameters])
         if not owned:
             return
         kept = [

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.norms import LazyNorm
-from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.local import local_of, width_of
 
@@ -225,4 +225,4 @@ def _known(norms: Sequence[Any]) -> list[float]:
 
 
 def _like(parameter: Any, local: Tensor) -> FlatDTensor:
-    return flat_dtensor(local, parameter._cut)
+    return flat_dtensor(local, parameter.shard_spec)

@@ -18,8 +18,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.lead import Lead
-from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.optim.local import local_of
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class Leading(Optimizer):
             if self._is_encoded(parameter) and (exact := self.lead.exact(parameter)) is not None:
                 found.append((parameter, exact if scale == 1 else exact.div_(scale)))
         if self.max_grad_norm is not None and found:
-            norm = get_total_norm([flat_dtensor(exact, parameter._cut) for parameter, exact in found])
+            norm = get_total_norm([flat_dtensor(exact, parameter.shard_spec) for parameter, exact in found])
             total = float(norm.full_tensor() if isinstance(norm, FlatDTensor) else norm)
             self.lead.learn_norm(total)
             share = min(1.0, self.max_grad_norm / (total + 1e-6))

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.flats import cuts_of, mesh_of_all, part_of, uneven_cuts_of, wholes
 from tests.ranks import on_ranks
+from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.engine.tensor import Cut, FlatDTensor, flat_dtensor
 
 
 def named(tensors):
@@ -58,7 +58,7 @@ def flat_of_fsdp2():
     full = get_model_state_dict(fsdp2(), options=StateDictOptions(full_state_dict=True))
     world = dist.get_world_size()
     return full, {
-        name: Cut(
+        name: ShardSpec(
             name,
             whole.shape,
             mesh_of_all(),
@@ -90,7 +90,7 @@ def loaded_into_fsdp2(folder):
 def saved_in_the_background(folder):
     mesh = mesh_of_all()
     buffer = torch.cat([torch.randn(5), wholes()[0].reshape(-1)])
-    state = {"w0": flat_dtensor(buffer[5:], Cut("w0", torch.Size([12, 9]), mesh, (0, 108)))}
+    state = {"w0": flat_dtensor(buffer[5:], ShardSpec("w0", torch.Size([12, 9]), mesh, (0, 108)))}
     dcp.async_save(state, checkpoint_id=folder).result()
     state["w0"].zero_()
     dcp.load(state, checkpoint_id=folder)
@@ -123,7 +123,7 @@ def state_dicts():
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in list(model.named_parameters()):
         numel = parameter.numel()
-        cut = Cut(name, parameter.shape, mesh, (0, numel // 3, numel))
+        cut = ShardSpec(name, parameter.shape, mesh, (0, numel // 3, numel))
         setattr(model, name, nn.Parameter(part_of(parameter.detach(), cut)))
         getattr(model, name).grad = part_of(torch.ones_like(parameter.detach()), cut)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -10,7 +10,7 @@ from torch import nn
 from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, twins, uneven_cuts_of
 from tests.ranks import on_ranks
 from tests.soak import also
-from yafsdp_cc.engine.tensor import FlatDTensor
+from yafsdp_cc.engine.dtensor import FlatDTensor
 
 FORMS = [{"foreach": False}, {"foreach": True}]
 
@@ -76,7 +76,7 @@ def test_optimizers_equal_a_single_process_bit_for_bit(world):
 def scalar_rprop():
     flat, _ = one_sharded(shape=())
     parameter = nn.Parameter(flat)
-    parameter.grad = part_of(torch.tensor(1.0), flat._cut)
+    parameter.grad = part_of(torch.tensor(1.0), flat.shard_spec)
     with pytest.raises(NotImplementedError, match=r"aten.unsqueeze on 'layers.0.w' \(sharded \[\]"):
         torch.optim.Rprop([parameter]).step()
 

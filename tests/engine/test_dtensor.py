@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, uneven_cuts_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.tensor import Cut, FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
 
 
 def what_it_is():
@@ -28,7 +28,7 @@ def what_it_is():
     assert parameter.device_mesh.size() == dist.get_world_size()
     assert parameter._local_tensor is flat._local_tensor
     assert parameter.to_local() is parameter._local_tensor
-    parameter.grad = part_of(torch.ones(4, 4), flat._cut)
+    parameter.grad = part_of(torch.ones(4, 4), flat.shard_spec)
     assert type(parameter.grad) is FlatDTensor
     with torch.no_grad():
         parameter.add_(parameter.grad)
@@ -73,7 +73,7 @@ def test_the_whole_tensor_comes_back(world):
 
 def in_the_middle_of_a_buffer():
     buffer = torch.arange(64.0)
-    cut = Cut("w", torch.Size([3, 4]), mesh_of_all(), (0, 12))
+    cut = ShardSpec("w", torch.Size([3, 4]), mesh_of_all(), (0, 12))
     flat = nn.Parameter(flat_dtensor(buffer[32:44], cut))
     assert flat.data_ptr() == 0  # As other DTensors: a number that is no address would be taken for one.
     assert flat.storage_offset() == 0
@@ -90,9 +90,9 @@ def test_a_view_into_a_buffer():
 def bad_cuts():
     mesh = mesh_of_all()
     for bounds in [(0, 3), (0, 4, 4, 4), (1, 2, 4), (0, 5, 4)]:
-        with pytest.raises(ValueError, match=r"'w': bounds .* do not cut 4 elements into 2 ranges"):
-            Cut("w", torch.Size([4]), mesh, bounds)
-    cut = Cut("w", torch.Size([2, 2]), mesh, (0, 2, 4))
+        with pytest.raises(ValueError, match=r"'w': bounds .* do not divide 4 elements into 2 ranges"):
+            ShardSpec("w", torch.Size([4]), mesh, bounds)
+    cut = ShardSpec("w", torch.Size([2, 2]), mesh, (0, 2, 4))
     with pytest.raises(ValueError, match=r"'w' .* wants a contiguous \[2\], got \[3\]"):
         flat_dtensor(torch.zeros(3), cut)
     with pytest.raises(ValueError, match="outside of autograd"):
@@ -106,8 +106,8 @@ def test_what_does_not_fit_is_refused_by_name():
 def versions():
     flat, buffer = one_sharded()
     parameter = nn.Parameter(flat)
-    parameter.grad = part_of(torch.ones(4, 4), flat._cut)
-    other = part_of(torch.ones(4, 4), flat._cut)
+    parameter.grad = part_of(torch.ones(4, 4), flat.shard_spec)
+    other = part_of(torch.ones(4, 4), flat.shard_spec)
     optimizers = [
         torch.optim.AdamW([parameter], **form) for form in ({"foreach": False}, {"foreach": True}, {"fused": True})
     ]
@@ -187,7 +187,7 @@ def test_copies():
 def drawn():
     mesh = mesh_of_all()
     torch.manual_seed(dist.get_rank())
-    cut = Cut("norm.weight", torch.Size([6]), mesh, None)
+    cut = ShardSpec("norm.weight", torch.Size([6]), mesh, None)
     assert len({torch.randn_like(part_of(torch.zeros(6), cut)).to_local().sum().item()}) == 1
     return torch.randn_like(part_of(torch.zeros(6), cut)).to_local().tolist()
 
@@ -199,9 +199,9 @@ def test_random_numbers_for_a_replicated_tensor_are_the_same_on_all_ranks():
 
 def refusals():
     mesh = mesh_of_all()
-    w = nn.Parameter(part_of(torch.ones(8, 4), Cut("layers.0.w", torch.Size([8, 4]), mesh, (0, 20, 32))))
-    v = part_of(torch.ones(8, 4), Cut("layers.1.w", torch.Size([8, 4]), mesh, (0, 16, 32)))
-    norm = part_of(torch.ones(4), Cut("norm", torch.Size([4]), mesh, None))
+    w = nn.Parameter(part_of(torch.ones(8, 4), ShardSpec("layers.0.w", torch.Size([8, 4]), mesh, (0, 20, 32))))
+    v = part_of(torch.ones(8, 4), ShardSpec("layers.1.w", torch.Size([8, 4]), mesh, (0, 16, 32)))
+    norm = part_of(torch.ones(4), ShardSpec("norm", torch.Size([4]), mesh, None))
     here = {0: 20, 1: 12}[dist.get_rank()]
     with torch.no_grad():
         with pytest.raises(NotImplementedError) as caught:
@@ -223,17 +223,17 @@ def refusals():
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):
                 refused()
-        scalar = part_of(torch.ones(()), Cut("layers.0.w", torch.Size([]), mesh, (0, 1, 1)))
+        scalar = part_of(torch.ones(()), ShardSpec("layers.0.w", torch.Size([]), mesh, (0, 1, 1)))
         with pytest.raises(NotImplementedError, match=r"aten._local_scalar_dense on 'layers.0.w'.*full_tensor"):
             scalar.item()
         with pytest.raises(NotImplementedError, match=r"'layers.0.w'.*initialise before sharding"):
             w.geometric_(0.5)
         # fmt: on
         assert (w * torch.tensor(2.0) + torch.ones(1)).full_tensor().equal(torch.full((8, 4), 3.0))
-        one = part_of(torch.ones(1), Cut("scale", torch.Size([1]), mesh, None))
+        one = part_of(torch.ones(1), ShardSpec("scale", torch.Size([1]), mesh, None))
         assert (one * w).shape == (8, 4)
         assert (one * w).full_tensor().equal(torch.ones(8, 4))
-        assert (w.norm() * w)._cut is w._cut
+        assert (w.norm() * w).shard_spec is w.shard_spec
 
 
 def test_what_ranges_cannot_do_is_refused_by_name():
