@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire import codecs, feedback
-from yafsdp_cc.wire.codec import Codec, Noise, codec_of
-from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
+from yafsdp_cc.compression import codecs, error_feedback
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of
+from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
 NAMES = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
 BLOCKS = (64, 128, 256, 512, 1024, 4096)
@@ -128,7 +128,7 @@ class Twins:
             gradients.copy_(values)
             expected = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8, device=self.reference)
             message, edge = guarded(messages, codec.message_bytes(n), torch.uint8, self.device, 4 * odd)
-            feedback.encode(
+            error_feedback.encode(
                 codec,
                 values.to(self.reference),
                 expected,
@@ -169,7 +169,7 @@ class Twins:
         scales = torch.zeros(theirs.scales.shape, device=self.device)
         for step in range(3):
             values = gradients.roll(step * 37, 1)
-            feedback.accumulate(values.to(self.reference), theirs, scale=scale)
+            error_feedback.accumulate(values.to(self.reference), theirs, scale=scale)
             self.ops.accumulate(values.to(self.device), ours, scales, block, scale, self.stream)
             assert same(ours, theirs.values), f"{dtype}, block {block}, step {step}"
             assert same(scales, theirs.scales), f"{dtype}, block {block}, step {step}: scales"
@@ -201,7 +201,7 @@ class Twins:
         codec, messages = codec_of(name, block), message.shape[0]
         expected = torch.empty(n, device=self.reference)
         theirs = None if own is None else own.to(self.reference)
-        feedback.decode_sum(codec, message.to(self.reference), theirs, place, expected)
+        error_feedback.decode_sum(codec, message.to(self.reference), theirs, place, expected)
         given, _ = guarded(messages, message.shape[1], torch.uint8, self.device, 4 * odd)
         given.copy_(message)
         mine = None if own is None else own.to(self.device)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Noise, Scaled
-from yafsdp_cc.wire.codecs.int8 import whole_steps
+from yafsdp_cc.compression.codec import Noise, Scaled
+from yafsdp_cc.compression.codecs.int8 import whole_steps
 
 
 class Int4(Scaled):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.wire.twins import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
-from yafsdp_cc.wire import feedback
-from yafsdp_cc.wire.codec import BLOCKS, Noise, codec_of
-from yafsdp_cc.wire.feedback import Recursion
-from yafsdp_cc.wire.native import ops_for
+from tests.compression.twins import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
+from yafsdp_cc.compression.error_feedback import Recursion
+from yafsdp_cc.compression.kernels import ops_for
 
 OPS = ops_for(torch.device("cuda")) if torch.cuda.is_available() else None
 pytestmark = pytest.mark.skipif(OPS is None, reason="no CUDA device, or no native extension for it")
@@ -71,7 +71,7 @@ def test_accumulate(twins: Twins, dtype: torch.dtype) -> None:
 def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
     codec = codec_of(name, block)
     message = torch.zeros(3, codec.message_bytes(n), dtype=torch.uint8)
-    feedback.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
+    error_feedback.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
     return message
 
 
@@ -97,7 +97,7 @@ def test_any_grid_gives_the_same(monkeypatch: pytest.MonkeyPatch, processors: st
 
 
 class Run:
-    """An encode and a sum of what it said, of one set of tensors."""
+    """An encode, and a sum of its messages, of one set of tensors."""
 
     def __init__(self, name: str) -> None:
         self.codec, n = codec_of(name), 2_048_000
@@ -119,9 +119,9 @@ class Run:
 
     def expected(self) -> Tensor:
         message = torch.zeros_like(self.message, device="cpu")
-        feedback.encode(self.codec, self.fresh.cpu(), message)
+        error_feedback.encode(self.codec, self.fresh.cpu(), message)
         total = torch.zeros_like(self.total, device="cpu")
-        feedback.decode_sum(self.codec, message, None, 0, total)
+        error_feedback.decode_sum(self.codec, message, None, 0, total)
         return total
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from yafsdp_cc.wire import codecs, feedback, kernels  # noqa: F401 (codecs registers them)
-from yafsdp_cc.wire.codec import Codec, Noise, codec_of
-from yafsdp_cc.wire.feedback import CLASSIC, Recursion, Residual
-from yafsdp_cc.wire.native import ops_for
+from yafsdp_cc.compression import codecs, error_feedback, kernels  # noqa: F401 (codecs registers them)
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of
+from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
 CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
@@ -23,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOTH = ("kernels", "definition")
 
 os.environ.pop("YAFSDP_CC_SIMD", None)
-if ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
+if kernels.ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
     pytest.skip("the native extension is not built", allow_module_level=True)  # nothing to hold against torch
 
 
@@ -127,7 +126,7 @@ def outcome(encode: Any, accumulate: Any, case: Case) -> Outcome:
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch, only: list[str] | None = None) -> None:
-    truth = outcome(feedback.encode, feedback.accumulate, case)
+    truth = outcome(error_feedback.encode, error_feedback.accumulate, case)
     for level in only or LEVELS:
         monkeypatch.setenv("YAFSDP_CC_SIMD", level)
         found = outcome(kernels.encode, kernels.accumulate, case)
@@ -195,20 +194,20 @@ def test_all_halves_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_decoding_any_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thing that a message can say, also what no encoder writes; numbers are rounded as torch rounds them."""
+    """Each thing that a message can hold, also what no encoder writes; numbers are rounded as torch rounds them."""
     for block, blocks in ((64, 1), (256, 13), (1024, 80)):
         codec, n = codec_of(name, block), block * blocks
         generator = torch.Generator().manual_seed(block)
         messages = torch.randint(0, 256, (3, codec.message_bytes(n)), generator=generator, dtype=torch.uint8)
         if name == "topk":
             codec.encode(torch.randn(3, n, generator=generator), None, messages)
-        said = torch.empty(3, n)
-        codec.decode(messages, said)
+        decoded = torch.empty(3, n)
+        codec.decode(messages, decoded)
         for level, dtype in product(LEVELS, FLOATS):
             monkeypatch.setenv("YAFSDP_CC_SIMD", level)
             wider = torch.full((3, n + 128), 7.0, dtype=dtype)
             kernels.decode(codec, messages, wider[:, 64:-64])
-            assert not differing(wider[:, 64:-64], said.to(dtype)), (level, dtype, n)
+            assert not differing(wider[:, 64:-64], decoded.to(dtype)), (level, dtype, n)
             assert bool((wider[:, :64] == 7).all())
             assert bool((wider[:, -64:] == 7).all())
 
@@ -219,12 +218,12 @@ def test_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         block = (64, 256, 1024, 1024)[number]
         codec, n = codec_of(name, block), blocks * block
         encoded = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
-        feedback.encode(codec, gradients_of(messages, n, block, torch.float32, number), encoded)
+        error_feedback.encode(codec, gradients_of(messages, n, block, torch.float32, number), encoded)
         own = gradients_of(1, n, block, torch.float32, 99)[0]
         owns = [(None, 0)] + [(own.to(FLOATS[place % 3]), place) for place in range(messages + 1)]
         for part, place in owns:
             truth, total = torch.empty(n), torch.empty(n)
-            feedback.decode_sum(codec, encoded, part, place, truth)
+            error_feedback.decode_sum(codec, encoded, part, place, truth)
             for level in LEVELS:
                 monkeypatch.setenv("YAFSDP_CC_SIMD", level)
                 kernels.decode_sum(codec, encoded, n, part, place, total)
@@ -237,7 +236,7 @@ def test_sums_of_a_part(name: str) -> None:
     messages = torch.zeros(2, codec.message_bytes(n), dtype=torch.uint8)
     kernels.encode(codec, torch.randn(2, n), messages)
     own, whole = torch.randn(n), torch.empty(n)
-    feedback.decode_sum(codec, messages, own, 1, whole)
+    error_feedback.decode_sum(codec, messages, own, 1, whole)
     for start, end in ((0, kernels.PART), (kernels.PART, n)):
         total = torch.empty(end - start)
         kernels.decode_sum(codec, messages, n, own[start:end], 1, total, start)
@@ -252,7 +251,7 @@ def test_zeros_keep_the_sign_that_sums_give_them() -> None:
     for own, place in ((None, 0), (torch.full((n,), -0.0), 0), (torch.full((n,), -0.0), 1), (torch.zeros(n), 3)):
         total, truth = torch.empty(n), torch.empty(n)
         for count in (1, 2, 3):
-            feedback.decode_sum(codec, messages[:count], own, min(place, count), truth)
+            error_feedback.decode_sum(codec, messages[:count], own, min(place, count), truth)
             kernels.decode_sum(codec, messages[:count], n, own, min(place, count), total)
             assert not differing(total, truth)
 
@@ -313,16 +312,16 @@ def right_call(name: str) -> dict[str, Any]:
     }[name]
 
 
-@pytest.mark.parametrize(("name", "said", "wrong"), wrong_calls())
-def test_wrong_arguments_are_named(name: str, said: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=said):
-        getattr(ops_for(CPU), name)(**(right_call(name) | wrong))
+@pytest.mark.parametrize(("name", "error", "wrong"), wrong_calls())
+def test_wrong_arguments_are_named(name: str, error: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        getattr(kernels.ops_for(CPU), name)(**(right_call(name) | wrong))
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YAFSDP_CC_SIMD", "mmx")
     with pytest.raises(RuntimeError, match=r"YAFSDP_CC_SIMD=mmx: this machine has .*scalar"):
-        ops_for(CPU).decode(**right_call("decode"))
+        kernels.ops_for(CPU).decode(**right_call("decode"))
 
 
 def test_tracers_see_through() -> None:
@@ -330,4 +329,4 @@ def test_tracers_see_through() -> None:
         call = right_call(name)
         with FakeTensorMode() as mode:
             fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in call.items()}
-            assert getattr(ops_for(CPU), name)(**fakes) is None
+            assert getattr(kernels.ops_for(CPU), name)(**fakes) is None

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire import codecs, feedback  # noqa: F401 (codecs registers them)
-from yafsdp_cc.wire.codec import BLOCKS, Codec, Noise, block_sum, codec_of, hashed
-from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.compression import codecs, error_feedback  # noqa: F401 (codecs registers them)
+from yafsdp_cc.compression.codec import BLOCKS, Codec, Noise, block_sum, codec_of, hashed
+from yafsdp_cc.compression.error_feedback import Recursion, Residual
 
 CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
 SCALED = ("fp8", "int8", "int4", "ternary", "onebit")
@@ -30,7 +30,7 @@ def decoded(codec: Codec, message: Tensor, n: int) -> Tensor:
     return values
 
 
-def said(codec: Codec, values: Tensor, noise: Noise | None = None) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, noise: Noise | None = None) -> Tensor:
     return decoded(codec, encoded(codec, values, noise=noise), values.shape[1])
 
 
@@ -146,7 +146,7 @@ def test_whole_steps(name: str, levels: int, block: int) -> None:
     values = drawn(3, 8 * block) * 1e-3
     exact = values.numpy().astype(np.float64).reshape(3, 8, block)
     scale = np.abs(exact).max(-1, keepdims=True) / levels
-    away = np.abs(said(codec_of(name, block), values).numpy().reshape(exact.shape) - exact)
+    away = np.abs(round_trip(codec_of(name, block), values).numpy().reshape(exact.shape) - exact)
     assert (away <= scale / 2 * (1 + 1e-5)).all()
 
 
@@ -154,7 +154,7 @@ def test_fp8_is_finer_near_zero() -> None:
     values = drawn(2, 2048) * 10.0 ** (2 * drawn(2, 2048, 1))
     exact = values.numpy().astype(np.float64).reshape(-1, 256)
     scale = np.abs(exact).max(-1, keepdims=True) / 448
-    away = np.abs(said(codec_of("fp8"), values).numpy().reshape(exact.shape) - exact)
+    away = np.abs(round_trip(codec_of("fp8"), values).numpy().reshape(exact.shape) - exact)
     assert (away <= np.maximum(np.abs(exact) / 16, scale * 2.0**-10) * (1 + 1e-5)).all()
 
 
@@ -173,7 +173,7 @@ def test_onebit_has_the_mean_and_the_signs() -> None:
 
 def test_ternary_keeps_what_is_large() -> None:
     values = drawn(2, 7 * 256)
-    found = said(codec_of("ternary"), values).numpy().reshape(14, 256)
+    found = round_trip(codec_of("ternary"), values).numpy().reshape(14, 256)
     for ours, exact in zip(found, values.numpy().astype(np.float64).reshape(14, 256), strict=True):
         size = np.abs(exact)
         kept = size > 0.7 * size.mean()
@@ -184,7 +184,7 @@ def test_ternary_keeps_what_is_large() -> None:
 @pytest.mark.parametrize("n", [64, 6_400, 65_536 + 192])
 def test_topk_takes_the_largest(n: int) -> None:
     values, codec = drawn(2, n), codec_of("topk", 64)
-    found = said(codec, values).numpy()
+    found = round_trip(codec, values).numpy()
     for start in range(0, n, 65_536):
         exact = values.numpy()[:, start : start + 65_536]
         kept = -(-exact.shape[1] // 100)
@@ -199,7 +199,7 @@ def test_topk_takes_the_largest(n: int) -> None:
 @pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7), ("ternary", 1)])
 def test_drawn_codes_are_right_on_average(name: str, levels: int) -> None:
     values, codec, turns = drawn(1, 512), codec_of(name), 600
-    total = sum(said(codec, values, Noise(0x9E3779B9 * turn & 0xFFFFFFFF)).double() for turn in range(turns))
+    total = sum(round_trip(codec, values, Noise(0x9E3779B9 * turn & 0xFFFFFFFF)).double() for turn in range(turns))
     steps = values.double().unflatten(1, (2, 256)).abs().amax(-1).div(levels).repeat_interleave(256, 1)
     up = values / steps - (values / steps).floor()  # how often the next step is to be taken
     away = total / turns - values
@@ -210,21 +210,21 @@ def test_drawn_codes_are_right_on_average(name: str, levels: int) -> None:
 def test_draws_do_not_depend_on_the_cut() -> None:
     for name in ("int8", "int4"):
         values, codec = drawn(1, 1024), codec_of(name)
-        whole = said(codec, values, Noise(5, 1000))
-        parts = [said(codec, values[:, at : at + 256], Noise(5, 1000 + at)) for at in range(0, 1024, 256)]
+        whole = round_trip(codec, values, Noise(5, 1000))
+        parts = [round_trip(codec, values[:, at : at + 256], Noise(5, 1000 + at)) for at in range(0, 1024, 256)]
         assert torch.equal(whole, torch.cat(parts, 1))
 
 
-# What cannot be said
+# What is not finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", CODECS)
-def test_a_block_that_cannot_be_said(name: str, bad: float) -> None:
+def test_a_block_that_is_not_finite(name: str, bad: float) -> None:
     values, codec = drawn(2, 1024), codec_of(name)
     values[1, 300] = bad
     message = encoded(codec, values)
-    spoken = codec.is_said(message, 1024)
+    spoken = codec.is_finite(message, 1024)
     found = decoded(codec, message, 1024)
     if name == "topk":  # the tile cannot
         assert spoken.tolist() == [[True] * 4, [False] * 4]
@@ -242,8 +242,8 @@ def test_extremes_stay_finite(name: str) -> None:
     for value in (0.0, 1e-45, 1e-38, 1e-30, 3e38):  # what topk refuses begins at 3.19e38
         values = torch.full((1, 256), value)
         values[:, ::2] *= -1
-        found = said(codec, values)
-        if name not in ("onebit", "ternary") or value < 1e38:  # a sum of magnitudes may overflow: then it says NaN
+        found = round_trip(codec, values)
+        if name not in ("onebit", "ternary") or value < 1e38:  # a sum of magnitudes may overflow: then it is NaN
             assert bool(found.isfinite().all()), value
             assert bool((found.abs() <= value * 1.01).all()), value
 
@@ -262,7 +262,7 @@ def test_nothing_is_lost(name: str, dtype: torch.dtype) -> None:
         slack = 0.0
         for step in range(12):
             gradients = drawn(2, 1024, step)
-            feedback.encode(codec, gradients * 8, message, residual=residual, recursion=recursion, scale=1 / 8)
+            error_feedback.encode(codec, gradients * 8, message, residual=residual, recursion=recursion, scale=1 / 8)
             sent += recursion.taken * decoded(codec, message, 1024).numpy().astype(np.float64)
             due += gradients.numpy().astype(np.float64)
             largest = float(residual.load().abs().max())
@@ -272,20 +272,20 @@ def test_nothing_is_lost(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", CODECS)
-def test_a_residual_survives_what_cannot_be_said(name: str, dtype: torch.dtype) -> None:
+def test_a_residual_survives_what_is_not_finite(name: str, dtype: torch.dtype) -> None:
     codec, residual = codec_of(name), Residual(1, 1024, dtype, 256, CPU)
     message = torch.zeros(1, codec.message_bytes(1024), dtype=torch.uint8)
-    feedback.encode(codec, drawn(1, 1024), message, residual=residual)
+    error_feedback.encode(codec, drawn(1, 1024), message, residual=residual)
     before = residual.load()
     bad = drawn(1, 1024, 1)
     bad[0, 600] = float("inf")
-    feedback.encode(codec, bad, message, residual=residual)
+    error_feedback.encode(codec, bad, message, residual=residual)
     after = residual.load()
     assert torch.equal(after[:, 512:768], before[:, 512:768])
     assert bool(after.isfinite().all())
     if name not in ("topk", "fp32"):
         assert not torch.equal(after[:, :512], before[:, :512])
-    feedback.accumulate(bad, residual)
+    error_feedback.accumulate(bad, residual)
     assert torch.equal(residual.load()[:, 512:768], after[:, 512:768])
     assert torch.allclose(residual.load()[:, :256], (after + bad)[:, :256], atol=0.05)
 
@@ -297,7 +297,7 @@ def test_padding_leaves_nothing(name: str) -> None:
     gradients[:, 356:] = 0
     message = torch.zeros(1, codec.message_bytes(512), dtype=torch.uint8)
     for _ in range(3):
-        feedback.encode(codec, gradients, message, counts=counts, residual=residual)
+        error_feedback.encode(codec, gradients, message, counts=counts, residual=residual)
         assert not residual.values[:, 356:].view(torch.int32).any()
 
 
@@ -306,7 +306,7 @@ def test_sums_are_in_the_order_of_ranks() -> None:
     parts = drawn(4, 64) * torch.tensor([[1e8], [1.0], [1e-8], [-1e8]])
     messages = encoded(codec, parts[[0, 1, 3]])
     total = torch.empty(64)
-    feedback.decode_sum(codec, messages, parts[2].to(torch.bfloat16), 2, total)
+    error_feedback.decode_sum(codec, messages, parts[2].to(torch.bfloat16), 2, total)
     expected = parts[0].numpy()
     for part in (parts[1], parts[2].to(torch.bfloat16).float(), parts[3]):
         expected = expected + part.numpy()

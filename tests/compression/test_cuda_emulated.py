@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.wire import simt
-from tests.wire.twins import BLOCKS, GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
-from yafsdp_cc.wire.codec import Noise, codec_of
-from yafsdp_cc.wire.feedback import Recursion, Residual, encode
+from tests.compression import simt
+from tests.compression.twins import BLOCKS, GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
+from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.error_feedback import Recursion, Residual, encode
 
 pytestmark = [
     pytest.mark.skipif(simt.compiler() is None, reason="no g++"),

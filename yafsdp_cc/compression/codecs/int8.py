@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Noise, Scaled, largest_of, say, step_of
+from yafsdp_cc.compression.codec import Noise, Scaled, largest_of, mark_nonfinite, step_of
 
 
 class Int8(Scaled):
@@ -32,8 +32,8 @@ class Int8(Scaled):
 
 
 def whole_steps(blocks: Tensor, levels: int, noise: Noise | None) -> tuple[Tensor, Tensor]:
-    """Scales, and codes from ``-levels`` to ``levels``: the nearest, or with noise the next as often as it is near."""
+    """Return scales, and codes from ``-levels`` to ``levels``: the nearest, or with noise the next by chance."""
     scale, inverse = step_of(largest_of(blocks), levels)
     steps = blocks * inverse.unsqueeze(-1)
     steps = steps.round() if noise is None else (steps + noise.uniform(steps.shape, steps.device)).floor()
-    return say(scale, steps.nan_to_num_(0.0).clamp_(-levels, levels))
+    return mark_nonfinite(scale, steps.nan_to_num_(0.0).clamp_(-levels, levels))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.lowrank import LowRank, Matrix, fold, matrices_of
+from yafsdp_cc.compression.powersgd import LowRank, Matrix, fold, matrices_of
 
 CPU = torch.device("cpu")
 RANK, BLOCK = 2, 64
@@ -27,20 +27,20 @@ def drawn(seed: int) -> Tensor:
     return whole
 
 
-def said_by(lowrank: LowRank, dues: list[Tensor]) -> list[Tensor]:
-    """Messages of ranks that hold the same factors, who are then relieved of what they said."""
+def messages_of(lowrank: LowRank, dues: list[Tensor]) -> list[Tensor]:
+    """Messages of ranks that hold the same factors, whose message is then subtracted."""
     messages = []
     for due in dues:
         message = torch.empty(lowrank.numel(lowrank.sends_right))
-        is_said = torch.empty(NUMEL // BLOCK, dtype=torch.bool)
-        lowrank.say(due, message)
-        lowrank.relieve(due, message, 1.0, is_said, BLOCK)
-        assert is_said.all()
+        is_finite = torch.empty(NUMEL // BLOCK, dtype=torch.bool)
+        lowrank.encode(due, message)
+        lowrank.subtract(due, message, 1.0, is_finite, BLOCK)
+        assert is_finite.all()
         messages.append(message)
     return messages
 
 
-def heard(lowrank: LowRank, message: Tensor, first: int = 0, last: int = NUMEL) -> Tensor:
+def decoded(lowrank: LowRank, message: Tensor, first: int = 0, last: int = NUMEL) -> Tensor:
     total = torch.zeros(last - first)
     lowrank.add(message, total, first)
     return total
@@ -71,7 +71,7 @@ def test_a_tensor_is_folded_where_its_sides_are_most_alike(shape, matrix):
     assert rows + columns <= sum(matrix)
 
 
-def test_what_factors_would_hardly_shrink_is_said_as_it_is():
+def test_what_factors_would_hardly_shrink_is_finite_as_it_is():
     matrices, rest = matrices_of(PLACES, RANK, 0, NUMEL)
     assert matrices == tuple(MATRICES)
     assert rest == ((640, 690),)
@@ -82,11 +82,11 @@ def test_what_factors_would_hardly_shrink_is_said_as_it_is():
     assert matrices_of(PLACES, RANK, 610, 630) == ((), ())
 
 
-# What is said
+# What is sent
 
 
-def test_messages_say_what_the_definition_says():
-    """Three ranks, five messages: each is the projection on the factor held, and the sum is heard in any range."""
+def test_messages_are_projections_as_defined():
+    """Three ranks, five messages: each is the projection on the factor held, and the sum is decoded in any range."""
     lowrank = low_rank()
     dues = [drawn(seed) for seed in range(3)]
     for turn in range(5):
@@ -98,17 +98,17 @@ def test_messages_say_what_the_definition_says():
             projected = basis @ basis.t() @ whole if lowrank.sends_right else whole @ basis @ basis.t()
             truth[:, matrix.offset : matrix.end] = projected.flatten(1)
         before = torch.stack(dues).double()
-        messages = said_by(lowrank, dues)
+        messages = messages_of(lowrank, dues)
         assert torch.allclose(torch.stack(dues).double(), before - truth, atol=1e-5)
         total = sum(messages)
         for first, last in ((0, NUMEL), (33, 573), (41, 55), (40, 60), (41, 60), (40, 47), (610, 630), (650, 960)):
-            found = heard(lowrank, total, first, last)
+            found = decoded(lowrank, total, first, last)
             assert torch.allclose(found.double(), truth.sum(0)[first:last], atol=1e-5), (turn, first, last)
-        lowrank.turn(total)
+        lowrank.advance(total)
         dues = [due + drawn(10 * turn + number) for number, due in enumerate(dues)]
 
 
-def test_a_matrix_of_low_rank_is_soon_said_whole():
+def test_a_matrix_of_low_rank_is_soon_sent_whole():
     lowrank = low_rank()
     left, right = torch.randn(30, RANK), torch.randn(20, RANK)
     whole = torch.zeros(NUMEL)
@@ -116,16 +116,16 @@ def test_a_matrix_of_low_rank_is_soon_said_whole():
     due = whole.clone()
     for _ in range(3):
         due.copy_(whole)
-        (message,) = said_by(lowrank, [due])
-        lowrank.turn(message)
+        (message,) = messages_of(lowrank, [due])
+        lowrank.advance(message)
     assert due[:600].norm() < 1e-5 * whole.norm()
 
 
-def test_what_is_still_to_be_said_stays_bounded():
+def test_the_residual_stays_bounded():
     lowrank, due, gradient = low_rank(), torch.zeros(NUMEL), drawn(0)
     for _ in range(60):
         due += gradient
-        lowrank.turn(said_by(lowrank, [due])[0])
+        lowrank.advance(messages_of(lowrank, [due])[0])
     assert due.norm() < 20 * gradient.norm()
 
 
@@ -134,8 +134,8 @@ def test_factors_start_alike_and_anew():
     assert one.factors.equal(other.factors)
     lowrank = LowRank(*matrices_of(PLACES, RANK, 0, NUMEL), RANK, "another", CPU)
     assert not one.factors.equal(lowrank.factors)
-    (message,) = said_by(one, [drawn(0)])
-    one.turn(message)
+    (message,) = messages_of(one, [drawn(0)])
+    one.advance(message)
     assert one.sends_right
     assert not one.factors.equal(other.factors)
     one.restart()
@@ -145,21 +145,21 @@ def test_factors_start_alike_and_anew():
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -float("inf")])
 @pytest.mark.parametrize("turns", [0, 1])
-def test_what_is_not_finite_says_nan_of_its_matrix_alone(wrong, turns):
+def test_what_is_not_finite_sends_nan_for_its_matrix_alone(wrong, turns):
     lowrank = low_rank()
     for turn in range(turns):
-        lowrank.turn(said_by(lowrank, [drawn(turn)])[0])
+        lowrank.advance(messages_of(lowrank, [drawn(turn)])[0])
     factors = lowrank.factors.clone()
     due = drawn(5)
     due[750] = wrong
-    message, is_said = torch.empty(lowrank.numel(lowrank.sends_right)), torch.empty(NUMEL // BLOCK, dtype=torch.bool)
-    lowrank.say(due, message)
-    lowrank.relieve(due, message, 1.0, is_said, BLOCK)
-    assert is_said.tolist() == [True] * 11 + [False] * 4
-    total = heard(lowrank, message)
+    message, is_finite = torch.empty(lowrank.numel(lowrank.sends_right)), torch.empty(NUMEL // BLOCK, dtype=torch.bool)
+    lowrank.encode(due, message)
+    lowrank.subtract(due, message, 1.0, is_finite, BLOCK)
+    assert is_finite.tolist() == [True] * 11 + [False] * 4
+    total = decoded(lowrank, message)
     assert total[:704].isfinite().all()
     assert total[704:944].isnan().all()
-    lowrank.turn(message)
+    lowrank.advance(message)
     changed = (factors != lowrank.factors).nonzero()
     assert len(changed)
     assert changed.max() < RANK * (30 + 20)

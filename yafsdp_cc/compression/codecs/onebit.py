@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Noise, Scaled, block_sum, say, sizes
+from yafsdp_cc.compression.codec import Noise, Scaled, block_sum, mark_nonfinite, sizes
 
 
 class OneBit(Scaled):
@@ -25,7 +25,7 @@ class OneBit(Scaled):
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
         scales, payload = self.parts(message, values.shape[1])
         blocks = self.blocks(values)
-        scale, negative = say(block_sum(blocks.abs()) / sizes(blocks, counts), blocks.signbit())
+        scale, negative = mark_nonfinite(block_sum(blocks.abs()) / sizes(blocks, counts), blocks.signbit())
         scales.copy_(scale)
         bits = negative.flatten(1).unflatten(1, (-1, 8)).to(torch.uint8)
         payload.copy_((bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1))

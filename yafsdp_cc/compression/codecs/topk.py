@@ -4,9 +4,9 @@
              2k bytes: positions within the tile, ascending, unsigned
              2k bytes: values, bf16, rounded to nearest even, of zeros the positive one
 
-Which are largest is told by the exponent and the upper three bits of the mantissa; of those alike in these, the first
+Magnitudes are compared by the exponent and the upper three bits of the mantissa; of those alike in these, the first
 ones in the tile are taken. So one count of 2,048 buckets finds the threshold. A tile with something in it that is not
-finite, or might not be once it is rounded (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), says NaN at its
+finite, or might not be once it is rounded (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), has NaN at its
 first k positions.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Codec, Noise
+from yafsdp_cc.compression.codec import Codec, Noise
 
 _TILE = 65_536
 _SHARE = 100
@@ -29,7 +29,7 @@ class TopK(Codec):
     needs_feedback = True
 
     def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
-        """For each tile: its first element, its end, how many of it are kept, and the byte where it begins."""
+        """Return for each tile: its first element, its end, how many of it are kept, and the byte where it begins."""
         found, byte = [], 0
         for start in range(0, n, _TILE):
             end = min(start + _TILE, n)
@@ -50,7 +50,7 @@ class TopK(Codec):
                 if int(buckets.max()) < _TOO_LARGE:
                     chosen = _largest(buckets, kept)
                     positions[row].copy_(chosen.to(torch.int32).to(torch.uint16))
-                    # So a sum in which a message is silent about an element is what it is with a zero added.
+                    # -0.0 becomes 0.0: a sum must not depend on whether a message holds an element that is zero.
                     numbers[row].copy_(tile[chosen]).add_(0.0)
                 else:
                     positions[row].copy_(torch.arange(kept, dtype=torch.int32).to(torch.uint16))
@@ -62,12 +62,12 @@ class TopK(Codec):
             positions, numbers = self._places(message, kept, byte)
             values[:, start:end].scatter_(1, positions.to(torch.int64), numbers.to(torch.float32))
 
-    def is_said(self, message: Tensor, n: int) -> Tensor:
-        said = torch.empty(message.shape[0], n // self.block, dtype=torch.bool, device=message.device)
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        finite = torch.empty(message.shape[0], n // self.block, dtype=torch.bool, device=message.device)
         for start, end, kept, byte in self.tiles(n):
             _, numbers = self._places(message, kept, byte)
-            said[:, start // self.block : end // self.block] = numbers[:, :1].isnan().logical_not_()
-        return said
+            finite[:, start // self.block : end // self.block] = numbers[:, :1].isnan().logical_not_()
+        return finite
 
     @staticmethod
     def _places(message: Tensor, kept: int, byte: int) -> tuple[Tensor, Tensor]:
@@ -76,12 +76,12 @@ class TopK(Codec):
 
 
 def _buckets(tile: Tensor) -> Tensor:
-    """Exponent and three bits of the mantissa."""
+    """Return the exponent and three bits of the mantissa."""
     return tile.view(torch.int32).bitwise_and(0x7FFFFFFF) >> _SHIFT
 
 
 def _largest(bucket: Tensor, kept: int) -> Tensor:
-    """Positions of the ``kept`` largest elements, ascending."""
+    """Return the positions of the ``kept`` largest elements, ascending."""
     of_each = torch.bincount(bucket, minlength=_BUCKETS)
     above = of_each.flip(0).cumsum(0).flip(0)  # how many are in this bucket or in a higher one
     threshold = int((above >= kept).nonzero()[-1])

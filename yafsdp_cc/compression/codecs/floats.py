@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Codec, Noise
+from yafsdp_cc.compression.codec import Codec, Noise
 
 
 class _Float(Codec):
@@ -29,9 +29,9 @@ class _Float(Codec):
     def decode(self, message: Tensor, values: Tensor) -> None:
         values.copy_(self._numbers(message, values.shape[1]))
 
-    def is_said(self, message: Tensor, n: int) -> Tensor:
-        said: Tensor = self._numbers(message, n).isfinite().unflatten(1, (-1, self.block)).all(-1)
-        return said
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        finite: Tensor = self._numbers(message, n).isfinite().unflatten(1, (-1, self.block)).all(-1)
+        return finite
 
 
 class FP32(_Float):

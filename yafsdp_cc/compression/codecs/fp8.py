@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import Noise, Scaled, largest_of, say, step_of
+from yafsdp_cc.compression.codec import Noise, Scaled, largest_of, mark_nonfinite, step_of
 
 
 class FP8(Scaled):
@@ -22,7 +22,7 @@ class FP8(Scaled):
         scales, payload = self.parts(message, values.shape[1])
         blocks = self.blocks(values)
         scale, inverse = step_of(largest_of(blocks), 448)
-        scale, steps = say(scale, blocks * inverse.unsqueeze(-1))
+        scale, steps = mark_nonfinite(scale, blocks * inverse.unsqueeze(-1))
         scales.copy_(scale)
         payload.copy_(steps.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yafsdp_cc.wire.codec import Noise, Scaled, block_sum, largest_of, say, sizes
+from yafsdp_cc.compression.codec import Noise, Scaled, block_sum, largest_of, mark_nonfinite, sizes
 
 _FIVE = 5
 _THRESHOLD = 0.7
@@ -33,7 +33,7 @@ class Ternary(Scaled):
         scales, payload = self.parts(message, values.shape[1])
         blocks = self.blocks(values)
         scale, kept = self._kept(blocks, counts) if noise is None else self._drawn(blocks, noise)
-        scale, digits = say(scale, torch.where(blocks.signbit(), -1, 1).mul_(kept))
+        scale, digits = mark_nonfinite(scale, torch.where(blocks.signbit(), -1, 1).mul_(kept))
         scales.copy_(scale)
         spare = -digits.shape[1] % _FIVE
         fives = functional.pad(digits + 1, (0, 0, 0, spare), value=1).unflatten(1, (-1, _FIVE))

@@ -1,4 +1,4 @@
-"""A codec of the user's own: what is said of it in docs/compression.md."""
+"""A codec of the user's own: as described in docs/compression.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.wire import kernels
-from yafsdp_cc.wire.codec import Codec, Noise, Scaled, codec_of, largest_of, say, step_of
+from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.codec import Codec, Noise, Scaled, codec_of, largest_of, mark_nonfinite, step_of
 
 
 class Threes(Scaled):
@@ -27,7 +27,7 @@ class Threes(Scaled):
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
         scales, payload = self.parts(message, values.shape[1])
         scale, inverse = step_of(largest_of(self.blocks(values)), 1)
-        scale, codes = say(scale, (self.blocks(values) * inverse.unsqueeze(-1)).round_())
+        scale, codes = mark_nonfinite(scale, (self.blocks(values) * inverse.unsqueeze(-1)).round_())
         scales.copy_(scale)
         payload.view(torch.int8).copy_(codes.flatten(1))
 
@@ -58,7 +58,7 @@ def test_it_runs_in_plain_torch():
     assert not kernels.is_native(codec_of("threes"), torch.device("cpu"))
 
 
-def test_it_says_what_it_needs():
+def test_its_need_of_feedback_is_checked():
     with pytest.raises(ValueError, match="gradients='threes' with feedback=False"):
         Compression("threes", feedback=False)
 
@@ -78,3 +78,15 @@ def test_a_module_may_be_loaded_again():
     body = dict(Threes.__dict__)
     again: type[Codec] = type("Threes", (Scaled,), {**body, "__qualname__": Threes.__qualname__})
     assert type(codec_of("threes")) is again
+
+
+def test_the_method_of_older_codecs_still_works():
+    with pytest.warns(DeprecationWarning, match=r"Older.is_said is deprecated: rename it to is_finite"):
+
+        class Older(Threes):
+            name = "older"
+
+            def is_said(self, message: Tensor, n: int) -> Tensor:
+                return torch.zeros(message.shape[0], n // self.block, dtype=torch.bool)
+
+    assert not codec_of("older").is_finite(torch.zeros(1, 576, dtype=torch.uint8), 512).any()
