@@ -56,12 +56,10 @@ def _line_of(kind: type, error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "string_type":
-        codec = "the name of a codec, such as 'int8'" + ("; 'fp32' for none" if name == "gradients" else "")
-        wanted = "a pattern of full names, such as '0.*'" if where[0] == "delayed" else codec
-        return f"{name}={error['input']!r}: takes {wanted}"
+        none = "; 'fp32' for none" if name == "gradients" else ""
+        return f"{name}={error['input']!r}: takes the name of a codec, such as 'int8'{none}"
     if error["type"] == "tuple_type":
-        one = "*" if name == "delayed" else "int8"
-        return f"{name}={error['input']!r}: write several in parentheses, and one as ({one!r},)"
+        return f"{name}={error['input']!r}: write several in parentheses, and one as ('int8',)"
     return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
@@ -105,8 +103,6 @@ class Compression:
     error_budget: float | None = None
     """The most that ``"auto"`` may leave out of a message, on average over elements, as a share of the gradients'
     squares: all in int8 leave out 0.00005, all in int4 0.016. None: as the candidates do."""
-    delayed: tuple[str, ...] = ()
-    """Parameters whose encoded gradients land one backward late, by patterns of full names (``"*"``: all)."""
     guard: bool = True
     """Whether units go back to more bits by themselves, int4 and then bf16, where messages say too little of what they
     should, or losses rise that ``yafsdp_cc.watch_loss`` is told. Not those that ``"auto"`` chooses for."""
@@ -169,16 +165,6 @@ class Compression:
                 f"{idle}={getattr(self, idle)!r} says something of what 'auto' chooses, and gradients="
                 f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
             )
-        if self.delayed and AUTO in self.named:
-            raise ValueError(
-                f"delayed={self.delayed!r} with 'auto': that encodes only sums that show, and what lands late does "
-                "not: name a codec, or leave delayed out"
-            )
-        if self.delayed and set(self.codecs) == {EXACT}:
-            raise ValueError(
-                f"delayed={self.delayed!r} with gradients={EXACT!r}: exact sums never land late; name a codec such as "
-                "'int8', or leave delayed out"
-            )
         biased = [name for name in self.codecs if _needs_feedback(name)]
         if biased and not self.feedback:
             raise ValueError(
@@ -207,10 +193,6 @@ class Compression:
         """The codec of the gradient of a parameter with this full name."""
         pattern = self._pattern_for(name)
         return self.gradients if pattern is None else self.overrides[pattern]
-
-    def delays(self, name: str) -> bool:
-        """Whether sums of the gradient of a parameter with this full name land one backward late."""
-        return self.codec_for(name) != EXACT and any(fnmatchcase(name, pattern) for pattern in self.delayed)
 
     def idle_overrides(self, names: Iterable[str]) -> list[str]:
         """Patterns that decide about none of the parameters with these full names."""
@@ -263,23 +245,6 @@ def check_overrides(compression: Compression | None, names: Collection[str]) -> 
             f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands for "
             f"anything), such as {some}"
         )
-
-
-def check_delayed(compression: Compression | None, names: Collection[str]) -> None:
-    """Raise a ``ValueError`` if a pattern of ``delayed`` fits none of ``names``, or only what is summed exactly."""
-    for pattern in () if compression is None else compression.delayed:
-        fitting = [name for name in names if fnmatchcase(name, pattern)]
-        if not fitting:
-            some = ", ".join(map(repr, list(names)[:3]))
-            raise ValueError(
-                f"delayed=({pattern!r}, ...) fits no parameter that crosses ranks with a unit: patterns are of full "
-                f"names (* stands for anything), such as {some}"
-            )
-        if compression is not None and not any(map(compression.delays, fitting)):
-            raise ValueError(
-                f"delayed=({pattern!r}, ...) fits {fitting[0]!r}, whose gradient overrides leave exact, and nothing "
-                "else: exact sums never land late"
-            )
 
 
 def check_kept(compression: Compression | None, unit: str) -> None:

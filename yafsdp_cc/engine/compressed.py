@@ -19,7 +19,6 @@ from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
-from yafsdp_cc.wire.late import Late
 from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 from yafsdp_cc.wire.momentum import Momentum
 
@@ -88,11 +87,6 @@ class Compressed:
             )
         self.over_replicas = ranks.replicas is not None and config.scope != "shard"
         """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
-        if config.delayed and ranks.replicas is not None:
-            raise ValueError(
-                f"compression has delayed={config.delayed!r}, and the mesh has replicas: sums over these come after "
-                "those over a shard's ranks, and would be waited for: leave delayed out, or pass a flat mesh"
-            )
         self.phase: Phase | None = None
         """What an optimizer says about the next backward; None where none leads the wire (``engine.lead``)."""
         self.leader: weakref.ref[Lead] | None = None
@@ -245,7 +239,7 @@ class Compressed:
         return flat.codec != EXACT
 
     def reduce_for(self, flat: Flat, post: Post, name: str) -> ChunkSum:
-        """The exchange of a flat's gradients among the ranks of a shard, by a ``post`` of its own if it is delayed."""
+        """The exchange of a flat's gradients among the ranks of a shard."""
         numel = flat.layout.numel
         residual = self._residual(flat, post.world - 1, post.device)
         if flat.codec == LOW_RANK:
@@ -304,14 +298,10 @@ class Compressed:
         return Recursion(self.config.carry, taken=1 - self.beta)
 
     def _led(self, flat: Flat, exchange: _Exchange) -> _Exchange:
-        """The exchange, with what outlives it: the momentum of the flat, and what is under way where sums land late."""
+        """The exchange, with what outlives it: the momentum of the flat."""
         if flat.momentum is not None and self.beta > 0:
             units, block = partial(self._units_of, flat), self.config.block
             exchange.momentum = Momentum(flat.momentum, self.beta, self.share, block, units)
-        if flat.is_delayed and isinstance(exchange, ChunkSum):
-            if flat.late is None:
-                flat.late = Late(flat.layout.chunk, flat.divisor.tensor.device)
-            exchange.late = flat.late
         return exchange
 
     def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:

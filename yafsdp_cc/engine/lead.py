@@ -9,7 +9,6 @@ import torch
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
 from yafsdp_cc.engine.meeting import Meeting, check_idle, check_together
-from yafsdp_cc.engine.residuals import drop_late
 from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
@@ -117,7 +116,6 @@ class Lead:
         for compressed, root in wires.items():
             compressed.follow(self, beta, share, max_grad_norm)
             root.outdated = True
-            drop_late(root)
         for flat in self._flats:  # nothing of an optimizer that has led before
             flat.momentum = flat.exact = None
             if flat.residual is not None:

@@ -90,11 +90,6 @@ class ZeroOneAdam(OneBitAdam):
         self._news = False
         """Whether a parameter that is trained for the first time waits for an exact sum."""
         super().__init__(params, lr, betas, eps, weight_decay, warmup_steps=0, form="gradient", refreshes=refreshes)
-        if late := [home.piece.cut.name for home in self.lead.encoded.values() if home.flat and home.flat.is_delayed]:
-            raise ValueError(
-                f"ZeroOneAdam learns its second moment from exact sums, and in the same backward the one before of "
-                f"'{late[0]}' would land: leave delayed out of the Compression, or take OneBitAdam"
-            )
 
     @torch.no_grad()
     def meet(self) -> None:
