@@ -53,12 +53,10 @@ class Phase(Enum):
     ENCODED = "encoded"
     BOTH = "both"
     """Encoded, and exactly besides: into ``Flat.exact``."""
-    LOCAL = "local"
-    """Over the ranks of a shard alone: every replica has a mean of its own, and updates are encoded when all meet."""
 
     @property
     def encodes(self) -> bool:
-        return self in (Phase.ENCODED, Phase.BOTH, Phase.LOCAL)
+        return self in (Phase.ENCODED, Phase.BOTH)
 
 
 class Compressed:
@@ -76,10 +74,6 @@ class Compressed:
         self._seen: tuple[tuple[int, ...], ...] = ()
         self.loss_scale = 1.0
         """What losses are multiplied by, and so gradients and residuals."""
-        self.are_apart = False
-        """Whether replicas have made steps by themselves since they met (``engine.meeting``)."""
-        self.steps_said = 1
-        """How many of its steps a replica has said when they met last."""
         if config.scope == "replicate" and ranks.replicas is None:
             raise ValueError(
                 "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "
@@ -126,7 +120,6 @@ class Compressed:
     def follow(self, lead: Lead, beta: float, share: float, max_grad_norm: float | None) -> None:
         """Be led by an optimizer from now on, whose momentum is what ``beta`` and ``share`` say."""
         self.leader, self.phase, self.beta, self.share = weakref.ref(lead), Phase.EXACT, beta, share
-        self.steps_said = 1
         self.clip = Clip(max_grad_norm) if beta and max_grad_norm is not None else None
         self._divisors.clear()
 

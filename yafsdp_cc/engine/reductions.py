@@ -276,8 +276,7 @@ class Reductions:
         self._sent.clear()
         self.journal.write(_SMALL)
         totals = small.send(usage.words + self.journal.sums(), self.lane, self.replicas)
-        alone = self.replicas is not None and self.replicas.is_alone
-        self.counters.reduced_bytes += small.wire_bytes(None if alone else self.replicas)
+        self.counters.reduced_bytes += small.wire_bytes(self.replicas)
         small.land(self.wrap)
         if self.crossings is not None:
             self.crossings.wait()
