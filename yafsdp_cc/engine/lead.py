@@ -8,12 +8,10 @@ import torch
 
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.meeting import Meeting, check_idle, check_together
-from yafsdp_cc.engine.residuals import drop_late
 from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -51,20 +49,6 @@ def _home_of(parameter: Tensor) -> Home | None:
     return home
 
 
-class Means:
-    """What replicas have said when they met."""
-
-    def __init__(self, meetings: Mapping[Root, Meeting]) -> None:
-        self._meetings = meetings
-        self.news = any(meeting.news for meeting in meetings.values())
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The mean of what all have said of a parameter: this rank's elements."""
-        home = _home_of(parameter)
-        assert home is not None
-        return self._meetings[home.root].mean_of(home.piece)
-
-
 class Lead:
     """The wires of an optimizer's parameters, led by it.
 
@@ -74,26 +58,16 @@ class Lead:
         share: how much of a gradient that takes in: 1 − beta where it is an average, 1 where it is a sum.
         max_grad_norm: what gradients are clipped to; those that residuals take in, before they are sent.
         what: the optimizer's name, for errors.
-        local: whether replicas are to make steps by themselves.
 
     Raises:
         ValueError: a parameter is not sharded with a compression, the compression does not fit, or one of the
             parameters whose gradients are encoded is not among them.
-        RuntimeError: another optimizer has left replicas apart.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        beta: float,
-        share: float,
-        max_grad_norm: float | None,
-        what: str,
-        *,
-        local: bool = False,
+        self, parameters: Sequence[Tensor], beta: float, share: float, max_grad_norm: float | None, what: str
     ) -> None:
         self._what = what
-        self._local = local
         self._beta = beta
         self._said = Phase.EXACT
         self._parameters = list(parameters)
@@ -117,7 +91,6 @@ class Lead:
         for compressed, root in wires.items():
             compressed.follow(self, beta, share, max_grad_norm)
             root.outdated = True
-            drop_late(root)
         for flat in self._flats:  # nothing of an optimizer that has led before
             flat.momentum = flat.exact = None
             if flat.residual is not None:
@@ -126,17 +99,6 @@ class Lead:
 
     def _check(self, compressed: Compressed, root: Root, known: set[int]) -> None:
         config, what = compressed.config, self._what
-        check_together(root, f"{what} made")
-        if self._local and root.reductions.replicas is None:
-            raise ValueError(
-                f"{what}(local_steps=...): steps that each replica makes by itself, and there are no replicas: shard "
-                "over a mesh (replicate, shard), or leave local_steps out"
-            )
-        if self._local and not compressed.over_replicas:
-            raise ValueError(
-                f"{what}(local_steps=...): replicas tell each other encoded what their steps were, and with "
-                "scope='shard' nothing between replicas is encoded: leave the scope out, or local_steps"
-            )
         if AUTO in config.named:
             raise ValueError(
                 f"{what} leads the wire, and compression='auto' has it led by what the network carries: name a codec, "
@@ -184,42 +146,6 @@ class Lead:
     def phase(self) -> Phase:
         """How gradients are summed now: exactly where they would have to be clipped, and nobody knows how far."""
         return Phase.KEPT if self.is_blind and self._said.encodes else self._said
-
-    @property
-    def are_apart(self) -> bool:
-        """Whether replicas have made steps by themselves since they met."""
-        return any(compressed.are_apart for compressed in self._wires)
-
-    def part(self) -> None:
-        """Replicas make a step by themselves."""
-        for compressed in self._wires:
-            compressed.are_apart = True
-
-    def meet(self, said: Mapping[Tensor, Callable[[], Tensor]], steps: int, news: bool) -> Means:
-        """Have replicas meet after so many steps. A collective; see ``Meeting``.
-
-        Args:
-            said: asked what this one says of parameters: this rank's elements.
-            steps: since they met last.
-            news: what all shall know if any rank knows it.
-
-        Raises:
-            RuntimeError: gradients have still to be summed.
-        """
-        pieces: dict[Root, dict[Piece, Callable[[], Tensor]]] = {}
-        for parameter in self._parameters:
-            home = _home_of(parameter)
-            assert home is not None
-            members = pieces.setdefault(home.root, {})
-            if parameter in said:
-                members[home.piece] = said[parameter]
-        for root in pieces:
-            check_idle(root)
-        self.say(Phase.ENCODED)
-        meetings = {root: Meeting(root, members, news) for root, members in pieces.items()}
-        for compressed in self._wires:
-            compressed.are_apart, compressed.steps_said = False, steps
-        return Means(meetings)
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` where another optimizer has been made for the same wires."""

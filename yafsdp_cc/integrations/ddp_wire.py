@@ -30,12 +30,10 @@ class GradientWire:
         config = compression_of(compression)
         if config is None:
             raise TypeError("GradientWire takes a Compression or the name of a codec such as 'int8', got None")
-        if config.overrides or config.delayed or config.weights is not None:
+        if config.overrides or config.weights is not None:
             what = "weights: DDP gathers none"
             if config.overrides:
                 what = "overrides: a bucket of DDP crosses in one piece"
-            elif config.delayed:
-                what = "delayed: DDP takes sums of this backward"
             raise ValueError(f"GradientWire with {what}; leave them out, or use yafsdp_cc.shard")
         if config.gradients == AUTO:
             raise ValueError(

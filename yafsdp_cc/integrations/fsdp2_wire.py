@@ -98,10 +98,6 @@ def compress(
         raise ValueError("compress() on a model that is compressed already: call .remove() on what it returned first")
     if config.overrides:
         raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
-    if config.delayed:
-        raise ValueError(
-            "compress() with delayed: FSDP2 takes sums when its hooks return; pass yafsdp_cc.shard, or leave it out"
-        )
     if config.gradients == AUTO:
         raise ValueError(
             "compress() with gradients='auto': what shows of FSDP2's sums is known to its own schedule, which hooks do "

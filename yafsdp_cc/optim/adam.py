@@ -94,16 +94,12 @@ class OneBitAdam(Leading):
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
-        if self._rests(parameter):  # AdamW's own has seen as many gradients as steps
+        if self._is_encoded(parameter):  # AdamW's own has seen as many gradients as steps
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of ``ZeroOneAdam`` with local steps
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of a checkpoint where it was encoded
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
         self._share_moment(parameter, "exp_avg")
-
-    def _rests(self, parameter: Tensor) -> bool:
-        """Whether the second moment of a parameter is to see some gradients only."""
-        return self._is_encoded(parameter)
 
     @property
     def phase(self) -> Phase:
@@ -125,7 +121,7 @@ class OneBitAdam(Leading):
         beta1, beta2 = group["betas"]
         owned = []
         for parameter in parameters:
-            if self._rests(parameter):
+            if self._is_encoded(parameter):
                 state = self.state[parameter]
                 if state["variance_step"] != state["step"]:  # once more, long after the warm-up
                     gradient = local_of(parameter.grad).to(width_of(parameter))

@@ -65,8 +65,6 @@ class Leading(Optimizer):
     """Steps with exact sums that there have to be."""
     takes_limit: ClassVar[bool] = True
     """Whether it can be told what the loop clips gradients to."""
-    local_steps = 1
-    """The most steps that each replica makes by itself before all meet; 1: there are none."""
 
     def __init__(
         self,
@@ -104,8 +102,7 @@ class Leading(Optimizer):
         self._made(0)
         parameters = [each for group in self.param_groups for each in group["params"]]
         sent = beta if form == "momentum" else 0.0
-        local = self.local_steps > 1
-        self.lead = Lead(parameters, sent, share, max_grad_norm, type(self).__name__, local=local)
+        self.lead = Lead(parameters, sent, share, max_grad_norm, type(self).__name__)
         for parameter in parameters:
             self._begin(parameter)
         self._announce()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.wire.exchange import Works
     from yafsdp_cc.wire.feedback import Recursion, Residual
-    from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.momentum import Momentum
     from yafsdp_cc.wire.post import Post
     from yafsdp_cc.wire.shortfall import Shortfall
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 class ChunkSum(ABC):
     """Sums one flat buffer of ``world`` chunks, each at the owner of the chunk.
 
-    ``send`` starts the exchange and ``totals`` ends it, as those of ``exchange.Reduce`` do. A sum that is to land late
-    is ``set_apart`` after ``send``, and ends by ``late_totals`` before the next ``send`` or ``accumulate``.
+    ``send`` starts the exchange and ``totals`` ends it, as those of ``exchange.Reduce`` do.
 
     Args:
         post: shared by all that is exchanged one at a time.
@@ -58,8 +56,6 @@ class ChunkSum(ABC):
         """[chunk], what is added to the next sum: what other ranks' residuals held in an earlier run."""
         self.kept: list[bool] | None = None
         """Of which parameters there are gradients that wait for the next ``send``; None: of none."""
-        self.late: Late | None = None
-        """Where a sum is kept that lands late, if any does; the post then waits for its messages."""
         self._doubt: Tensor | None = None
         """NaN where some of these were not finite, and so are in no residual; else zero."""
 
@@ -73,11 +69,6 @@ class ChunkSum(ABC):
         """Bytes of its own, the residual's among them; the messages' are the post's."""
         pending = sum(each.nbytes for each in (self._pending, self.owed) if each is not None)
         return pending + (0 if self.residual is None else self.residual.nbytes)
-
-    @property
-    def late_bytes(self) -> int:
-        """Bytes that a sum under way takes, its messages' among them: where there are such, the post is not shared."""
-        return 0 if self.late is None else self.late.nbytes + self._post.owned_bytes
 
     @property
     @abstractmethod
@@ -154,21 +145,7 @@ class ChunkSum(ABC):
             whole[self._peers] = self.residual.load()
         if (own := self.waiting) is not None:
             whole[self._post.rank] += own
-        if (due := self._due()) is not None:
-            whole[self._post.rank] += due
         return whole
-
-    def _due(self) -> Tensor | None:
-        """[chunk], what a sum under way is to bring that no residual has kept; nothing where it is not finite.
-
-        Where residuals are momentum, they have kept of messages what is to come of these in later steps.
-        """
-        self.see_through()
-        late, taken = self.late, self._recursion.taken
-        if late is None or late.sum is None:
-            return None
-        due = late.sum * late.scale if taken == 1 else late.own.lerp(late.sum, taken).mul_(late.scale)
-        return due.nan_to_num_(0.0, 0.0, 0.0)
 
     def forget(self) -> None:
         """Drop gradients that were taken in and are still to be summed; those in the residual stay."""
@@ -182,63 +159,12 @@ class ChunkSum(ABC):
         rank, chunks = self._post.rank, whole.view(self._post.world, -1)
         return [(first, part) for first, part in ((0, chunks[:rank]), (rank, chunks[rank + 1 :])) if part.shape[0]]
 
-    def set_apart(self, whole: Tensor, used: list[bool]) -> None:
-        """After ``send``: let the sum land late, so that ``whole`` may be filled anew."""
-        assert self.late is not None
-        self.late.own.copy_(self._own(whole))
-        if self.kept is not None and self._pending is not None:
-            self.late.own.add_(self._pending)
-        self.late.begin(used)
-        self.kept = None
-
-    @torch.inference_mode(False)  # what is made here is written to when it lands
-    def see_through(self) -> None:
-        """Wait for what is under way, if anything is. It lands as ever: by the same arithmetic, and so to the bit."""
-        late = self.late
-        if late is None or not late.is_under_way or late.sum is not None:
-            return
-        self._post.wait()
-        total = torch.empty_like(late.own)
-        for start, part in self._sums(late.own):
-            total.narrow(0, start, part.numel()).copy_(part)
-        late.sum = total
-
-    def drop(self) -> None:
-        """Give up what is under way, once its messages have left their buffers."""
-        if self.late is not None:
-            self._post.wait()
-            self.late.clear()
-
-    def take_back(self) -> None:
-        """Have the first moment take in what is under way, for an optimizer that makes the next one of exact sums."""
-        if (due := self._due()) is not None and self.momentum is not None:
-            self.momentum.take(due)
-            self.drop()
-
-    def late_totals(self) -> Iterator[tuple[int, Tensor]]:
-        """The sum under way, as those of ``totals``."""
-        assert self.late is not None
-        own, scale = self.late.own, self.late.scale
-        self._post.wait()
-        for start, total in self._sums(own) if self.late.sum is None else ((0, self.late.sum),):
-            if scale != 1:
-                total.mul_(scale)
-            yield start, self._completed(start, total)
-        self.late.clear()
-        self._end(own if scale == 1 else own.mul_(scale))
-
     def totals(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The sum over ranks of this rank's chunk, fp32, in parts: where each begins, and the part.
 
         A part is overwritten by the next one.
         """
         own = self._own(whole)
-        for start, total in self._sums(own):
-            yield start, self._completed(start, total)
-        self._end(own)
-
-    def _sums(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The sum of ``own`` and what messages say, in such parts."""
         for start in range(0, self.chunk, self._step):
             total = self._post.total(min(self._step, self.chunk - start))
             mine = own.narrow(0, start, total.numel())
@@ -246,7 +172,10 @@ class ChunkSum(ABC):
                 self._sum(mine, start, total)
             else:
                 total.copy_(mine)
-            yield start, total
+            yield start, self._completed(start, total)
+        if self.momentum is not None:
+            self.momentum.decay(own)
+        self.kept = self.owed = None
 
     def _completed(self, start: int, total: Tensor) -> Tensor:
         """With what only this rank knows of."""
@@ -257,8 +186,3 @@ class ChunkSum(ABC):
         if self.momentum is not None:
             self.momentum.add_to(total, start)
         return total
-
-    def _end(self, own: Tensor) -> None:
-        if self.momentum is not None:
-            self.momentum.decay(own)
-        self.kept = self.owed = None
