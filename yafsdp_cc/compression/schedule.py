@@ -15,11 +15,12 @@ import torch
 
 from yafsdp_cc.compression.error_feedback import Recursion
 from yafsdp_cc.engine.collectives import Observer
+from yafsdp_cc.engine.init import current_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from yafsdp_cc.compression.config import Compression
     from yafsdp_cc.engine.state import FSDPState
@@ -48,8 +49,8 @@ class Phase(Enum):
         return self in (Phase.KEPT, Phase.BOTH)
 
 
-class Leader(Protocol):
-    """An optimizer that sets the phase of every backward (``optim.one_bit.OptimizerSchedule``)."""
+class PhaseController(Protocol):
+    """Sets the phase of every backward for an optimizer (``optim.one_bit``)."""
 
     def update_phase(self) -> None:
         """Set the phase again, as what clips gradients has changed."""
@@ -67,7 +68,7 @@ class ScaledSum(Protocol):
 class CompressionSchedule(Observer):
     """The phase of one model's compressed sums, and what they share.
 
-    Without an optimizer that leads, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then on.
+    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then on.
     A forward counts a step where weights have changed since the forward before.
 
     Args:
@@ -82,8 +83,8 @@ class CompressionSchedule(Observer):
         """Of the next backward; latched by the ``start`` of each sum."""
         self.steps = 0
         """Optimizer steps of the warm-up so far; not counted once it is over."""
-        self.leader: weakref.ref[Leader] | None = None
-        """The optimizer that sets ``phase``; None: there is none, and never was."""
+        self.controller: weakref.ref[PhaseController] | None = None
+        """Sets ``phase`` for an optimizer; None: there never was one."""
         self.beta = 0.0
         """Decay of the momentum that residuals are besides; 0: they are not (gradient form)."""
         self.share = 1.0
@@ -99,14 +100,14 @@ class CompressionSchedule(Observer):
         self._sums: weakref.WeakSet[ScaledSum] = weakref.WeakSet()
 
     @property
-    def is_led(self) -> bool:
+    def is_controlled(self) -> bool:
         """Whether an optimizer sets the phase."""
-        return self.leader is not None
+        return self.controller is not None
 
     @property
     def may_be_exact(self) -> bool:
         """Whether a later backward may sum exactly what has a codec."""
-        return self.is_led or not self.phase.encodes
+        return self.is_controlled or not self.phase.encodes
 
     @property
     def recursion(self) -> Recursion:
@@ -127,15 +128,17 @@ class CompressionSchedule(Observer):
         compressed.schedule = self
         self._sums.add(compressed)
 
-    def lead(self, leader: Leader, beta: float, share: float, max_grad_norm: float | None) -> None:
+    def set_controller(
+        self, controller: PhaseController, beta: float, share: float, max_grad_norm: float | None
+    ) -> None:
         """Let an optimizer set the phase from now on. The engine must be assembled anew: exact sums need scratch.
 
         Args:
-            leader: kept weakly.
+            controller: kept weakly.
             beta, share: of its momentum; 0 and 1 in the gradient form.
             max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
         """
-        self.leader, self.phase, self.beta, self.share = weakref.ref(leader), Phase.EXACT, beta, share
+        self.controller, self.phase, self.beta, self.share = weakref.ref(controller), Phase.EXACT, beta, share
         self.clip = LocalClip(max_grad_norm) if beta and max_grad_norm is not None else None
 
     def clip_gradients(self, name: str, grads: Tensor) -> None:
@@ -157,7 +160,7 @@ class CompressionSchedule(Observer):
     def count_step(self) -> None:
         """Count a step of the warm-up if weights have changed since the last call."""
         state = None if self._state is None else self._state()
-        if self.is_led or self.phase.encodes or state is None:
+        if self.is_controlled or self.phase.encodes or state is None:
             return
         versions = tuple(group.versions() for group in state.groups)
         if self._versions and versions != self._versions:
@@ -171,15 +174,15 @@ class CompressionSchedule(Observer):
     def resume(self, steps: int, versions: tuple[tuple[int, ...], ...] = ()) -> None:
         """Go on after so many optimizer steps, with weights that were loaded and so are no step's."""
         self.steps, self._versions = steps, versions
-        if not self.is_led:
+        if not self.is_controlled:
             self.phase = Phase.ENCODED if steps >= self.config.warmup_steps else Phase.EXACT
 
     def resume_clip(self, state: Mapping[str, float] | None, device: torch.device) -> None:
         """Go on with a state of ``clip``; None: learn the limits anew."""
-        leader = None if self.leader is None else self.leader()
-        if self.clip is not None and leader is not None:
+        controller = None if self.controller is None else self.controller()
+        if self.clip is not None and controller is not None:
             self.clip.load_state(state, device)
-            leader.update_phase()
+            controller.update_phase()
 
     # The loss scale
 
@@ -202,7 +205,7 @@ class CompressionSchedule(Observer):
 
     def _warn_of_few_bits(self) -> None:
         """Warn once, at the first forward with a graph, where an optimizer is to learn from too few bits."""
-        if self._has_warned or self.is_led:
+        if self._has_warned or self.is_controlled:
             return
         self._has_warned = True
         few = [codec for codec in self.config.codecs if self.config.bits(codec) < _FEW_BITS]
@@ -213,6 +216,31 @@ class CompressionSchedule(Observer):
                 "'onebit', 0.006 with 'int4' (docs/measurements.md). yafsdp_cc.optim.OneBitAdam is made for few bits",
                 stacklevel=2,
             )
+
+
+def schedule_of(state: FSDPState) -> CompressionSchedule | None:
+    """Return the schedule of a model; None where it is sharded without compression."""
+    found = (each for each in state.context.observers if isinstance(each, CompressionSchedule))
+    return next(found, None)
+
+
+def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """Rescale the residuals of ``model`` whenever the scale of its losses changes.
+
+    Call it once, before the first scaled backward. Without it, residuals count by the new scale after each change. Each
+    forward that is to be trained reads ``scaler.get_scale()``, which waits for the device on a GPU.
+
+    Args:
+        model: sharded with a compression.
+        scaler: of its losses; it is not changed, and kept weakly.
+
+    Raises:
+        ValueError: ``model`` is sharded without a compression.
+    """
+    schedule = schedule_of(current_state(model))
+    if schedule is None:
+        raise ValueError(f"follow_scaler: this {type(model).__name__} is sharded without a compression")
+    schedule.follow(scaler)
 
 
 # Clipping ----------------------------------------------------------------------------------------------------------

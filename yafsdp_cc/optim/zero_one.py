@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from yafsdp_cc.engine.compressed import Phase
+from yafsdp_cc.compression.schedule import Phase
 from yafsdp_cc.optim.adam import OneBitAdam
-from yafsdp_cc.optim.local import local_of, width_of
+from yafsdp_cc.optim.one_bit import local_of, width_of
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-    from yafsdp_cc.optim.leading import Share
+    from yafsdp_cc.optim.one_bit import GroupUpdate
 
 
 class ZeroOneAdam(OneBitAdam):
@@ -26,8 +26,7 @@ class ZeroOneAdam(OneBitAdam):
         k₁ = 1,   kⱼ₊₁ − kⱼ = 2^⌊j / refreshes⌋        refreshes = 4:  1 2 3 4 6 8 10 12 16 20 ...
 
     so that it changes by less and less, and there is no warm-up to be chosen. In these steps all sums are exact, the
-    first moment's too, and what messages have left unsaid waits. In all others the gradient of each rank is encoded
-    with what was left unsaid before, and the owner of a chunk makes the first moment from what it decodes; v stays.
+    first moment's too, and residuals wait. In all others the gradient of each rank is encoded with its residual, and the owner of a chunk makes the first moment from what it decodes; v stays.
 
     Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not implemented:
     the ranks of a shard have no whole weights to make them with, and replicas are held alike after every step.
@@ -68,12 +67,12 @@ class ZeroOneAdam(OneBitAdam):
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
 
     @torch.no_grad()
-    def _update_share(self, share: Share) -> None:
+    def _update_group(self, update: GroupUpdate) -> None:
         if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):  # Adam's own, so far
-            super()._update_share(share)
+            super()._update_group(update)
             return
-        group, exact, encoded = share
+        group, exact, encoded = update
         seen = [each for each in exact if self._is_encoded(each)]
-        self._refresh([(each, local_of(each.grad).to(width_of(each))) for each in seen])
+        self._update_variance([(each, local_of(each.grad).to(width_of(each))) for each in seen])
         self._update_exactly(group, [each for each in exact if not self._is_encoded(each)])
         self._update(group, [*seen, *encoded])
