@@ -78,6 +78,9 @@ class CompressedCollectives(Collectives):
         name = self.config.weights
         if name is None or flat.layout.world == 1 or flat.compute_dtype not in ENCODED_DTYPES:
             return super().all_gather(flat, keeps_unsharded)
+        known = getattr(flat, "all_gather", None)
+        if keeps_unsharded and isinstance(known, DeltaAllGather):
+            return known  # it knows which steps have led to the present weights
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
         return kind(_flat_param(flat), self.schedule, self.config.make(name))
 

@@ -268,6 +268,11 @@ class CodecFallback(Observer):
             all_gather.always_exact = name_of(flat, all_gather) in self._codecs
 
 
+def fallback_of(state: FSDPState) -> CodecFallback | None:
+    """Return the fallback of a model, if it has one."""
+    return next((each for each in state.context.observers if isinstance(each, CodecFallback)), None)
+
+
 @torch.inference_mode(False)  # buffers that are made here are trained with
 def _set_codec(state: FSDPState, flat: FlatParam, compressed: CompressedSum, codec: str) -> None:
     """Encode the gradients of ``flat`` with this codec from now on; nothing is in flight."""
