@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, RoundedAllGather
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
+from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.config import AUTO, EXACT, ROUNDING
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.fallback import CodecFallback
@@ -52,6 +53,7 @@ class CompressedCollectives(Collectives):
         self.alignment = max(Collectives.alignment, config.block)
         self.schedule = CompressionSchedule(config, over_replicas=over_replicas)
         self.fallback = CodecFallback(self.schedule) if config.fallback else None
+        self.autotuner = CodecAutotuner(self.schedule) if AUTO in config.named else None
 
     def flat_key(self, name: str) -> Hashable:
         return self.config.codec_for(name)
@@ -101,8 +103,7 @@ class CompressedCollectives(Collectives):
         return all_reduce
 
     def observers(self) -> Sequence[Observer]:
-        fallback = () if self.fallback is None else (self.fallback,)
-        return (self.schedule, *fallback)
+        return [each for each in (self.schedule, self.fallback, self.autotuner) if each is not None]
 
     def _codec_of(self, flat: FlatShard) -> str:
         """Return the codec of the gradients of ``flat``.
