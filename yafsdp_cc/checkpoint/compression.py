@@ -79,11 +79,13 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     Where training is to go on, a warning names those for which it has not.
     """
     found = _compressed(model)
-    saved, kept = (
-        {path[1] for path in (contents.planner_data or {}).values() if path[0] == part} for part in (RESIDUALS, KEPT)
+    paths = (contents.planner_data or {}).values()
+    residuals, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
+    saved, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, KEPT))
+    residuals, weights = (
+        {name: each for name, each in empty.items() if name in names}
+        for empty, names in ((residuals, saved), (weights, kept))
     )
-    residuals = {} if found is None else {name: each for name, each in empty_residuals(found[0]).items() if name in saved}
-    weights = {} if found is None else {name: each for name, each in empty_kept_weights(found[0]).items() if name in kept}
     if trains and (lost := sorted(saved - residuals.keys())):
         warnings.warn(
             f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"

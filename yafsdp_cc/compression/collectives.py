@@ -17,7 +17,7 @@ from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -72,8 +72,9 @@ class CompressedCollectives(Collectives):
         theirs = other.config if isinstance(other, CompressedCollectives) else None
         if theirs != self.config:
             raise ValueError(
-                f"parts of one model are sharded with different compressions, {self.config} and {theirs}: pass the same "
-                'to each fully_shard, and name exceptions in its overrides, as Compression(overrides={"head*": "fp32"})'
+                f"parts of one model are sharded with different compressions, {self.config} and {theirs}: pass the "
+                "same one to each fully_shard, and name exceptions in its overrides, as in "
+                'Compression(overrides={"head*": "fp32"})'
             )
 
     def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
@@ -116,9 +117,10 @@ class CompressedCollectives(Collectives):
         for name, other in others:
             if other != codec:
                 raise ValueError(
-                    f"the gradients of '{first}' and '{name}' share a buffer, and overrides={dict(self.config.overrides)} "
-                    f"encode one by {codec!r} and the other by {other!r}: patterns must fit the names that parameters "
-                    "have in the module that fully_shard was called on, too, or call shard(model), which knows all names"
+                    f"the gradients of '{first}' and '{name}' share a buffer, and overrides="
+                    f"{dict(self.config.overrides)} encode one by {codec!r} and the other by {other!r}: patterns must "
+                    "fit the names that parameters have in the module that fully_shard was called on, too, or call "
+                    "shard(model), which knows all names"
                 )
         return codec
 

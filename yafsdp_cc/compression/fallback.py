@@ -7,10 +7,10 @@ grow as gradients do in a run that diverges; and everywhere if losses rise.
 A message that is further from the gradients than an empty one makes residuals grow from step to step, so there once is
 enough.
 
-What is measured is summed over all ranks, so all judge alike and fall back together. Gradients go on in int4 if they had
-fewer than 4 bits, and else in bf16; residuals do not depend on the codec and stay. Weights that were gathered by deltas
-are gathered exactly from then on. All switch there and then: assembling the engine anew might wait for a graph that one
-rank alone still holds.
+What is measured is summed over all ranks, so all judge alike and fall back together. Gradients go on in int4 if they
+had fewer than 4 bits, and else in bf16; residuals do not depend on the codec and stay. Weights that were gathered by
+deltas are gathered exactly from then on. All switch there and then: assembling the engine anew might wait for a graph
+that one rank alone still holds.
 """
 
 from __future__ import annotations

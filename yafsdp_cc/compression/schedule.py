@@ -1,7 +1,7 @@
 """When gradients are summed exactly and when encoded: warm-up, or the phases that an optimizer sets.
 
-Also what all compressed sums of a model share: the momentum form of an optimizer, clipping before they are sent, and the
-loss scale. One ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine.
+Also what all compressed sums of a model share: the momentum form of an optimizer, clipping before they are sent, and
+the loss scale. One ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ScaledSum(Protocol):
 class CompressionSchedule(Observer):
     """The phase of one model's compressed sums, and what they share.
 
-    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then on.
-    A forward counts a step where weights have changed since the forward before.
+    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then
+    on. A forward counts a step where weights have changed since the forward before.
 
     Args:
         config: the user's settings.
@@ -253,7 +253,8 @@ class LocalClip:
     """Clip gradients on each rank before they are encoded, in the momentum form.
 
     There no training loop can clip gradients any more: what it sees is the momentum. So every rank clips its own
-    gradient g_w of each flat parameter to its usual share of the limit c, by the norm of the whole model's mean gradient:
+    gradient g_w of each flat parameter to its usual share of the limit c, by the norm of the whole model's mean
+    gradient:
 
         kappa = E |g_w| / |g|
         g_w  <- g_w * min(1, c * kappa / |g_w|)

@@ -1,8 +1,9 @@
-"""Residuals and kept weights as state: sharded like the parameters for any number of ranks, and as they are for the same.
+"""Residuals and kept weights as state: sharded like the parameters, and, for the same number of ranks, as they are.
 
-A residual is what one rank has still to send to another; its division among ranks means nothing. So what is saved is its
-sum over ranks at the owner of each element, divided by their number: a tensor sharded like the parameter. Whoever loads
-it starts with empty residuals and adds it to the next sum, multiplied by its own number of ranks: nothing is lost.
+A residual is what one rank has still to send to another; its division among ranks means nothing. So what is saved is
+its sum over ranks at the owner of each element, divided by their number: a tensor sharded like the parameter. Whoever
+loads it starts with empty residuals and adds it to the next sum, multiplied by its own number of ranks: nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
             "scales": compressed.residual.scales.cpu(),
             "owed": torch.zeros(0) if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
             "loss_scale": compressed.schedule.loss_scale,
-            **({} if (factors := compressed.factors) is None else {"lowrank": (factors.factors.cpu(), factors.sends_right)}),
+            **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),
         }
         for flat, compressed in compressed_sums(state)
         if compressed.residual is not None and not compressed.is_tuned
@@ -166,9 +167,9 @@ def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
 
 @torch.no_grad()
 def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
-    """Return the weights that every rank keeps and the next forward builds on, sharded like the parameters, by full names.
+    """Return by full names the weights that all ranks keep and deltas build on, sharded like the parameters.
 
-    Also the names of those that are behind: the next forward brings deltas of them. The names are alike on all ranks.
+    Also the names of those that are behind, of which the next forward brings deltas; they are alike on all ranks.
     """
     found, behind = {}, []
     for flat, all_gather in delta_all_gathers(state):

@@ -24,15 +24,15 @@ class OneBitAdam(OneBitOptimizer):
     encoded with error feedback. Where the paper encodes a momentum that every rank holds whole, this encodes
 
     - ``form="momentum"``: each rank's own momentum, which is its residual at the same time. ``.grad`` is then the first
-      moment itself, so that clipping it limits the update. Memory beyond AdamW's: the residuals, 1 byte for each element
-      and rank with ``Compression(residual="int8")``, 2 with bf16; divided by the ranks of a shard where only sums over
-      replicas are encoded.
-    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from what
-      it decodes. As much memory. Works for several backwards per step without ``no_sync``, and learns less well from a
-      single bit.
+      moment itself, so that clipping it limits the update. Memory beyond AdamW's: the residuals, 1 byte for each
+      element and rank with ``Compression(residual="int8")``, 2 with bf16; divided by the ranks of a shard where only
+      sums over replicas are encoded.
+    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from
+      what it decodes. As much memory. Works for several backwards per step without ``no_sync``, and learns less well
+      from a single bit.
 
-    Parameters that are never encoded (replicated ones, ``overrides`` with "fp32") go through exact AdamW throughout, and
-    so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
+    Parameters that are never encoded (replicated ones, ``overrides`` with "fp32") go through exact AdamW throughout,
+    and so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
     Adam's can (Kingma & Ba, "Adam", 2015, section 2.1), however small its second moment was when it was last seen.
 
     A state dict is that of ``torch.optim.AdamW``: either can load the other's, at any number of ranks. Residuals are

@@ -224,7 +224,8 @@ class OptimizerPhases:
     def first_moment(self, parameter: Tensor) -> FlatDTensor:
         """Return the first moment of an encoded parameter, zero at first: its compressed sum uses it, too."""
         param, compressed = _fsdp_param(parameter), self.encoded[id(parameter)]
-        assert param is not None and param.flat is not None
+        assert param is not None
+        assert param.flat is not None
         if compressed.momentum is None:
             compressed.momentum = torch.zeros(param.flat.layout.chunk, dtype=torch.float32, device=param.local.device)
         return flat_dtensor(param.local_range(compressed.momentum), param.spec)
@@ -418,7 +419,9 @@ class OneBitOptimizer(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         name = type(self).__name__
-        raise RuntimeError(f"a model has one {name}, and a copy would be a second: make another, and load its state_dict()")
+        raise RuntimeError(
+            f"a model has one {name}, and a copy would be a second: make another, and load its state_dict()"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of any number of ranks; the warm-up, too."""
@@ -483,8 +486,8 @@ class OneBitOptimizer(Optimizer):
         if after < _CLIPPED * before:
             name = type(self).__name__
             warnings.warn(
-                f"the loop clips gradients (by now to {after / before:.2g} of their norm), and {name} does not know the "
-                "limit: after the warm-up they are sent as they are, and those of many times the limit do lasting harm. "
+                f"the loop clips gradients (by now to {after / before:.2g} of their norm), and {name} does not know "
+                "the limit: after the warm-up they are sent as they are, and those of many times it do lasting harm. "
                 f"Pass max_grad_norm=..., as clip_grad_norm_ has it, to {name} too",
                 stacklevel=3,
             )

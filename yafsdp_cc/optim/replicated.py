@@ -38,11 +38,12 @@ class ReplicatedOneBitAdam(Optimizer):
         m   = the mean of m_w, encoded by every rank and by the owner of each chunk, with both their errors added first
         x   = x − lr · m̂ / (√v̂ + ε)          with the second moment v of the end of the warm-up
 
-    (``compression.all_reduce.CompressedMean``). ``OneBitAdam`` is what makes it fit a sharded model; this one is what that is held against, and for
-    models that need no sharding. Other than in the paper, each block has a scale of its own, and both moments are
-    corrected for their start at zero, as those of ``torch.optim.AdamW`` are, whose steps the warm-up makes. No element
-    moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section 2.1): after the warm-up rows of an
-    embedding that were never seen have no second moment, and share blocks with others that were.
+    (``compression.all_reduce.CompressedMean``). ``OneBitAdam`` is what makes it fit a sharded model; this one is what
+    that is held against, and for models that need no sharding. Other than in the paper, each block has a scale of its
+    own, and both moments are corrected for their start at zero, as those of ``torch.optim.AdamW`` are, whose steps the
+    warm-up makes. No element moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section 2.1):
+    after the warm-up rows of an embedding that were never seen have no second moment, and share blocks with others that
+    were.
 
     Gradients stay those of the rank, and ``step`` is a collective: every rank calls it, with the weights of all alike.
     Where a parameter's ``.grad`` is None it counts as zeros. What is clipped is each rank's own gradient. Under a
@@ -163,8 +164,7 @@ class ReplicatedOneBitAdam(Optimizer):
         """
         if not self._is_settled:
             raise RuntimeError(
-                "residuals differ between ranks: call optimizer.settle() on all of them before "
-                "optimizer.state_dict()"
+                "residuals differ between ranks: call optimizer.settle() on all of them before optimizer.state_dict()"
             )
         state: dict[str, Any] = super().state_dict()
         return state

@@ -21,8 +21,8 @@ class OneBitSGD(OneBitOptimizer):
     keeps its rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and no second moment wants
     exact sums. A warm-up is there for those whose first steps are large. The forms are those of ``OneBitAdam``:
 
-    - ``form="momentum"``: each rank's own momentum is encoded, which is its residual at the same time. ``.grad`` is then
-      the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
+    - ``form="momentum"``: each rank's own momentum is encoded, which is its residual at the same time. ``.grad`` is
+      then the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
     - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the momentum from what it
       decodes. Works for several backwards per step without ``no_sync``.
 

@@ -26,7 +26,8 @@ class ZeroOneAdam(OneBitAdam):
         k₁ = 1,   kⱼ₊₁ − kⱼ = 2^⌊j / refreshes⌋        refreshes = 4:  1 2 3 4 6 8 10 12 16 20 ...
 
     so that it changes by less and less, and there is no warm-up to be chosen. In these steps all sums are exact, the
-    first moment's too, and residuals wait. In all others the gradient of each rank is encoded with its residual, and the owner of a chunk makes the first moment from what it decodes; v stays.
+    first moment's too, and residuals wait. In all others the gradient of each rank is encoded with its residual, and
+    the owner of a chunk makes the first moment from what it decodes; v stays.
 
     Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not implemented:
     the ranks of a shard have no whole weights to make them with, and replicas are held alike after every step.
