@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.arguments import check_hooks, check_modules, check_types, dtypes_of
-from yafsdp_cc.compression import AUTO, EXACT, Compression, check_delayed, check_kept, check_overrides, compression_of
+from yafsdp_cc.compression import AUTO, EXACT, Compression, check_kept, check_overrides, compression_of
 from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
 from yafsdp_cc.engine.assemble import assemble, second_group
 from yafsdp_cc.engine.compressed import Compressed
@@ -127,7 +127,6 @@ def shard(
         check_divided(owned, mesh)
         check_hooks(owned)
         check_overrides(config, [name for name, _ in model.named_parameters()])
-        check_delayed(config, [each.name for unit in division.units for each in unit.parameters])
         keeps, near = after_forward(reshard_after_forward, mesh)
         for spec in division.units:
             if spec.modules != (model,) and not (keeps or near or zero_stage < 3):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import cut_of
-from yafsdp_cc.engine.delayed import Apart
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.near import NearShard
@@ -26,7 +25,7 @@ from yafsdp_cc.engine.small import SmallGroup
 from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.unit import Unit
 from yafsdp_cc.plan.units import ROOT
-from yafsdp_cc.wire.exchange import Gather, Reduce, backend_of, rehearse
+from yafsdp_cc.wire.exchange import Gather, backend_of, rehearse
 from yafsdp_cc.wire.link import try_out
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def assemble(model: nn.Module) -> Root:
     if is_gloo and ranks.device.type == "cpu":
         try_out(ranks.group, reduce_group)
     gather_lane = settings.lanes.gathers(ranks.device)
-    delays = any(flat.is_delayed for draft in drafts for flat in draft.flats)
     root = Root(
         model,
         drafts,
@@ -77,12 +75,8 @@ def assemble(model: nn.Module) -> Root:
         gather_lane,
         settings.lanes.reduces(ranks.device) if apart else gather_lane,
         next((old.counters for old in before if old.model is model), Counters()),
-        Apart(_further_group(ranks, 1), settings.lanes.apart(ranks.device)) if delays else None,
     )
     rehearse(root.gather, root.reductions.exchange, ranks.device)
-    if delays:
-        group = _further_group(ranks, 1)
-        rehearse(Gather(group, ranks.device), Reduce(group, ranks.device), ranks.device)
     own = drafts[-1] if drafts[-1].modules == (model,) else None
     if own is not None:
         policy = own.policy
@@ -191,26 +185,20 @@ def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
 
 
 _Groups: TypeAlias = "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]"
-_further: _Groups = weakref.WeakKeyDictionary()
+_second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _near: _Groups = weakref.WeakKeyDictionary()
 _far: _Groups = weakref.WeakKeyDictionary()
-"""What was made of a group, once: further communicators, those of so many ranks near each other, and those across."""
+"""What was made of a group, once: a second communicator, those of so many ranks near each other, and those across."""
 
 
 def second_group(ranks: Ranks) -> dist.ProcessGroup:
     """A second communicator of the same ranks; others take no part in making it."""
-    return _further_group(ranks, 0)
-
-
-def _further_group(ranks: Ranks, number: int) -> dist.ProcessGroup:
-    """The second communicator, or one after it."""
-    known = _further.setdefault(ranks.group, {})
-    if number not in known:
+    if ranks.group not in _second:
         members = dist.get_process_group_ranks(ranks.group)
         partly = len(members) < dist.get_world_size()
         waits = patience(ranks.group, ranks.device)
-        known[number] = dist.new_group(members, timeout=waits, use_local_synchronization=partly)
-    return known[number]
+        _second[ranks.group] = dist.new_group(members, timeout=waits, use_local_synchronization=partly)
+    return _second[ranks.group]
 
 
 def _second_shard(root: Root, draft: Draft) -> SecondShard:

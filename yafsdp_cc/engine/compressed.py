@@ -19,7 +19,6 @@ from yafsdp_cc.wire.chunks import ChunkSum
 from yafsdp_cc.wire.encoded import EncodedReduce, EncodedSum, counts_of
 from yafsdp_cc.wire.factored import FactoredReduce, FactoredSum
 from yafsdp_cc.wire.feedback import Recursion, Residual
-from yafsdp_cc.wire.late import Late
 from yafsdp_cc.wire.lowrank import LowRank, matrices_of
 from yafsdp_cc.wire.momentum import Momentum
 
@@ -54,12 +53,10 @@ class Phase(Enum):
     ENCODED = "encoded"
     BOTH = "both"
     """Encoded, and exactly besides: into ``Flat.exact``."""
-    LOCAL = "local"
-    """Over the ranks of a shard alone: every replica has a mean of its own, and updates are encoded when all meet."""
 
     @property
     def encodes(self) -> bool:
-        return self in (Phase.ENCODED, Phase.BOTH, Phase.LOCAL)
+        return self in (Phase.ENCODED, Phase.BOTH)
 
 
 class Compressed:
@@ -77,10 +74,6 @@ class Compressed:
         self._seen: tuple[tuple[int, ...], ...] = ()
         self.loss_scale = 1.0
         """What losses are multiplied by, and so gradients and residuals."""
-        self.are_apart = False
-        """Whether replicas have made steps by themselves since they met (``engine.meeting``)."""
-        self.steps_said = 1
-        """How many of its steps a replica has said when they met last."""
         if config.scope == "replicate" and ranks.replicas is None:
             raise ValueError(
                 "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "
@@ -88,11 +81,6 @@ class Compressed:
             )
         self.over_replicas = ranks.replicas is not None and config.scope != "shard"
         """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
-        if config.delayed and ranks.replicas is not None:
-            raise ValueError(
-                f"compression has delayed={config.delayed!r}, and the mesh has replicas: sums over these come after "
-                "those over a shard's ranks, and would be waited for: leave delayed out, or pass a flat mesh"
-            )
         self.phase: Phase | None = None
         """What an optimizer says about the next backward; None where none leads the wire (``engine.lead``)."""
         self.leader: weakref.ref[Lead] | None = None
@@ -132,7 +120,6 @@ class Compressed:
     def follow(self, lead: Lead, beta: float, share: float, max_grad_norm: float | None) -> None:
         """Be led by an optimizer from now on, whose momentum is what ``beta`` and ``share`` say."""
         self.leader, self.phase, self.beta, self.share = weakref.ref(lead), Phase.EXACT, beta, share
-        self.steps_said = 1
         self.clip = Clip(max_grad_norm) if beta and max_grad_norm is not None else None
         self._divisors.clear()
 
@@ -245,7 +232,7 @@ class Compressed:
         return flat.codec != EXACT
 
     def reduce_for(self, flat: Flat, post: Post, name: str) -> ChunkSum:
-        """The exchange of a flat's gradients among the ranks of a shard, by a ``post`` of its own if it is delayed."""
+        """The exchange of a flat's gradients among the ranks of a shard."""
         numel = flat.layout.numel
         residual = self._residual(flat, post.world - 1, post.device)
         if flat.codec == LOW_RANK:
@@ -304,14 +291,10 @@ class Compressed:
         return Recursion(self.config.carry, taken=1 - self.beta)
 
     def _led(self, flat: Flat, exchange: _Exchange) -> _Exchange:
-        """The exchange, with what outlives it: the momentum of the flat, and what is under way where sums land late."""
+        """The exchange, with what outlives it: the momentum of the flat."""
         if flat.momentum is not None and self.beta > 0:
             units, block = partial(self._units_of, flat), self.config.block
             exchange.momentum = Momentum(flat.momentum, self.beta, self.share, block, units)
-        if flat.is_delayed and isinstance(exchange, ChunkSum):
-            if flat.late is None:
-                flat.late = Late(flat.layout.chunk, flat.divisor.tensor.device)
-            exchange.late = flat.late
         return exchange
 
     def _residual(self, flat: Flat, messages: int, device: torch.device) -> Residual | None:

@@ -48,8 +48,6 @@ class _Kind(NamedTuple):
     is_meta: bool
     codec: str = EXACT
     """Of gradients."""
-    is_delayed: bool = False
-    """Whether sums of gradients land one backward late."""
 
 
 class Cutter:
@@ -83,7 +81,7 @@ class Cutter:
             parameter = each.parameter
             kind = _Kind(parameter.dtype, parameter.requires_grad, parameter.is_meta)
             if (config := self._compression) is not None:
-                kind = kind._replace(codec=config.codec_for(each.name), is_delayed=config.delays(each.name))
+                kind = kind._replace(codec=config.codec_for(each.name))
             kinds[kind].append(each)
         return tuple(self._flat(kind, members) for kind, members in kinds.items())
 
@@ -120,7 +118,7 @@ class Cutter:
         compute = self._compute(kind.dtype)
         rest = (pieces, layout, master, compute, self._policy.reduce_dtype or compute, self._divisor)
         flat = Flat(*rest) if self._host is None else HostFlat(self._host, *rest)
-        flat.codec, flat.is_delayed = kind.codec, kind.is_delayed
+        flat.codec = kind.codec
         return flat
 
     def _cut(self, owned: OwnedParameter, bounds: tuple[int, ...] | None) -> Cut:

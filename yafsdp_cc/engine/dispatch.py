@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.elementwise import admit, admit_at, elementwise, first_cut, grown, is_elementwise, lists, refuse
 from yafsdp_cc.engine.norms import MAX, MIN, NORMS, Kind, LazyNorm, norm_call, norms_of, reduced
-from yafsdp_cc.engine.ranks import groups, of_first, reduce_over
+from yafsdp_cc.engine.ranks import of_first, reduce_over
 from yafsdp_cc.engine.tensor import Cut, FlatDTensor, wrap
 
 if TYPE_CHECKING:
@@ -268,8 +268,7 @@ def _unscale(func: Any) -> Handler:
             torch.get_device_module(kind).synchronize()
         func(locals_, found_inf, inverse_scale)
         grown(locals_)
-        # Over replicas as well: gradients are their own where they make steps by themselves.
-        across = dict.fromkeys(group for cut in cuts for group in (*cut.groups, *groups(cut.mesh)))
+        across = dict.fromkeys(group for cut in cuts for group in cut.groups)
         reduce_over(across, found_inf, dist.ReduceOp.MAX, cuts[0].mesh)
 
     return unscale

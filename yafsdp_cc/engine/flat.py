@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.steps import Steps
     from yafsdp_cc.engine.tensor import Cut
     from yafsdp_cc.wire.feedback import Residual
-    from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.lowrank import LowRank
 
 
@@ -231,10 +230,6 @@ class Flat:
         self.gradients: Gradients | None = None
         self.codec = EXACT
         """What its gradients are encoded by."""
-        self.is_delayed = False
-        """Whether encoded sums of its gradients land one backward late."""
-        self.late: Late | None = None
-        """The sum that is to; kept, as what is still to be said is."""
         self.residual: Residual | None = None
         """What of its gradients is still to be said; kept when the engine is put together again."""
         self.lowrank: LowRank | None = None

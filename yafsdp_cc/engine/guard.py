@@ -173,7 +173,7 @@ class Guard:
         # Residuals are empty at first, and so messages small; longer where they are a momentum.
         if self._passes * (1 - root.compressed.beta) < 1 or self._passes < PERIOD:
             return 0.0
-        norm /= self._scale * root.compressed.steps_said
+        norm /= self._scale
         least = self._least[name] = min(self._least.get(name, norm), norm)
         return norm / least if norm > GROWTH * least > 0 else 0.0
 

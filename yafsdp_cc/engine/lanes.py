@@ -230,12 +230,11 @@ def lane_for(device: torch.device) -> Lane:
 
 
 class Lanes:
-    """The lanes of gathers, of reduces and of what nobody waits for, each made when it is first asked for."""
+    """The lanes of gathers and of reduces, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self._gathers: Lane | None = None
         self._reduces: Lane | None = None
-        self._apart: Lane | None = None
 
     def gathers(self, device: torch.device) -> Lane:
         if self._gathers is None:
@@ -247,9 +246,3 @@ class Lanes:
         if self._reduces is None:
             self._reduces = lane_for(device)
         return self._reduces
-
-    def apart(self, device: torch.device) -> Lane:
-        """Another than both."""
-        if self._apart is None:
-            self._apart = lane_for(device)
-        return self._apart

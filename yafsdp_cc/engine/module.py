@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from yafsdp_cc.engine.assemble import _ENGINE, _ROOT, assembled, current
 from yafsdp_cc.engine.draft import _DRAFT, draft_of, materialize
-from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.methods import Methods
 from yafsdp_cc.engine.tensor import FlatDTensor
 
@@ -150,8 +149,7 @@ def adopt(module: nn.Module) -> None:
     before = module.register_forward_pre_hook(_not_compiled(enter), prepend=True, with_kwargs=True)
     after = module.register_forward_hook(_not_compiled(leave), always_call=True)
     refusal = module.register_load_state_dict_pre_hook(_refuse_assignment)
-    reading = module.register_state_dict_pre_hook(_refuse_apart)
-    for hook in (before, after, refusal, reading):
+    for hook in (before, after, refusal):
         undo_later(module, hook.remove)
 
 
@@ -171,12 +169,6 @@ def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str
             f"load_state_dict(assign=True) on a sharded {type(module).__name__} would cut its parameters off from the "
             "engine: leave assign out, and the values are copied"
         )
-    _refuse_apart(module)
-
-
-def _refuse_apart(module: nn.Module, *_: object) -> None:
-    if (root := assembled(module)) is not None:
-        check_together(root, f"a state dict of a sharded {type(module).__name__}")
 
 
 def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from yafsdp_cc.compression import AUTO
 from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.delayed import OwnPost
 from yafsdp_cc.engine.journal import Journal, Note
 from yafsdp_cc.engine.lanes import alone
 from yafsdp_cc.engine.mailbox import Mailbox
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.counters import Counters
-    from yafsdp_cc.engine.delayed import Apart
     from yafsdp_cc.engine.flat import Flat, Piece
     from yafsdp_cc.engine.host import Crossings
     from yafsdp_cc.engine.lanes import Lane, Start
@@ -56,7 +54,6 @@ class Reductions:
         journal: Journal,
         counters: Counters,
         compressed: Compressed | None = None,
-        apart: Apart | None = None,
     ) -> None:
         self.device = device
         self.compressed = compressed
@@ -66,9 +63,6 @@ class Reductions:
         self.exchange = Reduce(group, device)
         self.post = Post(group, device)
         self._encoded: dict[Flat, ChunkSum] = {}
-        self._apart = apart
-        self._late = lane.ticket()
-        """The latest landing of a sum that was under way since an earlier backward."""
         self.replicas = None if replicas is None else Replicas(replicas, device, lane, compressed)
         self.rings: dict[Role, Ring] = {}
         self.crossings: Crossings | None = None
@@ -77,10 +71,8 @@ class Reductions:
         """Whether a backward waits for what it has sent, and reduces the small group."""
         self._own_slots: list[Slot] = []
         self._trained: set[Flat] = set()
-        self._sent: list[tuple[Slot, Flat]] = []
-        """Reduces issued in the backward under way."""
-        self._landed: list[tuple[Flat, list[bool]]] = []
-        """What lands in it, and which of the parameters this rank has written."""
+        self._sent: list[tuple[Slot, Flat, list[bool]]] = []
+        """Reduces issued in the backward under way, and which of the parameters this rank has written."""
         self._sums: Mailbox
         self._told = False
 
@@ -124,15 +116,12 @@ class Reductions:
         if flat.codec == AUTO:
             self._encoded[flat] = compressed.chosen_for(flat, self.post, self.exchange, name)
             return False
-        apart = self._apart if flat.is_delayed else None
-        post = self.post if apart is None else OwnPost(apart, self.post, self.journal)
-        self._encoded[flat] = compressed.reduce_for(flat, post, name)
+        self._encoded[flat] = compressed.reduce_for(flat, self.post, name)
         return True
 
     def encode_anew(self, flat: Flat) -> None:
         """Let what is now said to be its codec encode the gradients of ``flat``; nothing is under way."""
         if (before := self._encoded.get(flat)) is not None:
-            before.see_through()
             self._encode(flat)
             self._encoded[flat].owed = before.owed
         elif self.replicas is not None:
@@ -151,13 +140,12 @@ class Reductions:
         """Whether gradients of ``flat`` are kept there, to be sent."""
         encoded = self._encoded.get(flat)
         kept = encoded is not None and encoded.kept is not None
-        return kept and all(sent is not flat for _, sent in self._sent)  # until it lands, what was sent is kept
+        return kept and all(sent is not flat for _, sent, _ in self._sent)  # until it lands, what was sent is kept
 
     def keep(self, space: GradientSpace, used: list[list[bool]]) -> None:
         """Take the gradients in ``space`` in, for a later ``send``."""
         slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
-            self._land_late(flat)
             start = self._prepared(flat, whole, alone(partial(self._encoded[flat].accumulate, whole, wrote)))
             self.lane.issue(slot.ready, start, after=self.lane.reached())
         slot.owner = None
@@ -209,23 +197,17 @@ class Reductions:
             meter.sends(space.flats[0], self.counters.gathered_bytes)
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange, adds = self.exchange_of(flat), flat.holds_exact
-            self._land_late(flat)
-            late = exchange.late if isinstance(exchange, ChunkSum) else None
-            if late is None and self.compressed is not None:
+            if self.compressed is not None:
                 self.compressed.check_once(flat)
             if isinstance(exchange, ChunkSum) and exchange.kept is not None:
                 wrote[:] = [now or before for now, before in zip(wrote, exchange.kept, strict=True)]
             start = self._prepared(flat, whole, partial(exchange.send, whole))
             tail = partial(self._take, exchange, flat, whole, wrote)
-            if late is not None and isinstance(exchange, ChunkSum):
-                tail = partial(exchange.set_apart, whole, wrote)
-            else:
-                self._landed.append((flat, wrote))
             if exchange.one_at_a_time:
                 self._land()
             self.counters.reduced_bytes += exchange.sent_bytes(whole)
             self.lane.issue(slot.ready, start, tail, after=self.lane.reached())
-            self._sent.append((slot, flat))
+            self._sent.append((slot, flat, wrote))
             if self._sums_both and isinstance(exchange, ChunkSum):
                 self._send_exactly(flat, whole, slot, adds)
         slot.owner = None
@@ -253,20 +235,6 @@ class Reductions:
         self.counters.reduced_bytes += exchange.sent_bytes(whole)
         self.lane.issue(slot.ready, partial(exchange.send, whole), take, after=self.lane.reached())
 
-    def _land_late(self, flat: Flat) -> None:
-        """Have the sum of ``flat`` land that is under way since an earlier backward, if one is."""
-        encoded, compressed = self._encoded.get(flat), self.compressed
-        if compressed is None or encoded is None or encoded.late is None or encoded.late.used is None:
-            return
-        if encoded.momentum is not None and not compressed.is_momentum(flat):
-            landing = encoded.take_back  # a step of the momentum, and an optimizer that now wants mean gradients
-        else:
-            compressed.check_once(flat)
-            gradients, divisor = flat.train(self.wrap), compressed.divisor_of(flat)
-            landing = partial(gradients.land, encoded.late_totals(), divisor, encoded.late.used)
-            self._landed.append((flat, encoded.late.used))
-        self.lane.issue(self._late, alone(landing), after=self.lane.reached())
-
     def _take(self, exchange: Reduce | ChunkSum, flat: Flat, whole: Tensor, wrote: list[bool]) -> None:
         totals = exchange.totals(whole)
         if self.replicas is not None:
@@ -285,41 +253,30 @@ class Reductions:
         flat.gradients.land(totals, divisor, wrote)
 
     def _land(self) -> None:
-        """See the latest reduce through, and the latest landing; the lane has done those before."""
+        """See the latest reduce through; the lane has done those before."""
         if self._sent:
             self.journal.wait(self._sent[-1][0].ready)
-        self.rest()
-
-    def rest(self) -> None:
-        """See what has landed of earlier backwards' sums, in one that only keeps its own too."""
-        self._late.wait()
 
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
         if self.journal.meter is not None:
             self.journal.meter.end()
-        sent = {flat for _, flat in self._sent}
-        for flat in self._encoded:
-            if flat not in sent:  # this backward has not come to it
-                self._land_late(flat)
         self._land()
         if self.replicas is not None:
             self.replicas.settle()
-        landed = [(flat.pieces, wrote) for flat, wrote in self._landed]
+        landed = [(flat.pieces, wrote) for _, flat, wrote in self._sent]
         landed.append((small.pieces, [piece.written for piece in small.pieces]))
-        late = {
+        pending = {
             piece
-            for flat, _ in self._landed
+            for _, flat, _ in self._sent
             if flat.residual is not None or flat in self._encoded  # which may owe what a residual held
             for piece in flat.pieces
         }
-        usage = Usage(landed, len(pieces), lambda piece: piece in late and self._says(piece))
+        usage = Usage(landed, len(pieces), lambda piece: piece in pending and self._says(piece))
         self._sent.clear()
-        self._landed.clear()
         self.journal.write(_SMALL)
         totals = small.send(usage.words + self.journal.sums(), self.lane, self.replicas)
-        alone = self.replicas is not None and self.replicas.is_alone
-        self.counters.reduced_bytes += small.wire_bytes(None if alone else self.replicas)
+        self.counters.reduced_bytes += small.wire_bytes(self.replicas)
         small.land(self.wrap)
         if self.crossings is not None:
             self.crossings.wait()
@@ -348,17 +305,12 @@ class Reductions:
 
     def recover(self) -> None:
         """Drop what an interrupted backward has sent or was about to send."""
-        for slot, _ in self._sent:
+        for slot, _, _ in self._sent:
             slot.ready.abandon()
-        sent = {flat for _, flat in self._sent}
         self._sent.clear()
-        self._landed.clear()
         if self.replicas is not None:
             self.replicas.forget()
-        for flat, encoded in self._encoded.items():
-            if flat in sent:
-                encoded.drop()
-            encoded.see_through()
+        for encoded in self._encoded.values():
             encoded.forget()
         for slot in (*(slot for ring in self.rings.values() for slot in ring.slots), *self._own_slots):
             slot.owner = None
@@ -376,7 +328,7 @@ class Reductions:
         slots = sum(slot.buffer.nbytes for slot in self._own_slots)
         replicas = 0 if self.replicas is None else self.replicas.owned_bytes
         rings = sum(ring.owned_bytes for ring in self.rings.values())
-        return slots + replicas + rings + self.receive_bytes + self.residual_bytes + self.late_bytes
+        return slots + replicas + rings + self.receive_bytes + self.residual_bytes
 
     @property
     def receive_bytes(self) -> int:
@@ -387,8 +339,3 @@ class Reductions:
     def residual_bytes(self) -> int:
         """Bytes of what is still to be said to the ranks of the shard."""
         return sum(encoded.owned_bytes for encoded in self._encoded.values())
-
-    @property
-    def late_bytes(self) -> int:
-        """Bytes of sums that are under way from one backward to the next."""
-        return sum(encoded.late_bytes for encoded in self._encoded.values())

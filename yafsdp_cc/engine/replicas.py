@@ -3,7 +3,7 @@
     gradient slot ── sum over the shard's ranks ──► partial sum ── all-reduce over replicas ──► divided, into ``.grad``
 
 Partial sums stay and grow until a backward that is to sum over replicas, so that micro-batches before it cross the
-slow network once. Where replicas make steps by themselves, each has its own sum for that of all.
+slow network once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.compressed import Compressed
     from yafsdp_cc.engine.flat import Flat
-    from yafsdp_cc.engine.lanes import Lane, Marker, Ticket
+    from yafsdp_cc.engine.lanes import Lane, Ticket
     from yafsdp_cc.wire.shared import SharedSum
 
 
@@ -102,26 +102,12 @@ class Replicas:
         partial = self._partials[flat]
         partial.ticket.wait()
         partial.add(totals, used)
-        return self.share(flat, partial, land) if self.sums else 0
+        return self._share(flat, partial, land) if self.sums else 0
 
-    def room(self, flat: Flat) -> Partial:
-        """The partial sum of ``flat``, of zeros, for something else than gradients to be shared."""
-        partial = self._partials[flat]
-        partial.ticket.wait()
-        partial.sum.zero_()
-        partial.used = [False] * len(flat.pieces)
-        return partial
-
-    def share(
-        self,
-        flat: Flat,
-        partial: Partial,
-        land: Callable[[Flat, Tensor, list[bool]], None] | None = None,
-        after: Marker | None = None,
-    ) -> int:
-        """Sum over replicas, once the caller's stream has reached ``after``; the bytes sent."""
+    def _share(self, flat: Flat, partial: Partial, land: Callable[[Flat, Tensor, list[bool]], None]) -> int:
+        """Sum over replicas, and then ``land``; the bytes sent."""
         encoded, compressed = self._encoded.get(flat), self._compressed
-        if compressed is None or not compressed.is_warm or self.is_alone:
+        if compressed is None or not compressed.is_warm:
             encoded = None
         exact = None
         if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
@@ -147,18 +133,14 @@ class Replicas:
                 exact.div_(flat.divisor.tensor)
             if exact is not None and before is not None:
                 exact.add_(before)
-            if land is not None:
-                land(flat, partial.sum, wrote)
+            land(flat, partial.sum, wrote)
 
-        sent = 0 if self.is_alone else self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
-        self._lane.issue(partial.ticket, start, tail, after)
+        sent = self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
+        self._lane.issue(partial.ticket, start, tail)
         return sent if exact is None else sent + self.sent_bytes(exact)
 
     def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
-        """Sum ``total`` over replicas, in place; where this one is alone, as if all had the same."""
-        if self.is_alone:
-            total.mul_(self.world)
-            return []
+        """Sum ``total`` over replicas, in place."""
         self._options.asyncOp = asynchronous
         work = self.group.allreduce([total], self._options)
         return [] if work is None else [work]
@@ -184,11 +166,6 @@ class Replicas:
     def is_idle(self) -> bool:
         """Whether there is no partial sum that was not shared."""
         return all(partial.used is None for partial in self._partials.values())
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this replica makes the steps of now by itself."""
-        return self._compressed is not None and self._compressed.phase is Phase.LOCAL
 
     @property
     def owned_bytes(self) -> int:

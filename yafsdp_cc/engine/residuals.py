@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.flat import Flat
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.tensor import FlatDTensor
-    from yafsdp_cc.wire.late import Late
     from yafsdp_cc.wire.shared import SharedSum
 
 
@@ -39,7 +38,7 @@ def mean_residuals(root: Root) -> dict[str, FlatDTensor]:
     found = {}
     units = root.drafts[0].ranks.mesh.size() * _loss_scale(root)
     for flat, encoded in encoded_of(root):
-        if encoded.residual is None and encoded.owed is None and _late_of(encoded) is None:
+        if encoded.residual is None and encoded.owed is None:
             continue
         unsaid = _summed(root, encoded).div_(units)
         for piece in flat.pieces:
@@ -60,7 +59,7 @@ def room_for_residuals(root: Root) -> dict[str, FlatDTensor]:
 def owe(root: Root, residuals: Mapping[str, FlatDTensor]) -> None:
     """Empty all residuals, and have what ``mean_residuals`` once returned added to the next sums."""
     for flat, encoded in encoded_of(root):
-        _drop(encoded)
+        encoded.forget()
         owed = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=root.device)
         for piece in flat.pieces:
             piece.range_of(owed).copy_(residuals[piece.cut.name].to_local())
@@ -81,13 +80,12 @@ def raw_residuals(root: Root) -> dict[str, Any]:
             "fits": _form(root, flat, encoded),
             **({} if (residual := encoded.residual) is None else {"values": residual.values.cpu()}),
             **({} if residual is None else {"scales": residual.scales.cpu()}),
-            **_late_state(encoded),
             "owed": torch.zeros(0) if (owed := encoded.waiting) is None else owed.cpu(),
             "loss_scale": _loss_scale(root),
             **({} if flat.lowrank is None else {"lowrank": (flat.lowrank.factors.cpu(), flat.lowrank.sends_right)}),
         }
         for flat, encoded in encoded_of(root)
-        if _has_state(encoded) and flat.codec != AUTO
+        if encoded.residual is not None and flat.codec != AUTO
     }
 
 
@@ -99,30 +97,21 @@ def restore_residuals(root: Root, raw: Mapping[str, Any]) -> bool:
     """
     if any(flat.codec == AUTO for flat, _ in encoded_of(root)):
         return False
-    ours = {pair[0].pieces[0].cut.name: pair for pair in encoded_of(root) if _has_state(pair[1])}
+    ours = {pair[0].pieces[0].cut.name: pair for pair in encoded_of(root) if pair[1].residual is not None}
     if ours.keys() != raw.keys() or any(raw[name]["fits"] != _form(root, *pair) for name, pair in ours.items()):
         return False
     for name, (flat, encoded) in ours.items():
-        _drop(encoded)
+        encoded.forget()
         if flat.lowrank is not None:
             factors, flat.lowrank.sends_right = raw[name]["lowrank"]
             flat.lowrank.factors.copy_(factors)
         if encoded.residual is not None:
             encoded.residual.values.copy_(raw[name]["values"])
             encoded.residual.scales.copy_(raw[name]["scales"])
-        if (late := _late_of(encoded)) is not None:
-            late.resume(raw[name]["late"])
         owed = raw[name]["owed"]
         encoded.owed = owed.to(root.device) if owed.numel() else None
         _multiply(encoded, _loss_scale(root) / raw[name]["loss_scale"])
     return True
-
-
-def drop_late(root: Root) -> None:
-    """Give up sums that are under way from one backward to the next."""
-    for _, encoded in encoded_of(root):
-        if isinstance(encoded, ChunkSum):
-            encoded.drop()
 
 
 @torch.no_grad()
@@ -139,8 +128,6 @@ def _multiply(encoded: ChunkSum | SharedSum, factor: float) -> None:
         encoded.residual.multiply(factor)
     if encoded.owed is not None:
         encoded.owed.mul_(factor)
-    if (late := _late_of(encoded)) is not None:
-        late.scale *= factor
 
 
 def _loss_scale(root: Root) -> float:
@@ -157,37 +144,13 @@ def encoded_of(root: Root) -> Iterator[tuple[Flat, ChunkSum | SharedSum]]:
             yield flat, encoded
 
 
-def _late_of(encoded: ChunkSum | SharedSum) -> Late | None:
-    return encoded.late if isinstance(encoded, ChunkSum) else None
-
-
-def _late_state(encoded: ChunkSum | SharedSum) -> dict[str, Any]:
-    """What a checkpoint of this rank has of a sum that is under way, which it waits for."""
-    if not isinstance(encoded, ChunkSum) or encoded.late is None:
-        return {}
-    encoded.see_through()
-    return {"late": encoded.late.state()}
-
-
-def _has_state(encoded: ChunkSum | SharedSum) -> bool:
-    return encoded.residual is not None or _late_of(encoded) is not None
-
-
-def _drop(encoded: ChunkSum | SharedSum) -> None:
-    """Give up gradients that are under way, or still to be summed."""
-    if isinstance(encoded, ChunkSum):
-        encoded.drop()
-    encoded.forget()
-
-
 def _form(root: Root, flat: Flat, encoded: ChunkSum | SharedSum) -> list[Any]:
     ranks = [group.size() for group in groups(root.drafts[0].ranks.mesh)]
     names = [piece.cut.name for piece in flat.pieces]
     residual = encoded.residual
     kept = [] if residual is None else [list(residual.values.shape), str(residual.values.dtype), residual.block]
-    late = [] if _late_of(encoded) is None else ["late"]
     factors = 0 if flat.lowrank is None else flat.lowrank.factors.numel()
-    return [ranks, names, *kept, factors, *late]
+    return [ranks, names, *kept, factors]
 
 
 def _summed(root: Root, encoded: ChunkSum | SharedSum) -> Tensor:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from yafsdp_cc.engine.delayed import Apart
     from yafsdp_cc.engine.draft import Draft
     from yafsdp_cc.engine.flat import Piece
     from yafsdp_cc.engine.lanes import Lane
@@ -59,7 +58,6 @@ class Root:
         gather_lane: Lane,
         reduce_lane: Lane,
         counters: Counters,
-        apart: Apart | None = None,
     ) -> None:
         self.model = model
         self.drafts = tuple(drafts)
@@ -73,7 +71,7 @@ class Root:
         self.journal = Journal(rank, self.world * replicated, _get_default_store(), first)
         self.compressed = next((draft.compressed for draft in drafts if draft.compressed is not None), None)
         ways = reduce_group, replicas, device, reduce_lane
-        self.reductions = Reductions(*ways, self.journal, self.counters, self.compressed, apart)
+        self.reductions = Reductions(*ways, self.journal, self.counters, self.compressed)
         self.chooser = Chooser.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
         self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, Room(device))
@@ -347,7 +345,6 @@ class Root:
                     unit.reduce()  # kept from backwards that did not synchronise
             if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)
-        self.reductions.rest()
         for unit in self.units:
             unit.rest()
         stream = self.gather_lane.stream()

@@ -20,7 +20,7 @@ from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -125,7 +125,7 @@ class SmallGroup:
         for block in blocks:
             block.start, self._elements = self._elements, self._elements + block.master.numel()
             block.end = self._elements
-        self.words = words
+        self._words = words
         self._said = array("d", bytes(8 * words))
         self._saying = torch.frombuffer(self._said, dtype=torch.float64)
         size = align(self._elements + words, VECTOR * gather.world)
@@ -203,12 +203,12 @@ class SmallGroup:
                 assert piece.target is not None
                 piece.target.zero_()
         self._said[:] = array("d", words)
-        self._mail.send(self._saying, self._wire.narrow(0, self._elements, self.words))
+        self._mail.send(self._saying, self._wire.narrow(0, self._elements, self._words))
         if self._gather.world > 1 or replicas is not None:
             with self.span:
                 lane.issue(self._ticket, partial(self._exchange, replicas), after=lane.reached())
                 self._ticket.wait()
-        return self._totals.narrow(0, self._elements, self.words)
+        return self._totals.narrow(0, self._elements, self._words)
 
     def _exchange(self, replicas: Replicas | None, asynchronous: bool) -> Sequence[dist.Work]:
         for work in self._reduce.send(self._wire, asynchronous):
@@ -218,14 +218,6 @@ class SmallGroup:
             for work in replicas.send(total, asynchronous):
                 work.wait()
         return self._gather.send(self._totals, total, asynchronous)
-
-    def totals(self) -> Iterator[tuple[Piece, Tensor]]:
-        """What ``send`` has summed, for what is no gradient: it lands nowhere."""
-        for block in self.blocks:
-            for piece in block.pieces:
-                piece.written = False
-                total = self._totals.narrow(0, block.start + piece.extent.offset, piece.extent.numel)
-                yield piece, total.view(piece.extent.shape)
 
     def land(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> list[bool]:
         """Add the summed gradients, divided, to ``.grad``; for each piece, whether this rank had written it."""

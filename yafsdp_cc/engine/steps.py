@@ -33,8 +33,6 @@ class Steps:
     def __init__(self) -> None:
         self._first = 0
         self._last = UNKNOWN
-        self._since = BEHIND
-        """What was whole before this version is to be gathered anew."""
 
     def add(self, before: int, after: int) -> None:
         """A step has led from one version to another."""
@@ -44,11 +42,7 @@ class Steps:
 
     def resume(self, before: int, now: int) -> None:
         """Steps, of an earlier run, have led from ``BEHIND`` or the present version itself to the present one."""
-        self._first, self._last, self._since = before, now, BEHIND
-
-    def renew(self, version: int) -> None:
-        """From this version on, what is whole is to be gathered anew, once."""
-        self._since = version
+        self._first, self._last = before, now
 
     @property
     def known(self) -> bool:
@@ -57,7 +51,7 @@ class Steps:
 
     def lead(self, before: int, now: int) -> bool:
         """Whether steps alone have led from one version to the present one."""
-        return max(self._first, self._since) <= before and now == self._last
+        return self._first <= before and now == self._last
 
 
 def watch(flats: Iterable[Flat]) -> None:

@@ -66,7 +66,6 @@ def plan_for(root: Root) -> Plan:
         second_shard_bytes=sum(unit.second.owned_bytes for unit in units if unit.second is not None),
         receive_bytes=root.reductions.receive_bytes,
         residual_bytes=root.reductions.residual_bytes,
-        late_bytes=root.reductions.late_bytes,
         choices=_choices(root, trainable),
         adamw_bytes=2 * sum(piece.local.nbytes for piece in (*pieces, *small.pieces) if piece.parameter.requires_grad),
         change_bytes=0 if root.encoded_change is None else root.encoded_change.room.owned_bytes,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.meeting import check_together
 from yafsdp_cc.engine.module import ShardedModule, root_of
 from yafsdp_cc.engine.tensor import _all_gather, flat_dtensor
 from yafsdp_cc.wire.exchange import backend_of
@@ -138,7 +137,6 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
 
 
 def check_at_rest(root: Root, what: str) -> None:
-    """Raise a ``RuntimeError`` inside a forward or a backward, and where replicas are apart."""
-    check_together(root, what)
+    """Raise a ``RuntimeError`` inside a forward or a backward."""
     if root.passage is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")

@@ -1,4 +1,4 @@
-"""What a user says about compression: one frozen value, or just the name of a codec."""
+"""The user's settings of compression: one frozen value, or just the name of a codec."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from yafsdp_cc.wire.codec import BLOCK, Codec, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import BLOCK, Codec, Scaled, codec_of, kind_of
 
 EXACT = "fp32"
-"""The name of no codec at all, where the engine sums in fp32 anyway."""
+"""Stands for no codec at all; the engine sums in fp32."""
 
 LOW_RANK = "powersgd"
-"""The name of what is no codec but a wire of its own (``wire.lowrank``)."""
+"""Names no codec but a collective of its own (``compression.powersgd``)."""
 
 AUTO = "auto"
-"""The name of whichever of some codecs, or none, is enough to hide the wire (``wire.choice``)."""
+"""Names the least lossy of some codecs, or none, that hides the reduce (``compression.autotune``)."""
 ROUNDING = ("int8", "fp8")
-"""Codecs near enough to weights themselves; others say only how these have changed."""
+"""Codecs precise enough for weights themselves; others encode only how weights have changed."""
 
 _CANDIDATES = ("int8", "int4")
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def _in_plain_words(kind: type[_T]) -> type[_T]:
-    """Let a class say what is wrong as a ``ValueError`` of one line, without pydantic's own words around it."""
+    """Let a class raise a ``ValueError`` of one line, without pydantic's own words around it."""
     init = kind.__init__
 
     @wraps(init)
@@ -56,40 +56,39 @@ def _line_of(kind: type, error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "string_type":
-        codec = "the name of a codec, such as 'int8'" + ("; 'fp32' for none" if name == "gradients" else "")
-        wanted = "a pattern of full names, such as '0.*'" if where[0] == "delayed" else codec
-        return f"{name}={error['input']!r}: takes {wanted}"
+        none = "; 'fp32' for none" if name == "gradients" else ""
+        return f"{name}={error['input']!r}: takes the name of a codec, such as 'int8'{none}"
     if error["type"] == "tuple_type":
-        one = "*" if name == "delayed" else "int8"
-        return f"{name}={error['input']!r}: write several in parentheses, and one as ({one!r},)"
+        return f"{name}={error['input']!r}: write several in parentheses, and one as ('int8',)"
     return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 @_in_plain_words
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Compression:
-    """How what crosses the network is encoded.
+    """How gradients and weights are encoded for the network.
 
     Raises:
-        ValueError: a name is no codec's, or the combination cannot work; the message says which.
+        ValueError: a name is no codec's, or the combination cannot work; the message names it.
     """
 
     gradients: str = "int8"
     """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix.
 
-    ``"auto"``: in each unit as few bits lost as hide its sum under the backward, chosen anew as training goes.
+    ``"auto"``: for each unit the least lossy of ``candidates`` that hides its reduce under the backward, chosen anew as
+    training goes.
     """
     weights: str | None = None
-    """The codec of weights; None: as they are. Where they stay whole, on every rank or between some that are near each
-    other, it says how steps change them (``wire.change``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``,
-    ``"onebit"``, or another with scales. Where they are dropped after the forward, it rounds them: ``"int8"`` or
-    ``"fp8"``."""
+    """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
+    them (``compression.delta``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
+    scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool = True
-    """Whether what a message could not say is kept and said later. Without, rounding is random where it can be."""
+    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
+    rounding is stochastic where the codec can do that."""
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
-    """What is kept of each gradient for that: 4, 2, or just over 1 byte for each element and rank."""
+    """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
     carry: float = 1.0
-    """How much of the residual the next message is to say; less than 1 is LoCo's (``feedback.Recursion.carry``)."""
+    """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
     scope: Scope = "auto"
     """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
     warmup_steps: int = 0
@@ -101,15 +100,13 @@ class Compression:
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
     candidates: tuple[str, ...] = _CANDIDATES
-    """What ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
+    """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
     error_budget: float | None = None
-    """The most that ``"auto"`` may leave out of a message, on average over elements, as a share of the gradients'
-    squares: all in int8 leave out 0.00005, all in int4 0.016. None: as the candidates do."""
-    delayed: tuple[str, ...] = ()
-    """Parameters whose encoded gradients land one backward late, by patterns of full names (``"*"``: all)."""
-    guard: bool = True
-    """Whether units go back to more bits by themselves, int4 and then bf16, where messages say too little of what they
-    should, or losses rise that ``yafsdp_cc.watch_loss`` is told. Not those that ``"auto"`` chooses for."""
+    """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
+    for all has 0.00005, int4 for all 0.016. None: unbounded."""
+    fallback: bool = True
+    """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
+    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
 
     @field_validator("gradients", "overrides")
     @classmethod
@@ -166,18 +163,8 @@ class Compression:
         if AUTO not in self.named and (self.error_budget is not None or self.candidates != _CANDIDATES):
             idle = "error_budget" if self.error_budget is not None else "candidates"
             raise ValueError(
-                f"{idle}={getattr(self, idle)!r} says something of what 'auto' chooses, and gradients="
+                f"{idle}={getattr(self, idle)!r} limits what 'auto' chooses, and gradients="
                 f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
-            )
-        if self.delayed and AUTO in self.named:
-            raise ValueError(
-                f"delayed={self.delayed!r} with 'auto': that encodes only sums that show, and what lands late does "
-                "not: name a codec, or leave delayed out"
-            )
-        if self.delayed and set(self.codecs) == {EXACT}:
-            raise ValueError(
-                f"delayed={self.delayed!r} with gradients={EXACT!r}: exact sums never land late; name a codec such as "
-                "'int8', or leave delayed out"
             )
         biased = [name for name in self.codecs if _needs_feedback(name)]
         if biased and not self.feedback:
@@ -189,31 +176,27 @@ class Compression:
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
-        """What residuals are kept in; None without feedback."""
+        """The dtype of residuals; None without error feedback."""
         return _DTYPES[self.residual] if self.feedback else None
 
     @property
     def named(self) -> frozenset[str]:
-        """What is said of gradients, ``"auto"`` by this name."""
+        """The codecs of gradients as the user named them, ``"auto"`` by this name."""
         return frozenset((self.gradients, *self.overrides.values()))
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """All that gradients may be encoded by: candidates in the place of ``"auto"``."""
+        """All codecs that gradients may be encoded with: candidates in the place of ``"auto"``."""
         names = (self.gradients, *self.overrides.values())
         return tuple(dict.fromkeys(each for name in names for each in (self.candidates if name == AUTO else (name,))))
 
     def codec_for(self, name: str) -> str:
-        """The codec of the gradient of a parameter with this full name."""
+        """Return the codec of the gradient of the parameter with this full name."""
         pattern = self._pattern_for(name)
         return self.gradients if pattern is None else self.overrides[pattern]
 
-    def delays(self, name: str) -> bool:
-        """Whether sums of the gradient of a parameter with this full name land one backward late."""
-        return self.codec_for(name) != EXACT and any(fnmatchcase(name, pattern) for pattern in self.delayed)
-
     def idle_overrides(self, names: Iterable[str]) -> list[str]:
-        """Patterns that decide about none of the parameters with these full names."""
+        """Return the patterns that decide about none of the parameters with these full names."""
         deciding = {self._pattern_for(name) for name in names}
         return [pattern for pattern in self.overrides if pattern not in deciding]
 
@@ -221,16 +204,16 @@ class Compression:
         return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
 
     def bits(self, codec: str) -> float:
-        """Bits for an element of a gradient, of a large one; 0 for ``"powersgd"``, which goes by the shape."""
+        """Return the bits per element of a large gradient; 0 for ``"powersgd"``, which goes by the shape."""
         return 0.0 if codec == LOW_RANK else 8 * self.make(codec).message_bytes(1 << 20) / (1 << 20)
 
     def make(self, codec: str) -> Codec:
-        """The codec of a name other than ``"powersgd"``, with this block."""
+        """Make the codec of a name other than ``"powersgd"`` and ``"auto"``, with this block."""
         return codec_of(codec, self.block)
 
 
 _FIT = "take int8, fp8, int4, ternary or onebit, or None for the weights' own dtype"
-_NO_SCALES = "changes of weights are said by codecs with a scale for each block, subclasses of Scaled"
+_NO_SCALES = "deltas of weights are encoded by codecs with a scale for each block, subclasses of Scaled"
 _UNFIT = {
     "fp32": "None sends weights as they are",
     "bf16": "MixedPrecisionPolicy(param_dtype=torch.bfloat16) sends weights so, and computes with them",
@@ -244,13 +227,13 @@ def _needs_feedback(name: str) -> bool:
     return name == LOW_RANK or kind_of(name).needs_feedback
 
 
-def check_name(name: str, said: str) -> None:
-    """Raise a ``ValueError`` that quotes what was ``said`` if nothing that encodes has this name."""
+def check_name(name: str, argument: str) -> None:
+    """Raise a ``ValueError`` that begins with ``argument`` if no codec has this name."""
     if name not in (LOW_RANK, AUTO):
         try:
             kind_of(name)
         except ValueError as error:
-            raise ValueError(f"{said}: {error}") from None
+            raise ValueError(f"{argument}: {error}") from None
 
 
 def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
@@ -265,37 +248,8 @@ def check_overrides(compression: Compression | None, names: Collection[str]) -> 
         )
 
 
-def check_delayed(compression: Compression | None, names: Collection[str]) -> None:
-    """Raise a ``ValueError`` if a pattern of ``delayed`` fits none of ``names``, or only what is summed exactly."""
-    for pattern in () if compression is None else compression.delayed:
-        fitting = [name for name in names if fnmatchcase(name, pattern)]
-        if not fitting:
-            some = ", ".join(map(repr, list(names)[:3]))
-            raise ValueError(
-                f"delayed=({pattern!r}, ...) fits no parameter that crosses ranks with a unit: patterns are of full "
-                f"names (* stands for anything), such as {some}"
-            )
-        if compression is not None and not any(map(compression.delays, fitting)):
-            raise ValueError(
-                f"delayed=({pattern!r}, ...) fits {fitting[0]!r}, whose gradient overrides leave exact, and nothing "
-                "else: exact sums never land late"
-            )
-
-
-def check_kept(compression: Compression | None, unit: str) -> None:
-    """Raise a ``ValueError`` if weights that are dropped after the forward, those of a ``unit``, cannot be encoded."""
-    name = None if compression is None else compression.weights
-    if name is not None and name not in ROUNDING:
-        raise ValueError(
-            f"compression has weights={name!r}, which says how weights have changed that ranks have kept, but those of "
-            f"unit '{unit}' are dropped after each forward (zero_stage=3, reshard_after_forward=True or the number of "
-            "all ranks): pass zero_stage=2 or reshard_after_forward=False, by which every rank keeps them, or some "
-            "ranks that are to keep them between them, as reshard_after_forward=8, or weights='int8', which rounds them"
-        )
-
-
 def compression_of(value: Compression | str | None) -> Compression | None:
-    """What a ``compression`` argument says; None where that is nothing.
+    """Return the ``Compression`` that an argument of this name stands for; None for none.
 
     Raises:
         TypeError: it is something else.
