@@ -89,3 +89,28 @@ def the_first_steps() -> None:
 
 def test_the_first_steps_are_those_of_torch_bit_for_bit():
     on_ranks(2, the_first_steps)
+
+
+def removed_local_steps() -> None:
+    model = sharded("onebit")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'local_steps'"):
+        ZeroOneAdam(model.parameters(), local_steps=4)  # type: ignore[call-arg]
+    optimizer = ZeroOneAdam(model.parameters(), RATE, BETAS)
+    for step in range(5):
+        backward(model, step)
+        optimizer.step()
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    before = [optimizer.state[bias]["exp_avg_sq"].full_tensor() for bias in biases]
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["variance_step"] = torch.tensor(2.0)
+    optimizer.load_state_dict(state)
+    for bias, square in zip(biases, before, strict=True):
+        corrected = square * (1 - BETAS[1] ** 5) / (1 - BETAS[1] ** 2)
+        assert torch.allclose(optimizer.state[bias]["exp_avg_sq"].full_tensor(), corrected)
+        assert "variance_step" not in optimizer.state[bias]
+
+
+def test_local_steps_are_gone_and_a_state_with_them_loads():
+    """Their second moments of what is never encoded have seen fewer gradients than there were steps."""
+    on_ranks(2, removed_local_steps)

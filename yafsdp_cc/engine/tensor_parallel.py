@@ -109,7 +109,7 @@ class TensorParallel:
         return TensorParallel._of(tensor) == self
 
     @cached_property
-    def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
         return self._groups(Shard)
 

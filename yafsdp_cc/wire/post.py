@@ -94,9 +94,6 @@ class Post:
         self._options.asyncOp = asynchronous
         return works_of(self.group.alltoall_base(received, sent, parts, parts, self._options))
 
-    def wait(self) -> None:
-        """Wait for messages that others do not wait for; there are none, where buffers are shared."""
-
     def sum(self, numel: int, asynchronous: bool) -> Works:
         """Sum the messages to all alike over ranks; what was said stays as it is."""
         summed = self.summed(numel).copy_(self.said(numel))
