@@ -23,10 +23,9 @@ from torch.func import functional_call
 
 import yafsdp_cc
 from tests import reference
+from tests.internals import poisoned_buffers
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.lanes import CudaLane
-from yafsdp_cc.engine.module import root_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -148,47 +147,21 @@ def test_grad_scaler_skips_a_step() -> None:
 
 @contextmanager
 def late(model: Any, where: str, seed: int) -> Iterator[None]:
-    """Naps on the compute stream and on the lanes, in places drawn at random. A weight slot is NaN from the start of
-    its gather until that has arrived, a gradient slot from the end of its reduce until it is written again."""
-    draw, root, issue = random.Random(seed), root_of(model), CudaLane.issue
-    weights = {id(slot.ready): slot for ring in root.weight_rings.values() for slot in ring.slots}
-    gradients = {id(slot.ready): slot for ring in root.reductions.rings.values() for slot in ring.slots}
+    """Naps on the compute stream and around collectives, in places drawn at random, with NaN in unused buffers."""
+    draw = random.Random(seed)
 
     def nap(stream: str) -> None:
         if stream in where and draw.random() < 0.5:
             torch.cuda._sleep(NAP)
 
-    def issue_late(self: CudaLane, ticket: Any, start: Any, tail: Any = None, after: Any = None) -> None:
-        def begin(asynchronous: bool) -> Any:
-            if id(ticket) in weights and all(flat.trainable for flat in weights[id(ticket)].owner.flats):
-                weights[id(ticket)].buffer.fill_(255)  # NaN in every dtype
-            nap("lane")
-            return start(asynchronous)
-
-        def end() -> None:
-            if tail is not None:
-                tail()
-            if id(ticket) in gradients and len(owners[id(ticket)].flats) == 1:
-                gradients[id(ticket)].buffer.fill_(255)
-            nap("lane")
-
-        issue(self, ticket, begin, end, after)
-
-    owners = {id(unit._gradient_home().slot.ready): unit for unit in root.units if _train(unit)}
     hooks = [block.register_forward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
     hooks += [block.register_full_backward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
-    CudaLane.issue = issue_late  # type: ignore[method-assign]
     try:
-        yield
+        with poisoned_buffers(model, lambda: nap("lane")):
+            yield
     finally:
-        CudaLane.issue = issue  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
-
-
-def _train(unit: Any) -> bool:
-    unit.training = tuple(flat for flat in unit.flats if flat.trainable)
-    return bool(unit.training)
 
 
 def ordered(where: str, side: bool) -> None:

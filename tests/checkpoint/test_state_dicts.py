@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same, train, whole
+from tests.internals import FlatDTensor
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.tensor import FlatDTensor
 
 
 def flat(state, name=""):

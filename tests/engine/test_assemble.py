@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import yafsdp_cc
+from tests.internals import buffers_of, state_of
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.module import root_of
 
 
 class Listener(logging.Handler):
@@ -45,9 +45,5 @@ def _anew() -> None:
             sharded.set_requires_gradient_sync(last)
             model(torch.ones(2, 32)).sum().backward()
         assert [reference() for reference in before] == [None] * len(before), "buffers of an earlier assembly"
-        root = root_of(model)
-        rings = [*root.weight_rings.values(), *root.reductions.rings.values()]
-        slots = [slot for ring in rings for slot in (*ring.slots, *ring.kept)]
-        before = [weakref.ref(root), *(weakref.ref(slot.buffer) for slot in slots)]
-        del root, rings, slots
+        before = [weakref.ref(each) for each in (state_of(model), *buffers_of(model))]
     assert sum("keeps whole gradients" in each for each in heard.said) == (torch.distributed.get_rank() == 0)

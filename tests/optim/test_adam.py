@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.internals import flat_params, groups_of, shard_numel, unsharded_weights
 from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam
 
 
@@ -166,8 +166,7 @@ def bytes_sent() -> list[int]:
         before = counters.reduced_bytes
         trained(model, optimizer, range(step, step + 1))
         sent.append(counters.reduced_bytes - before)
-    layouts = [flat.layout for unit in root_of(model).units for flat in unit.flats]
-    exact = 4 * sum(layout.chunk for layout in layouts)
+    exact = 4 * sum(shard_numel(flat) for flat in flat_params(model))
     wire = yafsdp_cc.plan_of(model).wire
     return [*(each - wire.small for each in sent), exact, wire.reduce]
 
@@ -197,13 +196,13 @@ def gathered_in_the_step(stage: int, weights_by: str) -> None:
         model(drawn(9, 0))
     assert counters.gathered_bytes - before == whole - early
     if stage == 2:
-        for unit, part in zip(root_of(model).units, model.parts, strict=True):
-            (kept,) = unit.home.wholes
+        for index, (group, part) in enumerate(zip(groups_of(model), model.parts, strict=True)):
+            (kept,) = unsharded_weights(group)
             everywhere = [torch.empty_like(kept) for _ in range(2)]
             dist.all_gather(everywhere, kept)
-            assert everywhere[0].equal(everywhere[1]), unit.name
+            assert everywhere[0].equal(everywhere[1]), index
             far = (kept[: part.weight.numel()] - part.weight.full_tensor().flatten()).abs().max()
-            assert 0 < far < 1e-3, unit.name  # of steps of 1e-3, told in four bits
+            assert 0 < far < 1e-3, index  # of steps of 1e-3, told in four bits
 
 
 @pytest.mark.parametrize(("stage", "weights_by"), [(2, "int4"), (3, "int8")])

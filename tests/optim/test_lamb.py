@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.internals import record_norm_reduces
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks
 from tests.wire.ledger import net
-from yafsdp_cc.engine import norms
 from yafsdp_cc.optim import OneBitLamb
 
 BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4
@@ -134,8 +134,7 @@ def test_both_forms_are_one_where_nothing_is_lost():
 
 def all_reduces() -> None:
     calls: list[int] = []
-    reduce = norms.reduce_over
-    norms.reduce_over = lambda groups, tensor, *rest: calls.append(tensor.numel()) or reduce(groups, tensor, *rest)
+    record_norm_reduces(calls)
     model = sharded("onebit")
     optimizer = OneBitLamb(model.parameters(), warmup_steps=2)
     for step in range(4):

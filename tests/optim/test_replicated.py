@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import replicated_residual
 from tests.optim.lossless import whole
 from tests.optim.paper import Paper
 from tests.ranks import on_ranks
@@ -195,9 +196,7 @@ def within_bounds() -> None:
         for name, model in models.items():
             if name == "paper":
                 now = [each.detach().double() for each in model.parameters()]
-                layout = optimizers[name]._layout
-                left = optimizers[name].mean.unsaid().double()
-                e = [left[at.offset : at.end].view(at.shape) for at in layout.extents]
+                e = replicated_residual(optimizers[name])
             else:
                 now, said = whole(model.parameters()), unsaid(model)
                 e = [said[each] for each, _ in model.named_parameters()]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_cc
+from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks
 from tests.wire.ledger import net, unsaid
@@ -82,7 +83,7 @@ def the_first_steps() -> None:
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert mine.to_local().equal(other.to_local())
     exact = 5 * (1 + math.log2(200 / 5 + 1))
-    assert sum(ours._phase_of(step).value == "exact" for step in range(1, 201)) < exact
+    assert sum(phase_at(ours, step) == "exact" for step in range(1, 201)) < exact
     with pytest.raises(ValueError, match="refreshes=0: at least 1"):
         ZeroOneAdam(model.parameters(), refreshes=0)
 

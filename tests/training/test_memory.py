@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.internals import finish_all_gathers, first_weight_buffer, state_of
 from tests.models import WIDTH, Block, stack
 from tests.ranks import on_ranks
 from tests.twins import inputs, mine, numbers, square, trains_on, twins
-from yafsdp_cc.engine.module import root_of
 
 
 def _tensors() -> int:
@@ -46,9 +46,7 @@ def _left_over(backward: bool) -> None:
             optimizer.zero_grad()
         del loss
         if step in (9, 59):
-            for ring in root_of(model).weight_rings.values():
-                for slot in ring.slots:
-                    slot.ready.settle()  # what is under way holds on to its buffers
+            finish_all_gathers(model)
             counts.append(_tensors())
     assert counts[0] == counts[1]
 
@@ -92,11 +90,11 @@ def _deleted() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = twins(stack)
     square(model, mine(inputs())).backward()
-    engine, slot = weakref.ref(root_of(model)), weakref.ref(root_of(model).units[0].home.slot)
+    engine, buffer = weakref.ref(state_of(model)), weakref.ref(first_weight_buffer(model))
     del model
     gc.collect()
     assert engine() is None
-    assert slot() is None
+    assert buffer() is None
     path: list[Any] = [None]
     if rank == 0:
         path[0] = tempfile.mkstemp()[1]

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.residuals import mean_residuals
+from tests.internals import mean_residuals_of
 
 
 def net() -> nn.Module:
@@ -34,7 +33,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unsaid(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.full_tensor().double() for name, each in mean_residuals(root_of(model)).items()}
+    return {name: each.double() for name, each in mean_residuals_of(model).items()}
 
 
 class Ledger:

@@ -10,16 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
+from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
 from tests.ranks import on_ranks
 from tests.soak import also
 from tests.wire.changes import (
     BF16,
     changed_bytes,
-    exact_bytes,
     following,
     gathered,
     is_exact,
-    kept,
     look,
     masters,
     told,
@@ -62,7 +61,7 @@ def test_weights_follow_by_the_rule_and_are_equal_on_all_ranks(world, mesh):
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yafsdp_cc.wire.change.part_of", lambda device: 1280)
+    set_delta_part(monkeypatch, 1280)
     as_the_rule_says(())
 
 
@@ -154,7 +153,7 @@ def test_what_no_optimizer_has_changed_is_gathered_exactly():
 
 def counted() -> None:
     model = following()
-    assert changed_bytes(model) < exact_bytes(model) / 6
+    assert changed_bytes(model) < exact_gather_bytes(model) / 6
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = gathered(model)
 
@@ -165,7 +164,7 @@ def counted() -> None:
         return total
 
     look(model)
-    assert sent() == exact_bytes(model)
+    assert sent() == exact_gather_bytes(model)
     for step in range(3):
         train(model, optimizer, step)
         sent()
@@ -193,7 +192,7 @@ def counted() -> None:
     optimizer.step()
     model[0].unshard()
     assert sent() < changed_bytes(model)
-    assert model[0].weight.equal(kept(model)["0.weight"])
+    assert model[0].weight.equal(unsharded_params(model)["0.weight"])
     optimizer.step()  # the weights that are held are of before
     assert not is_exact(model, look(model))
     model[0].reshard()
@@ -215,7 +214,7 @@ def by_several() -> None:
     look(model)
     for step in range(3):
         loss_of(model, step).backward()
-        truth = kept(model)
+        truth = unsharded_params(model)
         before = gathered(model)
         for optimizer in optimizers:
             optimizer.step()

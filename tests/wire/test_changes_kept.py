@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import unsharded_params
 from tests.ranks import on_ranks
 from tests.wire.changes import (
     BF16,
@@ -17,7 +18,6 @@ from tests.wire.changes import (
     following,
     gathered,
     is_exact,
-    kept,
     look,
     masters,
     told,
@@ -25,7 +25,6 @@ from tests.wire.changes import (
 )
 from tests.wire.ledger import net, sharded
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 # What keeps its weights, and what does not
 
@@ -53,14 +52,14 @@ def some_only() -> None:
     train(model, optimizer, 0)
     now, after = masters(model), look(model)
     assert after["own"].equal(told("int8", now["own"], seen["own"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
     model[2].set_reshard_after_forward(False)
     seen = look(model)
     assert seen["2.weight"].equal(masters(model)["2.weight"])
     train(model, optimizer, 1)
     now, after = masters(model), look(model)
     assert after["2.weight"].equal(told("int8", now["2.weight"], seen["2.weight"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
 
 
 def test_some_units_may_keep_their_weights_and_others_not():
@@ -104,7 +103,7 @@ def saved(folder: Any, policy: Any) -> None:
         if moment == "seen":
             look(model)
         yafsdp_cc.save(folder / moment, model, optimizer, note=1)
-        held = kept(model)
+        held = unsharded_params(model)
         losses = [train(model, optimizer, step) for step in range(4, 8)]
         ends = masters(model)
         if dist.get_rank() == 0:
@@ -118,7 +117,7 @@ def resumed(folder: Any, policy: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 100)
         assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
-        assert all(view.equal(held[name]) for name, view in kept(model).items())
+        assert all(view.equal(held[name]) for name, view in unsharded_params(model).items())
         before, now = gathered(model), masters(model)
         seen = look(model)
         assert gathered(model) - before == (changed_bytes(model) if moment == "stepped" else 0)
@@ -154,7 +153,7 @@ def from_elsewhere(folder: Any) -> None:
     assert is_exact(model, look(model))
     other = following("int8", mp_policy=BF16)  # another codec and dtype
     yafsdp_cc.load(folder / "following", other)
-    held = kept(other)
+    held = unsharded_params(other)
     now, seen = masters(other), look(other)
     assert all(seen[name].equal(told("int8", now[name], whole)) for name, whole in held.items())
     with torch.no_grad():

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.internals import gradient_codecs, residuals_of
 from tests.ranks import on_ranks
 from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
 
@@ -99,9 +99,9 @@ def a_step_that_is_not_finite(codec: str) -> None:
     for step in range(3):
         loss_of(model, step).backward()
     model.zero_grad()
-    residuals = [flat.residual.values.clone() for unit in root_of(model).units for flat in unit.flats]
+    residuals = [each.clone() for each in residuals_of(model)]
     (loss_of(model, 3) * (math.inf if dist.get_rank() == 0 else 1.0)).backward()
-    after = [flat.residual.values for unit in root_of(model).units for flat in unit.flats]
+    after = residuals_of(model)
     assert all(each.isfinite().all() for each in after)
     if dist.get_rank() == 0:  # could not be said, so it is as it was
         assert all(one.equal(other) for one, other in zip(residuals, after, strict=True))
@@ -270,8 +270,7 @@ def test_encoded_weights_are_the_same_on_all_ranks():
 def overridden() -> None:
     exact = sharded(None)
     model = sharded(Compression(gradients="onebit", overrides={"0.*": "fp32", "2.weight": "int8"}))
-    codecs = [flat.codec for unit in root_of(model).units for flat in unit.flats]
-    assert codecs == ["fp32", "int8", "onebit"]
+    assert gradient_codecs(model) == ["fp32", "int8", "onebit"]
     for each in (model, exact):
         loss_of(each, 0).backward()
     off = {

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.internals import gradient_codecs
 from tests.ranks import on_ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import Noise, codec_of
@@ -165,8 +165,7 @@ def resumed(folder: Any, gradients: str = "loud", then: str = "int4") -> list[fl
     run = Regression(Compression(gradients))
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     yafsdp_cc.load(folder / "step", run.model, optimizer)
-    (flat,) = root_of(run.model).units[0].flats
-    assert flat.codec == then
+    assert gradient_codecs(run.model)[0] == then
     assert run.chosen == ({} if then == gradients else {"0": then})
     run.step = 20
     return run.train(optimizer, 12)
