@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same, train, whole
 from tests.internals import FlatDTensor
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 
 
 def flat(state, name=""):
@@ -46,7 +46,8 @@ def frozen(form):
     return model, optimizer
 
 
-def gets():
+@ranks(2)
+def test_getting():
     ours, theirs = frozen("ours"), frozen("fsdp2")
     for full, offload, ignore, flatten in itertools.product((False, True), repeat=4):
         options = StateDictOptions(
@@ -59,10 +60,6 @@ def gets():
         options = StateDictOptions(keep_submodule_prefixes=keep)
         parts = [get_model_state_dict(m, submodules={m.blocks[1]}, options=options) for m, _ in (ours, theirs)]
         alike(*parts)
-
-
-def test_getting():
-    on_ranks(2, gets)
 
 
 def sets():
@@ -125,7 +122,8 @@ class Scalar(nn.Module):
         return self.linear(x) * self.scale
 
 
-def scalars():
+@ranks(2)
+def test_parameters_without_dimensions():
     torch.manual_seed(0)
     model = Scalar()
     yafsdp_cc.shard(model, units=[model.linear])
@@ -153,11 +151,8 @@ def scalars():
         same(contents(model, optimizer), after)
 
 
-def test_parameters_without_dimensions():
-    on_ranks(2, scalars)
-
-
-def strictly():
+@ranks(2)
+def test_strict():
     model, _ = job("ours")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     del weights["norm.weight"]
@@ -170,7 +165,3 @@ def strictly():
                 model.load_state_dict(given, strict=True)
         set_model_state_dict(model, dict(given), options=StateDictOptions(strict=False, **options))
         assert not whole(model.head.weight).any()
-
-
-def test_strict():
-    on_ranks(2, strictly)
