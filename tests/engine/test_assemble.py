@@ -11,7 +11,7 @@ from torch import nn
 
 import yafsdp_cc
 from tests.internals import buffers_of, state_of
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 
 class Listener(logging.Handler):
@@ -25,11 +25,8 @@ class Listener(logging.Handler):
         self.said.append(record.getMessage())
 
 
+@ranks(2)
 def test_what_an_assembly_leaves_behind() -> None:
-    on_ranks(2, _anew)
-
-
-def _anew() -> None:
     heard = Listener()
     logging.getLogger("yafsdp_cc").addHandler(heard)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), nn.Linear(32, 32))
