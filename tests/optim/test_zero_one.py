@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import yafsdp_cc
 from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import ZeroOneAdam
 
@@ -20,8 +19,10 @@ EXACT = (1, 2, 3, 5, 7, 9, 13, 17, 21, 29)
 """By hand, of the formula with κ = 3: distances 1 1 2 2 2 4 4 4 8."""
 
 
-def the_rule(codec: str) -> None:
-    world = dist.get_world_size()
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("codec", ["lossless", "onebit"])
+@ranks("world")
+def test_steps_are_those_of_the_rule(world, codec):
     model, twin = sharded(codec), net().double()
     names = [name for name, _ in model.named_parameters()]
     parameters = list(model.parameters())
@@ -66,13 +67,8 @@ def the_rule(codec: str) -> None:
         assert all(size == plan.reduce + plan.small for step, size in enumerate(sent, 1) if step not in EXACT)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("codec", ["lossless", "onebit"])
-def test_steps_are_those_of_the_rule(world, codec):
-    on_ranks(world, the_rule, codec)
-
-
-def the_first_steps() -> None:
+@ranks(2)
+def test_the_first_steps_are_those_of_torch_bit_for_bit() -> None:
     model, twin = sharded("onebit"), yafsdp_cc.shard(net(), units=[torch.nn.Linear])
     ours = ZeroOneAdam(model.parameters(), RATE, BETAS, refreshes=5)
     theirs = torch.optim.AdamW(twin.parameters(), RATE, BETAS, fused=True)
@@ -86,7 +82,3 @@ def the_first_steps() -> None:
     assert sum(phase_at(ours, step) == "exact" for step in range(1, 201)) < exact
     with pytest.raises(ValueError, match="refreshes=0: at least 1"):
         ZeroOneAdam(model.parameters(), refreshes=0)
-
-
-def test_the_first_steps_are_those_of_torch_bit_for_bit():
-    on_ranks(2, the_first_steps)
