@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.internals import finish_all_gathers, first_weight_buffer, state_of
 from tests.models import WIDTH, Block, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, mine, numbers, square, trains_on, twins
 
 
@@ -30,11 +30,8 @@ def _tensors() -> int:
 
 
 @pytest.mark.parametrize("backward", [True, False])
+@ranks(2)
 def test_no_tensor_is_left_over_by_a_step(backward: bool) -> None:
-    on_ranks(2, _left_over, backward)
-
-
-def _left_over(backward: bool) -> None:
     model, _ = twins(stack)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counts = []
@@ -65,11 +62,8 @@ class Marked(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@ranks(1)
 def test_what_came_before_the_model_is_freed_with_its_output(backward: bool) -> None:
-    on_ranks(1, _freed_at_once, backward)
-
-
-def _freed_at_once(backward: bool) -> None:
     model, _ = twins(stack)
     gc.collect()
     gc.disable()
@@ -82,11 +76,8 @@ def _freed_at_once(backward: bool) -> None:
     assert freed() is None
 
 
+@ranks(2)
 def test_a_deleted_model_leaves_nothing_behind_and_another_takes_its_place() -> None:
-    on_ranks(2, _deleted)
-
-
-def _deleted() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = twins(stack)
     square(model, mine(inputs())).backward()
