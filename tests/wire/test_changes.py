@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
 from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from tests.wire.changes import (
     BF16,
@@ -60,16 +60,15 @@ def test_weights_follow_by_the_rule_and_are_equal_on_all_ranks(world, mesh):
     on_ranks(world, as_the_rule_says, mesh)
 
 
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@ranks(2)
+def test_a_chunk_is_said_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     set_delta_part(monkeypatch, 1280)
     as_the_rule_says(())
 
 
-def test_a_chunk_is_said_in_parts(monkeypatch):
-    on_ranks(2, in_parts, monkeypatch)
-
-
-def tracked(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["int4", also("int8")])
+@ranks(2)
+def test_weights_track_their_shards_whatever_the_rate(codec: str) -> None:
     for policy in (None, BF16):
         for rate in (1e-7, 1e-4, 1e-1):
             model = following(codec, mp_policy=policy)
@@ -96,12 +95,8 @@ def tracked(codec: str) -> None:
                     assert (true - seen[name].float()).abs().max() <= least + 1e-3 * rate + 1e-8, (name, rate)
 
 
-@pytest.mark.parametrize("codec", ["int4", also("int8")])
-def test_weights_track_their_shards_whatever_the_rate(codec):
-    on_ranks(2, tracked, codec)
-
-
-def converges() -> None:
+@ranks(2)
+def test_training_ends_where_exact_weights_end() -> None:
     ends = {}
     for codec in (None, "int4", "ternary", "onebit"):
         model = following(codec) if codec else sharded(None, zero_stage=2)
@@ -115,14 +110,11 @@ def converges() -> None:
     assert ends["onebit"] < 2 * exact
 
 
-def test_training_ends_where_exact_weights_end():
-    on_ranks(2, converges)
-
-
 # When it holds, and when weights are gathered exactly
 
 
-def changed_otherwise() -> None:
+@ranks(2)
+def test_what_no_optimizer_has_changed_is_gathered_exactly() -> None:
     model = following(mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     writers = writes(model)
@@ -147,11 +139,8 @@ def changed_otherwise() -> None:
         assert seen["2.weight"].equal(masters(model)["2.weight"].bfloat16()), change
 
 
-def test_what_no_optimizer_has_changed_is_gathered_exactly():
-    on_ranks(2, changed_otherwise)
-
-
-def counted() -> None:
+@ranks(2)
+def test_a_change_is_sent_once_for_any_number_of_steps_and_forwards() -> None:
     model = following()
     assert changed_bytes(model) < exact_gather_bytes(model) / 6
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -203,11 +192,8 @@ def counted() -> None:
     assert "weights kept whole" in str(plan)
 
 
-def test_a_change_is_sent_once_for_any_number_of_steps_and_forwards():
-    on_ranks(2, counted)
-
-
-def by_several() -> None:
+@ranks(2)
+def test_optimizers_may_share_a_model() -> None:
     model = following("int8")
     one, other = nn.ModuleList(model[:2]).parameters(), nn.ModuleList(model[2:]).parameters()
     optimizers = [torch.optim.SGD(one, lr=0.1), torch.optim.AdamW(other, lr=1e-2)]
@@ -228,11 +214,8 @@ def by_several() -> None:
     assert 0 < gathered(model) - before < changed_bytes(model)
 
 
-def test_optimizers_may_share_a_model():
-    on_ranks(2, by_several)
-
-
-def of_one_flat() -> None:
+@ranks(2)
+def test_optimizers_may_share_a_flat_buffer() -> None:
     torch.manual_seed(0)
     model = yafsdp_cc.shard(
         nn.Sequential(nn.Sequential(nn.Linear(40, 60, bias=False), nn.Linear(60, 50, bias=False))),
@@ -254,11 +237,8 @@ def of_one_flat() -> None:
         assert all(seen[name].equal(whole) for name, whole in truth.items())
 
 
-def test_optimizers_may_share_a_flat_buffer():
-    on_ranks(2, of_one_flat)
-
-
-def frozen() -> None:
+@ranks(2)
+def test_frozen_weights_stay_exact_until_they_are_trained() -> None:
     for policy in (None, BF16):
         model = following("onebit", mp_policy=policy)
         model[2].requires_grad_(False)
@@ -275,11 +255,8 @@ def frozen() -> None:
         assert after["2.weight"].equal(told("onebit", now["2.weight"], seen["2.weight"]))
 
 
-def test_frozen_weights_stay_exact_until_they_are_trained():
-    on_ranks(2, frozen)
-
-
-def warming() -> None:
+@ranks(2)
+def test_weights_are_exact_until_the_warm_up_is_over() -> None:
     model = sharded(Compression(gradients="fp32", weights="ternary", warmup_steps=3), zero_stage=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     exact = []
@@ -289,11 +266,8 @@ def warming() -> None:
     assert exact == [True, True, True, False, False]  # the third step is told as a change
 
 
-def test_weights_are_exact_until_the_warm_up_is_over():
-    on_ranks(2, warming)
-
-
-def offloaded() -> None:
+@ranks(2)
+def test_shards_may_be_in_host_memory() -> None:
     model = following("int4", offload_policy=CPUOffloadPolicy(), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     truth = look(model)
@@ -302,7 +276,3 @@ def offloaded() -> None:
         now, seen = masters(model), look(model)
         truth = {name: told("int4", now[name], whole) for name, whole in truth.items()}
         assert all(seen[name].equal(whole) for name, whole in truth.items())
-
-
-def test_shards_may_be_in_host_memory():
-    on_ranks(2, offloaded)

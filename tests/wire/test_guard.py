@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.internals import gradient_codecs
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam
@@ -207,7 +207,8 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
 # What is said of it
 
 
-def refusals() -> None:
+@ranks(2)
+def test_losses_that_nobody_would_look_at_are_refused() -> None:
     word: Any = "3"
     number: Any = 1.0
     for compression, why in ((None, "without a compression"), (Compression("int8", guard=False), "guard=False")):
@@ -223,10 +224,6 @@ def refusals() -> None:
         yafsdp_cc.watch_loss(model, word)
     with pytest.raises(TypeError, match="the model first and then its loss; got 1"):
         yafsdp_cc.watch_loss(number, model)
-
-
-def test_losses_that_nobody_would_look_at_are_refused():
-    on_ranks(2, refusals)
 
 
 # Weights that are told of changes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import Codec, Noise, Scaled, codec_of, largest_of, say, step_of
@@ -37,7 +37,8 @@ class Threes(Scaled):
         self.blocks(values).copy_(self.blocks(codes) * scales.unsqueeze(-1))
 
 
-def trained() -> None:
+@ranks(2)
+def test_a_codec_of_ones_own_is_taken_by_name_and_planned() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 30))
     yafsdp_cc.shard(model, units=[nn.Linear], compression="threes")
@@ -48,10 +49,6 @@ def trained() -> None:
         model(torch.ones(2, 40)).sum().backward()
     counters = yafsdp_cc.counters_of(model)
     assert counters.reduced_bytes == 3 * (plan.wire.reduce + plan.wire.small)
-
-
-def test_a_codec_of_ones_own_is_taken_by_name_and_planned():
-    on_ranks(2, trained)
 
 
 def test_it_runs_in_plain_torch():
