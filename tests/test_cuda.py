@@ -25,7 +25,7 @@ import yafsdp_cc
 from tests import reference
 from tests.internals import poisoned_buffers
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -164,11 +164,6 @@ def late(model: Any, where: str, seed: int) -> Iterator[None]:
             hook.remove()
 
 
-def ordered(where: str, side: bool) -> None:
-    for seed in range(3):
-        _ordered(where, seed, side)
-
-
 def _ordered(where: str, seed: int, side: bool) -> None:
     model, plain = twins()
     ours, theirs = adamw(model, plain)
@@ -189,8 +184,10 @@ def _ordered(where: str, seed: int, side: bool) -> None:
 
 @pytest.mark.parametrize("side", [False, True], ids=["one stream", "forward on a side stream"])
 @pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+@ranks(1, backend=NCCL)
 def test_late_streams_change_nothing(where: str, side: bool) -> None:
-    on_ranks(1, ordered, where, side, backend=NCCL)
+    for seed in range(3):
+        _ordered(where, seed, side)
 
 
 # -- what a step must not do ------------------------------------------------------------------------------------------
@@ -207,16 +204,14 @@ def allocations(model: nn.Module) -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
 
 
-def allocates() -> None:
+@ranks(1, backend=NCCL)
+def test_the_engine_allocates_nothing() -> None:
     model, plain = twins()
     assert allocations(model) <= allocations(plain)
 
 
-def test_the_engine_allocates_nothing() -> None:
-    on_ranks(1, allocates, backend=NCCL)
-
-
-def waits() -> None:
+@ranks(1, backend=NCCL)
+def test_the_host_never_waits_for_the_device() -> None:
     model, _ = twins(BF16)
     (optimizer,) = adamw(model)
     batches = [batch(at) for at in range(STEPS)]
@@ -225,10 +220,6 @@ def waits() -> None:
             torch.cuda.set_sync_debug_mode("error")
         step(model, optimizer, loss_of(model, tokens))
     torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_host_never_waits_for_the_device() -> None:
-    on_ranks(1, waits, backend=NCCL)
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
@@ -323,17 +314,15 @@ def test_offloaded_steps_in_pageable_memory() -> None:
     on_ranks(1, offloads, BF16, {}, PAGEABLE, backend=NCCL_ALONE)
 
 
-def offloads_otherwise() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_offloaded_gradients_accumulate_and_scale() -> None:
     accumulates(True, offload_policy=OFFLOADED)
     accumulates(False, offload_policy=OFFLOADED)
     scales(offload_policy=OFFLOADED)
 
 
-def test_offloaded_gradients_accumulate_and_scale() -> None:
-    on_ranks(1, offloads_otherwise, backend=NCCL_ALONE)
-
-
-def lies() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_what_is_offloaded_lies_on_the_host() -> None:
     """Where everything is, and how much of it."""
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
@@ -366,11 +355,9 @@ def lies() -> None:
     assert all(parameter.to_local().is_pinned() for parameter in empty.parameters())
 
 
-def test_what_is_offloaded_lies_on_the_host() -> None:
-    on_ranks(1, lies, backend=NCCL_ALONE)
-
-
-def offloads_late(where: str) -> None:
+@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+@ranks(1, backend=NCCL_ALONE)
+def test_the_host_waits_for_late_copies(where: str) -> None:
     """Streams are late, and the host reads and writes the moment that it may."""
     for seed in range(3):
         model, plain = twins(BF16, offload_policy=OFFLOADED)
@@ -396,12 +383,8 @@ def offloads_late(where: str) -> None:
         same(model, plain, 1e-2)
 
 
-@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
-def test_the_host_waits_for_late_copies(where: str) -> None:
-    on_ranks(1, offloads_late, where, backend=NCCL_ALONE)
-
-
-def offloads_in_place() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_offloaded_passes_allocate_nothing_and_do_not_stop_for_a_copy() -> None:
     """A pass takes no memory on either side for what it offloads, and no copy stops the host in its midst."""
     model, other = twins(BF16, offload_policy=OFFLOADED)[0], twins(BF16)[0]
     assert allocations(model) <= allocations(other)
@@ -412,10 +395,6 @@ def offloads_in_place() -> None:
         loss_of(model, tokens).backward()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
-
-
-def test_offloaded_passes_allocate_nothing_and_do_not_stop_for_a_copy() -> None:
-    on_ranks(1, offloads_in_place, backend=NCCL_ALONE)
 
 
 def two_ranks_offload(apart: bool) -> None:

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import yafsdp_cc
 from tests.internals import module_methods
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import seeded, whole
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
@@ -106,7 +106,8 @@ def test_muon_of_the_same_gradients_is_the_same_bit_for_bit() -> None:
     on_ranks(3, muon_equals_one_process, True)
 
 
-def muon_on_shards() -> None:
+@ranks(2)
+def test_muon_on_shards_is_refused() -> None:
     model = yafsdp_cc.shard(seeded(Transformer))
     optimizer = torch.optim.Muon(split(model)[0])
     loss(model, 0, dist.get_rank()).backward()
@@ -114,14 +115,11 @@ def muon_on_shards() -> None:
         optimizer.step()
 
 
-def test_muon_on_shards_is_refused() -> None:
-    on_ranks(2, muon_on_shards)
-
-
 # -- averages ---------------------------------------------------------------------------------------------------------
 
 
-def average_equals_one_process() -> None:
+@ranks(2)
+def test_an_average_equals_one_process() -> None:
     swapped: Callable[..., AbstractContextManager[None]] = example("swapped")
     model, plain = yafsdp_cc.shard(seeded(Transformer)), seeded(Transformer)
     ours, theirs = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -152,11 +150,8 @@ def average_equals_one_process() -> None:
         close(whole(mean), value, name)
 
 
-def test_an_average_equals_one_process() -> None:
-    on_ranks(2, average_equals_one_process)
-
-
-def averaged_model_equals_one_process() -> None:
+@ranks(2)
+def test_an_averaged_model_equals_one_process() -> None:
     def fresh(plain: nn.Module) -> AveragedModel:
         return AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
@@ -176,10 +171,6 @@ def averaged_model_equals_one_process() -> None:
         close(whole(p.detach()), value.detach(), name)
 
 
-def test_an_averaged_model_equals_one_process() -> None:
-    on_ranks(2, averaged_model_equals_one_process)
-
-
 # -- differences from FSDP2 -------------------------------------------------------------------------------------------
 
 
@@ -197,7 +188,8 @@ def gathered(model: nn.Module) -> int:
     return yafsdp_cc.counters_of(model).gathered_bytes - before
 
 
-def differences() -> None:
+@ranks(2)
+def test_differences_from_fsdp2() -> None:
     model = bottom_up(reshard_after_forward=False)
     assert gathered(model) > 0
     assert gathered(model) == 0  # until the weights change
@@ -224,10 +216,6 @@ def differences() -> None:
     ):
         with pytest.raises(error):
             refused()
-
-
-def test_differences_from_fsdp2() -> None:
-    on_ranks(2, differences)
 
 
 # -- the tables -------------------------------------------------------------------------------------------------------

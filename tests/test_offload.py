@@ -27,7 +27,7 @@ from tests.fully_shard import programs as fsdp2
 from tests.fully_shard.run import Run
 from tests.internals import set_staging_bytes
 from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
-from tests.ranks import RankError, on_ranks
+from tests.ranks import RankError, on_ranks, ranks
 from tests.streams import streams
 from tests.twins import seeded
 
@@ -135,14 +135,11 @@ def compressed(offload: OffloadPolicy) -> list[Tensor]:
     return [parameter.full_tensor() for parameter in model.parameters()]
 
 
-def _compressed() -> None:
+@ranks(2)
+def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> None:
     set_staging_bytes(1 << 13)
     truth, found = compressed(OffloadPolicy()), compressed(OFFLOADED)
     assert all(one.equal(other) for one, other in zip(truth, found, strict=True))
-
-
-def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> None:
-    on_ranks(2, _compressed)
 
 
 # -- the order of copies ----------------------------------------------------------------------------------------------
@@ -223,11 +220,8 @@ def _broken(break_it: Callable[[], None], program: Any, policy: Any) -> None:
 # -- beside training --------------------------------------------------------------------------------------------------
 
 
+@ranks(2)
 def test_collectives_go_by_way_of_the_device() -> None:
-    on_ranks(2, _by_way_of_the_device)
-
-
-def _by_way_of_the_device() -> None:
     """What crosses ranks outside of the lanes is first brought where an NCCL group would look for it."""
     model, optimizer = _job(offload_policy=OFFLOADED)
     nn.functional.cross_entropy(model(_TOKENS).flatten(0, 1), _TOKENS.flatten()).backward()
@@ -278,14 +272,11 @@ def _job(seed: int = 0, count: int = 0, **options: Any) -> tuple[Any, torch.opti
     return model, optimizer
 
 
+@ranks(2)
 def test_checkpoints_and_whole_weights(tmp_path: Path) -> None:
-    on_ranks(2, _checkpoints, tmp_path)
-
-
-def _checkpoints(folder: Path) -> None:
     model, optimizer = _job(count=2, offload_policy=OFFLOADED)
     for index, options in enumerate([{}, {"offload_policy": OFFLOADED}]):
-        path = folder / str(index)
+        path = tmp_path / str(index)
         saving = yafsdp_cc.save(path, model, optimizer, asynchronous=index == 0)
         before = contents(model, optimizer)
         train(model, optimizer, 9)  # changes what was copied, not what is written
@@ -311,11 +302,8 @@ def _checkpoints(folder: Path) -> None:
     assert all(parameter.equal(truth[name]) for name, parameter in fresh.named_parameters())
 
 
+@ranks(2)
 def test_plan_counts_host_and_device_apart() -> None:
-    on_ranks(2, _planned)
-
-
-def _planned() -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = yafsdp_cc.plan_of(_job(mp_policy=bf16)[0])
     model, optimizer = _job(count=1, mp_policy=bf16, offload_policy=OFFLOADED)
@@ -375,11 +363,8 @@ def _allocates() -> list[int]:
     return counts
 
 
+@ranks(1)
 def test_what_cannot_be_is_refused_by_name() -> None:
-    on_ranks(1, _refused)
-
-
-def _refused() -> None:
     with torch.device("meta"):
         model: Any = Mlp()
     yafsdp_cc.fully_shard(model, offload_policy=OFFLOADED)
