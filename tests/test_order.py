@@ -16,7 +16,6 @@ say.
 
 from __future__ import annotations
 
-import os
 import pprint
 import random
 from typing import Any
@@ -28,12 +27,12 @@ import yafsdp_cc
 from tests.lockstep import TIMEOUT, Naps, Pair, loss_of, play
 from tests.maze import WIDTH, Maze, Program, random_actions, random_spec
 from tests.ranks import RankError, on_ranks, ranks
+from tests.soak import SOAK
 
 
 def _seeds() -> range:
-    asked = os.environ.get("YAFSDP_SOAK", "")
-    first, _, last = asked.partition("-")
-    return range(int(first), int(last) + 1) if last else range(int(first)) if first else range(40)
+    first, _, last = SOAK.partition("-")
+    return range(int(first), int(last) + 1) if last else range(int(first or 40))
 
 
 def scenario(seed: int, world: int = 0) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.internals import gradient_codecs, residuals_of
 from tests.ranks import on_ranks, ranks
+from tests.soak import SOAK
 from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 
@@ -29,7 +29,7 @@ CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd"
 @ranks("world", timeout=600)
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
-    steps = 200 if "YAFSDP_SOAK" in os.environ else 12
+    steps = 200 if SOAK else 12
     for codec in CODECS:
         ledger = Ledger(sharded(Compression(gradients=codec, residual="fp32")), sharded(None))
         for step in range(steps):
