@@ -129,8 +129,8 @@ def shard(
         check_overrides(config, [name for name, _ in model.named_parameters()])
         keeps, near = after_forward(reshard_after_forward, mesh)
         for spec in division.units:
-            if spec.modules != (model,) and not (keeps or near or zero_stage < 3):
-                check_kept(config, spec.name)
+            if spec.modules != (model,) and (near or not (keeps or zero_stage < 3)):
+                check_kept(config, spec.name, near)
     _warn_of_wholes(mesh, division)
     settings = {
         "mp_policy": mp_policy,

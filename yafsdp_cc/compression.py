@@ -78,10 +78,9 @@ class Compression:
     ``"auto"``: in each unit as few bits lost as hide its sum under the backward, chosen anew as training goes.
     """
     weights: str | None = None
-    """The codec of weights; None: as they are. Where they stay whole, on every rank or between some that are near each
-    other, it says how steps change them (``wire.change``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``,
-    ``"onebit"``, or another with scales. Where they are dropped after the forward, it rounds them: ``"int8"`` or
-    ``"fp8"``."""
+    """The codec of weights; None: as they are. Where they stay whole on every rank, it says how steps change them
+    (``wire.change``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with scales. Where
+    they are dropped after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool = True
     """Whether what a message could not say is kept and said later. Without, rounding is random where it can be."""
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
@@ -247,16 +246,30 @@ def check_overrides(compression: Compression | None, names: Collection[str]) -> 
         )
 
 
-def check_kept(compression: Compression | None, unit: str) -> None:
-    """Raise a ``ValueError`` if weights that are dropped after the forward, those of a ``unit``, cannot be encoded."""
+def check_kept(compression: Compression | None, unit: str, near: int) -> None:
+    """Refuse a codec of changes for the weights of a ``unit`` that no rank keeps whole.
+
+    Args:
+        compression: the model's.
+        unit: its full name.
+        near: ranks that its weights are divided among after the forward (``reshard_after_forward``); 0: all.
+
+    Raises:
+        ValueError: the codec of weights is one of changes.
+    """
     name = None if compression is None else compression.weights
-    if name is not None and name not in ROUNDING:
-        raise ValueError(
-            f"compression has weights={name!r}, which says how weights have changed that ranks have kept, but those of "
-            f"unit '{unit}' are dropped after each forward (zero_stage=3, reshard_after_forward=True or the number of "
-            "all ranks): pass zero_stage=2 or reshard_after_forward=False, by which every rank keeps them, or some "
-            "ranks that are to keep them between them, as reshard_after_forward=8, or weights='int8', which rounds them"
-        )
+    if name is None or name in ROUNDING:
+        return
+    seen = (
+        f"divided among {near} ranks after each forward (reshard_after_forward={near})"
+        if near
+        else "dropped after each forward (zero_stage=3, reshard_after_forward=True or the number of all ranks)"
+    )
+    raise ValueError(
+        f"compression has weights={name!r}, which encodes how weights have changed that every rank has kept whole, but "
+        f"those of unit '{unit}' are {seen}: pass zero_stage=2 or reshard_after_forward=False, which keep them, or "
+        "weights='int8', which rounds them"
+    )
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:

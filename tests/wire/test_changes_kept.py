@@ -68,14 +68,15 @@ def test_some_units_may_keep_their_weights_and_others_not():
 
 
 def refusals() -> None:
-    why = r"weights='int4', which says how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
+    why = r"weights='int4', which encodes how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
     with pytest.raises(ValueError, match=why):
         following(zero_stage=3)
-    every = (
-        r"unit '0' are dropped .* the number of all ranks\): .* as reshard_after_forward=8, or weights='int8', which"
-    )
+    every = r"unit '0' are dropped .* the number of all ranks\): .* or weights='int8', which"
     with pytest.raises(ValueError, match=every):
         following(zero_stage=3, reshard_after_forward=dist.get_world_size())
+    few = r"unit '0' are divided among 2 ranks after each forward \(reshard_after_forward=2\): pass zero_stage=2 or"
+    with pytest.raises(ValueError, match=few):
+        following(zero_stage=3, reshard_after_forward=2)
     one = net()
     yafsdp_cc.shard(one, units=[one], compression=Compression("fp32", weights="int4"))  # a root keeps its own
     assert is_exact(one, look(one))
@@ -90,6 +91,28 @@ def refusals() -> None:
 
 def test_weights_that_are_dropped_have_no_changes_to_be_told():
     on_ranks(4, refusals)
+
+
+def rounded_and_divided(policy: Any) -> None:
+    model, twin = (following("int8", zero_stage=3, mp_policy=policy, reshard_after_forward=each) for each in (2, True))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    wire = yafsdp_cc.plan_of(model).wire
+    assert 0 < wire.second == wire.gather_backward
+    for step in range(3):
+        before = gathered(model)
+        losses = [train(each, optimizer, step) for each, optimizer in zip((model, twin), optimizers, strict=True)]
+        assert losses[0] == losses[1]
+        assert gathered(model) - before == wire.gather_forward + wire.gather_backward
+        truth = masters(twin)
+        assert all(one.equal(truth[name]) for name, one in masters(model).items())
+    assert not is_exact(model, look(model))
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+
+
+@pytest.mark.parametrize("policy", [None, BF16])
+def test_rounded_weights_may_be_divided_among_a_few_ranks(policy):
+    """What the few give each other is what all have decoded."""
+    on_ranks(4, rounded_and_divided, policy)
 
 
 # In checkpoints

@@ -7,7 +7,7 @@ root. What is said about a unit later takes effect when the engine is put togeth
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.cutter import cut_of
 from yafsdp_cc.engine.draft import draft_of, drafts_below
 from yafsdp_cc.engine.journal import Journal
-from yafsdp_cc.engine.near import NearShard
-from yafsdp_cc.engine.offload import FromHost
 from yafsdp_cc.engine.ranks import patience
 from yafsdp_cc.engine.root import Root
 from yafsdp_cc.engine.second import SecondShard
@@ -89,7 +87,7 @@ def assemble(model: nn.Module) -> Root:
     }
     for draft, unit in units.items():
         if draft.settings.near and unit.flats:
-            unit.second = _second_shard(root, draft)
+            unit.second = SecondShard(_near_group(ranks, draft.settings.near), ranks.device, unit.flats)
     blocks = [block for draft in drafts for block in draft.blocks]
     words = sum(len(unit.pieces) for unit in units.values()) + sum(len(block.pieces) for block in blocks)
     reduce = root.reductions.exchange
@@ -184,11 +182,9 @@ def _role(draft: Draft, drafts: Sequence[Draft], own: Draft | None) -> Role:
     return "edge" if any(nested) and not any(module._modules for module in draft.modules) else "block"
 
 
-_Groups: TypeAlias = "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]"
 _second: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_near: _Groups = weakref.WeakKeyDictionary()
-_far: _Groups = weakref.WeakKeyDictionary()
-"""What was made of a group, once: a second communicator, those of so many ranks near each other, and those across."""
+_near: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""What was made of a group, once: a second communicator, and those of so many ranks near each other."""
 
 
 def second_group(ranks: Ranks) -> dist.ProcessGroup:
@@ -201,35 +197,12 @@ def second_group(ranks: Ranks) -> dist.ProcessGroup:
     return _second[ranks.group]
 
 
-def _second_shard(root: Root, draft: Draft) -> SecondShard:
-    """That of a draft's unit, which follows by encoded changes if weights are encoded."""
-    ranks, count = draft.ranks, draft.settings.near
-    near = _near_group(ranks, count)
-    if root.encoded_change is None:
-        return SecondShard(near, ranks.device, draft.flats)
-    far, host = _far_group(ranks, count), draft.host
-    if ranks.device.type == "cpu" and backend_of(far, ranks.device) == "gloo":
-        try_out(far)
-    among = Gather(far, ranks.device) if host is None else FromHost(far, ranks.device, host.crossings.weights)
-    return NearShard(near, root.encoded_change.among(among), ranks.device, draft.flats, root.gather_lane)
-
-
 def _near_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
-    """This rank and its neighbours, ``count`` in all."""
-    first = ranks.group.rank() // count * count
-    return _group_of(ranks, _near.setdefault(ranks.group, {}), count, slice(first, first + count))
-
-
-def _far_group(ranks: Ranks, count: int) -> dist.ProcessGroup:
-    """This rank and those that have its place among their own ``count`` neighbours."""
-    place = ranks.group.rank() % count
-    return _group_of(ranks, _far.setdefault(ranks.group, {}), count, slice(place, None, count))
-
-
-def _group_of(ranks: Ranks, known: dict[int, dist.ProcessGroup], count: int, which: slice) -> dist.ProcessGroup:
-    """Some of the ranks; every rank makes its own group only."""
+    """This rank and its neighbours, ``count`` in all; every rank makes its own group only."""
+    known = _near.setdefault(ranks.group, {})
     if count not in known:
-        members = dist.get_process_group_ranks(ranks.group)[which]
+        first = ranks.group.rank() // count * count
+        members = dist.get_process_group_ranks(ranks.group)[first : first + count]
         waits = patience(ranks.group, ranks.device)
         known[count] = dist.new_group(members, timeout=waits, use_local_synchronization=True)
     return known[count]

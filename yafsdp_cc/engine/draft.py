@@ -78,9 +78,9 @@ class Draft:
     def check(self) -> None:
         """Raise a ``ValueError`` if what was said about the unit does not go with what was said about the model."""
         settings = self.settings
-        kept = settings.keeps or settings.near > 0 or self.role == "root"
-        if self.compressed is not None and self.flats and not kept:
-            check_kept(self.compressed.config, self.name)
+        stays_whole = settings.near == 0 and (settings.keeps or self.role == "root")
+        if self.compressed is not None and self.flats and not stays_whole:
+            check_kept(self.compressed.config, self.name, settings.near)
 
     @property
     def parts(self) -> tuple[Flat | SmallBlock, ...]:

@@ -3,8 +3,7 @@
     gathered exactly    at first, and when something else than optimizer steps has changed the shards
     told the change     when steps alone have (engine.steps); what few bits leave out is said by later changes
 
-So a forward sees weights that are near those of the optimizer, and on all ranks the same. Ranks near each other may
-keep them between them instead (``engine.near``).
+So a forward sees weights that are near those of the optimizer, and on all ranks the same.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.flat import Flat
-    from yafsdp_cc.engine.lanes import Start, Ticket
+    from yafsdp_cc.engine.lanes import Start
     from yafsdp_cc.engine.root import Root
     from yafsdp_cc.engine.supply import Supply
     from yafsdp_cc.engine.tensor import FlatDTensor
@@ -51,30 +50,17 @@ class Following:
             self._padding[flat] = Padding(extents, flat.layout.chunk, *place, change.codec.block, supply.root.device)
 
     @property
-    def ready(self) -> Ticket:
-        """What those who read the kept weights wait for."""
-        return self._supply.home.slot.ready
-
-    @property
-    def parts(self) -> Sequence[Tensor]:
-        """The kept weights: this rank's own chunks and others."""
-        return self._supply.home.wholes
-
-    @property
     def stamp(self) -> tuple[int, ...]:
         """The versions of what is kept."""
         slot = self._supply.home.slot
         return slot.stamp if slot.owner is self._supply else (UNKNOWN,) * len(self._supply.flats)
 
-    def tell(self) -> None:
-        """Nothing: what is in a slot is told with the gather itself."""
-
-    def start(self, flat: Flat, before: int, message: Tensor, kept: Tensor) -> Start | None:
-        """What tells ``kept``, of version ``before``, how the shards have changed; None: gather them exactly."""
+    def start(self, flat: Flat, before: int, message: Tensor, whole: Tensor) -> Start | None:
+        """What tells ``whole``, of version ``before``, how the shards have changed; None: gather them exactly."""
         if flat.always_exact or flat.steps is None or not flat.steps.lead(before, flat.master._version):
             return None
         gather, shortfall = self._supply.gather, self.shortfalls.get(flat)
-        return partial(self._change.send, message, kept, flat.master, self._padding[flat], gather, shortfall)
+        return partial(self._change.send, message, whole, flat.master, self._padding[flat], gather, shortfall)
 
     def watch(self, flat: Flat) -> Shortfall:
         """Look at messages of a flat's changes from the next one on, until ``shortfalls`` has none of it."""
@@ -94,8 +80,8 @@ class Following:
         before = self.stamp[place]
         if before != now and not steps.lead(before, now):
             return None
-        self._settle()
-        return self._change.gather.own(self.parts[place]), before != now
+        supply.root.journal.wait(supply.home.slot.ready)
+        return self._change.gather.own(supply.home.wholes[place]), before != now
 
     def resume(self, flat: Flat, parts: Mapping[str, Tensor], behind: bool) -> None:
         """Keep what ``kept`` once returned, given by the names of parameters. A collective."""
@@ -103,29 +89,20 @@ class Following:
         slot, place, now = supply.home.slot, supply.flats.index(flat), flat.master._version
         if not supply.root.is_warm or slot.users or flat.steps is None:
             return  # the next gather is exact: none is encoded yet, or somebody reads what is there
-        self._settle()
-        part = self.parts[place]
-        own = gather.own(part).zero_()
+        supply.root.journal.wait(slot.ready)
+        whole = supply.home.wholes[place]
+        own = gather.own(whole).zero_()
         for piece in flat.pieces:
             piece.range_of(own).copy_(parts[piece.cut.name])
         lane.follow(lane.reached())
-        lane.issue(self.ready, partial(gather.exchange, part, own), after=slot.free)
+        lane.issue(slot.ready, partial(gather.exchange, whole, own), after=slot.free)
         supply.root.journal.write(supply.gather_note)
-        supply.root.counters.gathered_bytes += gather.sent_bytes(part)
-        supply.root.journal.wait(self.ready)
+        supply.root.counters.gathered_bytes += gather.sent_bytes(whole)
+        supply.root.journal.wait(slot.ready)
         stamp = list(self.stamp)
         stamp[place] = BEHIND if behind else now
         flat.steps.resume(stamp[place], now)
-        self._resumed(tuple(stamp))
-
-    def _settle(self) -> None:
-        """Wait for all that reads or writes the kept weights."""
-        self._supply.root.journal.wait(self._supply.home.slot.ready)
-
-    def _resumed(self, stamp: tuple[int, ...]) -> None:
-        """The kept weights are of these versions now."""
-        slot = self._supply.home.slot
-        slot.owner, slot.stamp = self._supply, stamp
+        slot.owner, slot.stamp = supply, tuple(stamp)
         slot.fills += 1
 
 

@@ -158,8 +158,7 @@ class Lead:
         """All parameters, those of one unit after the other as a forward uses them.
 
         As soon as those of a unit are updated, when the next ones are asked for, its weights are gathered wherever they
-        have a place that no unit before it wants: the first forward finds them on their way. Where near ranks keep them
-        between them, these units' are told then, and no others': a gather would have to wait for what is before it.
+        have a place that no unit before it wants: the first forward finds them on their way.
         """
         units: dict[Unit | None, list[Tensor]] = {}
         for parameter in self._parameters:
@@ -178,7 +177,7 @@ class Lead:
             if unit.flats and unit.home.slot not in taken and unit.root.passage is None and not unit.root.outdated:
                 taken.add(unit.home.slot)
                 unit.root.gather_lane.follow(unit.root.gather_lane.reached())
-                unit.begin_early()
+                unit.prefetch()
         yield from units.values()
 
     @property

@@ -43,8 +43,6 @@ class Order:
         self._cursor = cursor + 1
         if self._cursor < len(expected) and not unit.forward_prefetch:
             expected[self._cursor].prefetch()
-            for after in expected[self._cursor + 1 : self._cursor + 2]:  # from afar, so a forward earlier
-                after.tell()
 
     def end(self) -> None:
         """The forward of the root module is over."""

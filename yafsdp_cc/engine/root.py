@@ -22,7 +22,7 @@ from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.strangers import Strangers
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
-from yafsdp_cc.wire.change import EncodedChange, Room
+from yafsdp_cc.wire.change import EncodedChange
 from yafsdp_cc.wire.encoded import EncodedGather
 from yafsdp_cc.wire.exchange import Gather
 
@@ -74,7 +74,7 @@ class Root:
         self.reductions = Reductions(*ways, self.journal, self.counters, self.compressed)
         self.chooser = Chooser.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
-        self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, Room(device))
+        self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, device)
         rounds = codec is not None and codec.name in ROUNDING
         self.encoded_gather = EncodedGather(self.gather, codec) if codec is not None and rounds else None
         self.crossings = self.reductions.crossings = crossings_of(drafts, device, gather_lane, reduce_lane)
@@ -166,8 +166,6 @@ class Root:
         """Let go of what is under way: another assembly takes the parameters over."""
         self._retired = True
         self.recover()
-        for unit in self.units:
-            unit.retire()
         for ring in self.weight_rings.values():
             for slot in (*ring.slots, *ring.kept):
                 slot.ready.wait()

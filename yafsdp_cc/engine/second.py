@@ -4,7 +4,7 @@
     every later one, over ranks 0, 1 or 2, 3  | a   b | c   d |
 
 It holds whole weights in the dtype of the forward, over fewer ranks, until they change (Wang et al., "ZeRO++", 2023,
-section 4.2: hierarchical partitioning). Where owners say how weights change, they stay, cut another way (``near``).
+section 4.2: hierarchical partitioning).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.sends import Send, exact
 from yafsdp_cc.wire.exchange import Gather
 
 if TYPE_CHECKING:
@@ -41,10 +40,6 @@ class SecondShard:
         for part, whole in zip(self.parts, wholes, strict=True):
             part.copy_(whole.narrow(0, self.gather.rank * part.numel(), part.numel()))
         self.stamp = stamp
-
-    def send(self, place: int, whole: Tensor) -> Send:
-        """Gather the ``place``-th flat from the near ranks."""
-        return exact(self.gather, whole, self.parts[place])
 
     @property
     def owned_bytes(self) -> int:

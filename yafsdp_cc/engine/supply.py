@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from yafsdp_cc.engine.following import Following
 from yafsdp_cc.engine.journal import Note
-from yafsdp_cc.engine.near import NearFollowing, NearShard
-from yafsdp_cc.engine.sends import Send, exact, issue
 from yafsdp_cc.engine.slots import Slot
 from yafsdp_cc.engine.steps import UNKNOWN
 from yafsdp_cc.engine.windows import Weights, weight_bytes
@@ -47,7 +45,7 @@ class Supply:
         self.encoded: EncodedGather | EncodedChange | None = None
         """By which weights cross ranks encoded."""
         self.following: Following | None = None
-        """How weights that ranks keep follow their shards, if by encoded changes."""
+        """How weights in the home slot follow their shards, if by encoded changes."""
         self.second: SecondShard | None = None
         """A shard of whole weights within fewer, nearer ranks."""
         self.held: Weights | None = None
@@ -55,13 +53,10 @@ class Supply:
         self._kept = 0
         """How often the home slot is kept for what a recomputation has saved."""
         self.gather_note, self.change_note = Note.of("gather", name), Note.of("change", name)
-        self.gather_span, self.change_span = Span("gather", name), Span("change", name)
+        self.gather_span = Span("gather", name)
 
     def encode(self, gather: EncodedGather | None, change: EncodedChange | None) -> None:
         """Let weights cross ranks by ``change`` where they stay whole, else by ``gather``."""
-        if isinstance(self.second, NearShard):
-            self.following = NearFollowing(self, self.second)
-            return
         self.encoded = change or gather
         self.following = Following(self, change) if change is not None and self.flats else None
 
@@ -72,23 +67,6 @@ class Supply:
     def holds(self, slot: Slot) -> bool:
         """Whether the slot has, or is being filled with, this unit's present weights."""
         return slot.owner is self and slot.stamp == self.stamp()
-
-    def tell(self) -> None:
-        """Start what a gather from near ranks has to wait for, if anything. It needs no slot."""
-        if self.following is not None:
-            self.following.tell()
-
-    def retire(self) -> None:
-        """Let what is told be over before its buffers are given back."""
-        if self.following is not None:
-            self.following.ready.wait()
-
-    def begin_early(self) -> None:
-        """Start what may take longest, well before the weights are needed."""
-        if isinstance(self.following, NearFollowing):
-            self.tell()
-        else:
-            self.prefetch()
 
     def prefetch(self) -> None:
         """Gather into the home slot unless somebody uses it. A prefetch that is lost costs time, nothing else."""
@@ -164,23 +142,31 @@ class Supply:
             )
         root, slot = self.root, weights.slot
         slot.ready.settle()
-        self.tell()
         stamp = self.stamp()
         # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
         before = slot.stamp if slot.owner is self else (UNKNOWN,) * len(stamp)
         stale = [place for place, version in enumerate(stamp) if before[place] != version]
         second = self.second
-        take: Tail | None = None
         if second is not None and second.stamp == stamp:
-            if self.following is not None:
-                self.following.ready.settle()
-            sends = [second.send(place, weights.wholes[place]) for place in stale]
+            sends = [_exact(second.gather, weights.wholes[place], second.parts[place]) for place in stale]
         else:
             sends = [self._from_shard(weights, place, before[place]) for place in stale]
-            take = None if second is None else partial(second.take, weights.wholes, stamp)
+        tails = [send.tail for send in sends if send.tail is not None]
+        if second is not None and second.stamp != stamp:
+            tails.append(partial(second.take, weights.wholes, stamp))
+
+        def start(asynchronous: bool) -> list[dist.Work]:
+            return [work for send in sends for work in send.start(asynchronous)]
+
+        def tail() -> None:
+            for each in tails:
+                each()
+
         slot.owner = None  # unless this goes well: what is half changed is to be gathered anew
         slot.fills += 1
-        issue(root, self.gather_span, slot.ready, sends, last=take, after=slot.free)
+        with self.gather_span.of(sum(send.payload for send in sends)):
+            root.gather_lane.issue(slot.ready, start, tail if tails else None, after=slot.free)
+        root.counters.gathered_bytes += sum(send.sent_bytes for send in sends)
         slot.owner, slot.stamp = self, stamp
         root.journal.write(self.gather_note)
 
@@ -195,7 +181,7 @@ class Supply:
             elif isinstance(encoded, EncodedGather):
                 start = partial(_rounded, encoded, gather, message, whole, flat.master)
         if start is None or encoded is None or message is None:
-            return exact(gather, whole, flat.master)
+            return _exact(gather, whole, flat.master)
         if self.following is not None:
             self.root.journal.write(self.change_note)
         return Send(start, message.nbytes, encoded.sent_bytes(message), partial(encoded.finish, message, whole))
@@ -208,6 +194,23 @@ class Supply:
             slot = Slot(weight_bytes(self.flats, encoded), self.root.device, self.root.gather_lane)
             slot.passed(self.root.gather_lane)  # the lane may fill it when what lay there before is no longer read
             return Weights(slot, self.flats, encoded, spilled=True)
+
+
+class Send(NamedTuple):
+    """One flat's part of a gather."""
+
+    start: Start
+    payload: int
+    """Bytes of all ranks' parts."""
+    sent_bytes: int
+    """Bytes that this rank sends."""
+    tail: Tail | None = None
+    """What is to be done with what has come."""
+
+
+def _exact(gather: Gather, whole: Tensor, shard: Tensor) -> Send:
+    """Gather ``whole`` in its own dtype."""
+    return Send(partial(gather.send, whole, shard), whole.nbytes, gather.sent_bytes(whole))
 
 
 def _rounded(

@@ -6,8 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression import EXACT, LOW_RANK
-from yafsdp_cc.engine.following import Following
-from yafsdp_cc.engine.near import NearFollowing
 from yafsdp_cc.engine.offload import HostBlock, HostFlat
 from yafsdp_cc.plan import (
     Plan,
@@ -58,7 +56,7 @@ def plan_for(root: Root) -> Plan:
             reduce=sum(reduced_bytes(root, flat) for flat in trainable),
             small=small.wire_bytes(replicas),
             replicas=_shared(root),
-            second=_from_second(root, units),
+            second=_from_second(root),
         ),
         parameter_shard_bytes=sum(flat.master.nbytes for flat in on_device),
         gradient_shard_bytes=sum(flat.gradients.buffer.nbytes for flat in on_device if flat.gradients is not None),
@@ -154,28 +152,18 @@ def _gathered(root: Root, unit: Unit) -> list[int]:
 
 
 def _gathered_again(root: Root, unit: Unit) -> int:
-    places = range(len(unit.flats))
     if unit.second is None:
-        return sum(_sent(root, unit, place) for place in places)
-    return sum(_from_near(unit, place) for place in places)
+        return sum(_sent(root, unit, place) for place in range(len(unit.flats)))
+    return sum(unit.second.gather.sent_bytes(whole) for whole in unit.home.wholes)
 
 
-def _from_near(unit: Unit, place: int) -> int:
-    """Bytes to gather a flat from a second shard."""
-    return 0 if unit.second is None else unit.second.gather.sent_bytes(unit.home.wholes[place])
-
-
-def _from_second(root: Root, units: Sequence[Unit]) -> int:
+def _from_second(root: Root) -> int:
     """Of the gathers, what second shards give."""
-    told = [unit for unit in units if isinstance(unit.following, NearFollowing)]
-    forward = sum(_from_near(unit, place) for unit in told for place in _gathered(root, unit))
-    return forward + sum(_gathered_again(root, unit) for unit in _regathered(root) if unit.second is not None)
+    return sum(_gathered_again(root, unit) for unit in _regathered(root) if unit.second is not None)
 
 
 def _sent(root: Root, unit: Unit, place: int) -> int:
     """Bytes to gather a flat from its shards, when nothing is in its warm-up any more."""
-    if isinstance(unit.following, NearFollowing):
-        return unit.following.told_bytes(place) + _from_near(unit, place)
     message = unit.home.messages[place] if unit.home.messages else None
     if unit.encoded is None or message is None or unit.flats[place].always_exact:
         return root.gather.sent_bytes(unit.home.wholes[place])
@@ -210,9 +198,7 @@ def _ring(root: Root, role: Role) -> PlannedRing:
     return PlannedRing(
         role=weights.role,
         weight_slots=len(weights.slots) + len(weights.kept),
-        following=len(
-            {id(unit.home.slot) for unit in root.units if unit.role == role and type(unit.following) is Following}
-        ),
+        following=len({id(unit.home.slot) for unit in root.units if unit.role == role and unit.following is not None}),
         weight_slot_bytes=weights.size,
         gradient_slots=len(gradients.slots) if gradients is not None else 0,
         gradient_slot_bytes=gradients.slots[0].buffer.nbytes if gradients is not None else 0,

@@ -81,7 +81,7 @@ class Unit(Supply):
 
     @property
     def stays_whole(self) -> bool:
-        """Whether the weights have a slot to themselves and are not gathered from near ranks either."""
+        """Whether the weights have a slot to themselves and no second shard."""
         return self.second is None and (self.draft.settings.keeps or self.role == "root")
 
     # Forward -----------------------------------------------------------------------------------------------------

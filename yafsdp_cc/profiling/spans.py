@@ -23,7 +23,7 @@ import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step", "choice", "change"]
+Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step", "choice"]
 
 
 class _Deaf:
@@ -59,7 +59,6 @@ _COLORS: dict[Kind, str] = {
     "clip": "yellow",
     "step": "cyan",
     "choice": "white",
-    "change": "blue",
 }
 
 

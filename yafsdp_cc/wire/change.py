@@ -5,8 +5,7 @@
 
 What a message could not say is in the next difference: the kept weights are the memory of error feedback themselves
 (Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All add the same numbers to the
-same numbers, so what they keep is equal to the bit. These are all ranks where each keeps the whole, and one of each
-near group where those keep it between them (``engine.near``).
+same numbers, so what they keep is equal to the bit.
 
 A chunk is said in parts, each a message of its own, so that the room for a difference is bounded:
 
@@ -73,17 +72,13 @@ class EncodedChange:
     Args:
         gather: among ranks that keep the same.
         codec: of messages.
-        room: one for all changes of a lane.
+        device: of the kept weights.
     """
 
-    def __init__(self, gather: Gather, codec: Codec, room: Room) -> None:
+    def __init__(self, gather: Gather, codec: Codec, device: torch.device) -> None:
         self.gather = gather
         self.codec = codec
-        self.room = room
-
-    def among(self, gather: Gather) -> EncodedChange:
-        """The same among other ranks."""
-        return EncodedChange(gather, self.codec, self.room)
+        self.room = Room(device)
 
     def message_bytes(self, numel: int) -> int:
         """Bytes of all messages that say the change of a buffer of ``numel`` elements."""
