@@ -21,7 +21,7 @@ LOW_RANK = "powersgd"
 """The name of what is no codec but a wire of its own (``wire.lowrank``)."""
 
 AUTO = "auto"
-"""The name of whichever of some codecs, or none, is enough to hide the wire (``wire.choice``)."""
+"""In place of a codec: chosen for each unit from measurements (``compression_autotune``)."""
 ROUNDING = ("int8", "fp8")
 """Codecs near enough to weights themselves; others say only how these have changed."""
 

@@ -65,12 +65,10 @@ def chosen(computes: tuple[float, ...]) -> Found:
         model(torch.randn(4, 512)).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         model.zero_grad()
-    counters, chooser = yafsdp_cc.counters_of(model), root_of(model).chooser
-    assert chooser is not None
-    assert chooser.problem is not None
+    counters, tuner = yafsdp_cc.counters_of(model), root_of(model).autotuner
     return Found(
         {int(name) for name, codec in counters.chosen.items() if codec != "fp32"},
-        [leg.compute for leg in chooser.problem.legs[::-1]],
+        [group.compute for group in tuner.last.costs[::-1]],
         counters.why,
     )
 

@@ -23,7 +23,6 @@ from yafsdp_cc.engine.ranks import patience
 from yafsdp_cc.engine.root import Root
 from yafsdp_cc.engine.second import SecondShard
 from yafsdp_cc.engine.small import SmallGroup
-from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.unit import Unit
 from yafsdp_cc.plan.units import ROOT
 from yafsdp_cc.wire.exchange import Gather, Reduce, backend_of, rehearse
@@ -111,7 +110,6 @@ def assemble(model: nn.Module) -> Root:
     root.adopt(units, small, units.get(own) if own is not None else None)
     for old in before:
         root.reductions.take_over(old.reductions)
-    root.plan = plan_for(root)
     for draft in drafts:
         for module in draft.modules:
             module.__dict__[_ROOT] = root

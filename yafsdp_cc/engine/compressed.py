@@ -108,9 +108,7 @@ class Compressed:
         self._divisors: weakref.WeakKeyDictionary[Divisor, Divisor] = weakref.WeakKeyDictionary()
         self.guard = Guard(config) if config.guard else None
         self.chosen: dict[Flat, str] = {}
-        """The present codecs of those that are chosen as training goes; exact where nothing is said."""
-        self.near: dict[Flat, Mapping[int, str]] = {}
-        """Of these, codecs of messages to ranks that are near, where they are others."""
+        """The present codecs of buffers whose codec is tuned; the others are exact."""
         if self.over_replicas and AUTO in config.named:
             raise ValueError(
                 "compression='auto' on a mesh (replicate, shard): what shows of sums over replicas is not known here. "
@@ -258,7 +256,7 @@ class Compressed:
         return self._led(flat, EncodedReduce(post, codec, numel, counts, residual, name, self._recursion))
 
     def chosen_for(self, flat: Flat, post: Post, exact: Reduce, name: str) -> ChosenReduce:
-        """The same where the codec is chosen as training goes; ``exact`` has room for the flat."""
+        """The same where the codec is tuned; ``exact`` has room for the flat."""
         numel = flat.layout.numel
         counts = self._counts(flat, post.device)
         counts = None if counts is None else counts.view(post.world, -1)
@@ -268,14 +266,11 @@ class Compressed:
             self._encode_by(codec, flat, chosen)
         return chosen
 
-    def choose(self, flat: Flat, reduce: ChosenReduce, codec: str, near: Mapping[int, str]) -> None:
-        """Have its gradients encoded by this codec from now on, or summed exactly. A collective, on a lane at rest.
-
-        Messages to the ranks of ``near`` have those codecs; there are none where sums are exact.
-        """
-        if (codec, near) == (self.chosen.get(flat, EXACT), self.near.get(flat, {})):
+    def set_codec(self, flat: Flat, reduce: ChosenReduce, codec: str) -> None:
+        """Reduce the gradients of ``flat`` with this codec from now on. A collective, with nothing in flight."""
+        if codec == self.chosen.get(flat, EXACT):
             return
-        self.chosen[flat], self.near[flat] = codec, near
+        self.chosen[flat] = codec
         if codec == EXACT:
             reduce.be_exact()
             flat.residual = None
@@ -283,8 +278,7 @@ class Compressed:
             self._encode_by(codec, flat, reduce)
 
     def _encode_by(self, codec: str, flat: Flat, reduce: ChosenReduce) -> None:
-        near = {rank: self.config.make(name) for rank, name in self.near.get(flat, {}).items()}
-        reduce.encode_by(self.config.make(codec), self._residual(flat, reduce.peers, reduce.device), near)
+        reduce.encode_by(self.config.make(codec), self._residual(flat, reduce.peers, reduce.device))
 
     def sum_for(self, flat: Flat, group: dist.ProcessGroup, rank: int, device: torch.device, name: str) -> SharedSum:
         """The sum of a flat's partial sums over replicas, where this is ``rank`` of the shard."""

@@ -21,7 +21,7 @@ class Counters:
     host_bytes: int = 0
     """The same of those that were offloaded to host memory."""
     chosen: dict[str, str] = field(default_factory=dict)
-    """By ``compression="auto"``: what the gradients of each unit are encoded by now; ``"fp32"`` is exact, and
-    what near ranks say is in parentheses. By its guard: the same of units that have gone back to more bits."""
+    """With ``compression="auto"``: the present codec of each unit's gradients; ``"fp32"`` is exact. With the guard: the
+    same of units that have gone back to more bits."""
     why: str = ""
-    """What was measured when that was chosen last, in a line."""
+    """In one line, what was measured when a codec was changed last."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from yafsdp_cc.wire.post import Post
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
     from torch import Tensor
 
@@ -59,8 +57,8 @@ class OwnPost(Post):
     def total(self, numel: int) -> Tensor:
         return self._shared.total(numel)
 
-    def exchange(self, message_bytes: int, asynchronous: bool, sizes: Sequence[int] | None = None) -> Works:
-        return self._issue(partial(super().exchange, message_bytes, sizes=sizes))
+    def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
+        return self._issue(partial(super().exchange, message_bytes))
 
     def sum(self, numel: int, asynchronous: bool) -> Works:
         return self._issue(partial(super().sum, numel))

@@ -27,7 +27,6 @@ from yafsdp_cc.engine.journal import Note
 from yafsdp_cc.engine.mailbox import Mailbox
 from yafsdp_cc.engine.ranks import groups
 from yafsdp_cc.engine.residuals import encoded_of
-from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.wire.shortfall import SUMS, Shortfall
 
 if TYPE_CHECKING:
@@ -198,7 +197,6 @@ class Guard:
         else:
             before, codec = str(self._config.weights), "exact"
             flat.always_exact = True
-            root.plan = plan_for(root)
         self._codecs[name] = codec
         self._strikes.pop(name, None)
         self._least.pop(name, None)
@@ -239,7 +237,6 @@ class Guard:
                 root.counters.chosen.pop(_unit_of(root, flat), None)
         for _, flat in all_following(root):
             flat.always_exact = Look.name_of(CHANGES, flat) in self._codecs
-        root.plan = plan_for(root)
 
 
 @torch.inference_mode(False)  # what is made here is trained with
@@ -249,7 +246,6 @@ def _encode_by(root: Root, flat: Flat, codec: str) -> None:
     if root.device.type == "cuda":
         torch.cuda.synchronize(root.device)  # messages may get a larger buffer
     root.reductions.encode_anew(flat)
-    root.plan = plan_for(root)
     root.counters.chosen[_unit_of(root, flat)] = codec
 
 

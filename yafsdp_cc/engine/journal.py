@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from yafsdp_cc.compression_autotune import CodecAutotuner
     from yafsdp_cc.engine.lanes import Ticket
-    from yafsdp_cc.engine.meter import Meter
 
 _FACTOR, _MASK = 1_000_003, (1 << 61) - 1
 _DIGITS = 5
@@ -51,8 +51,8 @@ class Journal:
         self._count = 0
         self._hash = 0
         self._last: deque[str] = deque(maxlen=64)
-        self.meter: Meter | None = None
-        """What wants to know how long waits are."""
+        self.observer: CodecAutotuner | None = None
+        """Told before and after each wait."""
 
     def write(self, note: Note) -> None:
         """Note one operation."""
@@ -81,16 +81,17 @@ class Journal:
 
     def wait(self, ticket: Ticket) -> None:
         """Wait, and where that fails say what the other ranks were doing."""
-        begun = None if self.meter is None else self.meter.wait_begins()
+        if self.observer is not None:
+            self.observer.before_wait()
         try:
             ticket.wait()
-            if begun is not None and self.meter is not None:
-                self.meter.wait_ends(begun)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error}\nEvery rank must issue the same operations in the same order; what they did last:\n"
                 f"{self._compare()}"
             ) from error
+        if self.observer is not None:
+            self.observer.after_wait()
 
     def _compare(self) -> str:
         """What the ranks did last, side by side, as far as they answer."""

@@ -204,9 +204,7 @@ class Reductions:
         ``used`` says of each flat's pieces whether this rank wrote them.
         """
         self.journal.write(note)
-        slot, meter = space.slot, self.journal.meter
-        if meter is not None:
-            meter.sends(space.flats[0], self.counters.gathered_bytes)
+        slot = space.slot
         for flat, whole, wrote in zip(space.flats, space.wholes, used, strict=True):
             exchange, adds = self.exchange_of(flat), flat.holds_exact
             self._land_late(flat)
@@ -229,8 +227,6 @@ class Reductions:
             if self._sums_both and isinstance(exchange, ChunkSum):
                 self._send_exactly(flat, whole, slot, adds)
         slot.owner = None
-        if meter is not None:
-            meter.sent()
 
     def _prepared(self, flat: Flat, whole: Tensor, start: Start) -> Start:
         """The start of a sum of ``whole``, with what is done to it before."""
@@ -296,8 +292,6 @@ class Reductions:
 
     def conclude(self, pieces: Sequence[Piece], small: SmallGroup) -> None:
         """Reduce the small group, and learn which of all ``pieces`` other ranks have used and whether they agree."""
-        if self.journal.meter is not None:
-            self.journal.meter.end()
         sent = {flat for _, flat in self._sent}
         for flat in self._encoded:
             if flat not in sent:  # this backward has not come to it

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.compression import ROUNDING
-from yafsdp_cc.engine.chooser import Chooser
+from yafsdp_cc.compression_autotune import CodecAutotuner
 from yafsdp_cc.engine.counters import Counters
 from yafsdp_cc.engine.journal import Journal
 from yafsdp_cc.engine.lead import settle
@@ -20,6 +20,7 @@ from yafsdp_cc.engine.passage import Passage
 from yafsdp_cc.engine.reductions import Reductions
 from yafsdp_cc.engine.slots import Ring, Slot
 from yafsdp_cc.engine.strangers import Strangers
+from yafsdp_cc.engine.survey import plan_for
 from yafsdp_cc.engine.tree import cast, gate_tensors, map_tensors
 from yafsdp_cc.engine.windows import Weights, weight_bytes
 from yafsdp_cc.wire.change import EncodedChange, Room
@@ -74,7 +75,7 @@ class Root:
         self.compressed = next((draft.compressed for draft in drafts if draft.compressed is not None), None)
         ways = reduce_group, replicas, device, reduce_lane
         self.reductions = Reductions(*ways, self.journal, self.counters, self.compressed, apart)
-        self.chooser = Chooser.of(self)
+        self.autotuner = self.journal.observer = CodecAutotuner.of(self)
         codec = None if self.compressed is None or self.world == 1 else self.compressed.weights
         self.encoded_change = None if codec is None else EncodedChange(self.gather, codec, Room(device))
         rounds = codec is not None and codec.name in ROUNDING
@@ -99,7 +100,6 @@ class Root:
         self.unit: Unit | None = None
         """The unit of what no other unit has taken."""
         self.small: SmallGroup
-        self.plan: Plan
         self.order: Order
         self.weight_rings: dict[Role, Ring] = {}
         # A leaf below the root gate: a backward reaches it if and only if it wants the parameters' gradients.
@@ -189,8 +189,8 @@ class Root:
         self._strangers.check()
         if self.compressed is not None:
             self.compressed.open(self)
-        if self.chooser is not None:
-            self.chooser.look()
+        if self.autotuner is not None:
+            self.autotuner.before_forward(self)
         self.small.refresh()
         if not torch.is_grad_enabled():
             self.small.trained()
@@ -287,8 +287,8 @@ class Root:
         if self._task != -1:
             self.recover()
         self._task = task
-        if self.chooser is not None:
-            self.chooser.meter.begin(self.counters.gathered_bytes)
+        if self.autotuner is not None:
+            self.autotuner.before_backward()
         if not self.whole_backward():  # its root gate may never be reached
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.passage is None:
@@ -347,6 +347,8 @@ class Root:
                     unit.reduce()  # kept from backwards that did not synchronise
             if self.reductions.ends and any(draft.settings.synchronises for draft in self.drafts):
                 self.reductions.conclude(self._pieces, self.small)
+                if self.autotuner is not None:
+                    self.autotuner.after_backward()
         self.reductions.rest()
         for unit in self.units:
             unit.rest()
@@ -375,6 +377,11 @@ class Root:
         self.interrupted = False
 
     # Figures -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What the engine holds now, and what a training step sends."""
+        return plan_for(self)
 
     @property
     def owned_bytes(self) -> int:

@@ -72,7 +72,7 @@ def plan_for(root: Root) -> Plan:
         change_bytes=0 if root.encoded_change is None else root.encoded_change.room.owned_bytes,
         crossing_bytes=0 if root.crossings is None else root.crossings.owned_bytes,
         host=_host(root, flats),
-        chosen="" if root.chooser is None else root.chooser.said,
+        chosen="" if root.autotuner is None else root.autotuner.summary,
     )
 
 
@@ -145,6 +145,11 @@ def reduced_bytes(root: Root, flat: Flat) -> int:
     if encoded is not None:
         return encoded.planned_bytes()
     return flat.layout.numel * flat.wire.itemsize // root.world * (root.world - 1)
+
+
+def regathered_bytes(root: Root, unit: Unit) -> int:
+    """Bytes to all-gather the weights of ``unit`` for its backward, 0 if they are still there."""
+    return _gathered_again(root, unit) if unit in _regathered(root) else 0
 
 
 def _gathered(root: Root, unit: Unit) -> list[int]:

@@ -331,8 +331,13 @@ class Unit(Supply):
         if space is None:
             return
         payload = sum(map(self.root.reductions.payload, space.flats, space.wholes))
+        tuner = self.root.autotuner
+        if tuner is not None:
+            tuner.before_reduce(self)
         with self.reduce_span.of(payload):
             self.root.reductions.send(self.reduce_note, *self._finished(space))
+        if tuner is not None:
+            tuner.after_reduce()
 
     def _finished(self, space: GradientSpace) -> tuple[GradientSpace, list[list[bool]]]:
         """The gradients in ``space``, zero where there are none; of each flat, which pieces this rank has written."""

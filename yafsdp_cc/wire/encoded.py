@@ -79,25 +79,21 @@ class EncodedReduce(ChunkSum):
 
     def _send(self, whole: Tensor, asynchronous: bool) -> Works:
         messages = self._post.sent(self._message_bytes)
-        noise = None if self._noise is None else self._noise.throw()
+        noise = None if self._noise is None or not self.codec.rounds_randomly else self._noise.throw()
         for first, chunks in self._stretches(whole):
-            self._encode(self.codec, chunks, first, messages[first : first + chunks.shape[0]], noise)
+            last, rank = first + chunks.shape[0], self._peers[first]
+            kernels.encode(
+                self.codec,
+                chunks,
+                messages[first:last],
+                counts=None if self._counts is None else self._counts[rank : rank + len(chunks)],
+                residual=None if self.residual is None else self.residual.rows(first, last),
+                recursion=self._recursion,
+                noise=None if noise is None else noise._replace(first=rank * self.chunk),
+            )
         if self.shortfall is not None and self.residual is not None:
             self.shortfall.look(self.codec, messages, self.residual)
         return self._post.exchange(self._message_bytes, asynchronous)
-
-    def _encode(self, codec: Codec, chunks: Tensor, first: int, messages: Tensor, noise: Noise | None) -> None:
-        """Say ``chunks`` in ``messages``, of which the first is number ``first`` of all."""
-        last, at = first + chunks.shape[0], self._peers[first]
-        kernels.encode(
-            codec,
-            chunks,
-            messages,
-            counts=None if self._counts is None else self._counts[at : at + len(chunks)],
-            residual=None if self.residual is None else self.residual.rows(first, last),
-            recursion=self._recursion,
-            noise=noise._replace(first=at * self.chunk) if noise is not None and codec.rounds_randomly else None,
-        )
 
     def _sum(self, mine: Tensor, start: int, total: Tensor) -> None:
         received = self._post.received(self._message_bytes)

@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 from yafsdp_cc.wire.exchange import MESSAGE_TAG, Works, backend_of, duplex, is_duplex, works_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
     from torch import Tensor
 
@@ -49,18 +47,15 @@ class Post:
             self._sent = self._sent.new_empty(size)
             self._received = self._received.new_empty(size)
 
-    def sent(self, message_bytes: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Messages on their way, [peers, bytes]: those of lower ranks first, none to oneself.
+    def sent(self, message_bytes: int) -> Tensor:
+        """Messages on their way, [peers, bytes]: those of lower ranks first, none to oneself."""
+        peers = self.world - 1
+        return self._sent.narrow(0, 0, peers * message_bytes).view(peers, message_bytes)
 
-        Or ``count`` of them, where those before take ``start`` bytes.
-        """
-        count = self.world - 1 if count is None else count
-        return self._sent.narrow(0, start, count * message_bytes).view(count, message_bytes)
-
-    def received(self, message_bytes: int, start: int = 0, count: int | None = None) -> Tensor:
-        """Messages of the others, in rank order, [peers, bytes]; or some of them, as of ``sent``."""
-        count = self.world - 1 if count is None else count
-        return self._received.narrow(0, start, count * message_bytes).view(count, message_bytes)
+    def received(self, message_bytes: int) -> Tensor:
+        """Messages of the others, in rank order, [peers, bytes]."""
+        peers = self.world - 1
+        return self._received.narrow(0, 0, peers * message_bytes).view(peers, message_bytes)
 
     def said(self, numel: int) -> Tensor:
         """The message to all alike, fp32."""
@@ -78,16 +73,10 @@ class Post:
         """Where a sum is made, overwritten by the next."""
         return self._total.narrow(0, 0, numel)
 
-    def exchange(self, message_bytes: int, asynchronous: bool, sizes: Sequence[int] | None = None) -> Works:
-        """Give every rank its message.
-
-        Args:
-            message_bytes: the same on all ranks: how messages are sent goes by it.
-            asynchronous: of the collective.
-            sizes: of each message, where they differ; those of two ranks to each other are as long. None: all alike.
-        """
-        parts = [message_bytes] * (self.world - 1) if sizes is None else list(sizes)
-        parts.insert(self.rank, 0)
+    def exchange(self, message_bytes: int, asynchronous: bool) -> Works:
+        """Give every rank its message, of the same size on all ranks."""
+        parts = [message_bytes] * self.world
+        parts[self.rank] = 0
         received, sent = (each.narrow(0, 0, sum(parts)) for each in (self._received, self._sent))
         if self._is_gloo and is_duplex(self.world * message_bytes, self.world, self.device):
             return duplex(self.group, received.split(parts), sent.split(parts), MESSAGE_TAG)

@@ -19,7 +19,6 @@ import torch
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import codec_of
 from yafsdp_cc.wire.feedback import CLASSIC, Recursion
-from yafsdp_cc.wire.pace import left_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,4 +73,15 @@ class Shortfall:
 @cache
 def said_of_noise(codec: str, block: int) -> float:
     """The share of normal numbers that a message says: 0.64 by onebit, 0.99 by int4."""
-    return 1 - left_out(codec_of(codec, block))
+    return 1 - relative_error(codec_of(codec, block))
+
+
+@torch.no_grad()
+def relative_error(codec: Codec) -> float:
+    """Return ‖h − D(m)‖² / ‖h‖² for normal numbers h: 0.00005 with int8, 0.016 with int4."""
+    values = torch.randn(1, 64 * codec.block, generator=torch.Generator().manual_seed(0))
+    message = torch.zeros(1, codec.message_bytes(values.shape[1]), dtype=torch.uint8)
+    codec.encode(values, None, message)
+    decoded = torch.empty_like(values)
+    codec.decode(message, decoded)
+    return ((values - decoded).square().sum() / values.square().sum()).item()
