@@ -27,8 +27,7 @@ import torch._dynamo  # by the optimizers
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 
-import yafsdp_cc.api  # by the first of yafsdp_cc's names
-import yafsdp_cc.engine.dispatch  # noqa: F401 - by the first operation on a sharded parameter
+import yafsdp_cc.api  # noqa: F401 - by the first of yafsdp_cc's names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

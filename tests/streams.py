@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yafsdp_cc.engine import dtensor as tensors
 from yafsdp_cc.engine import lanes, ranks
-from yafsdp_cc.engine import tensor as tensors
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.norms import LazyNorm
-from yafsdp_cc.engine.tensor import FlatDTensor
 
 Clock = dict["Stream", int]
 
@@ -208,7 +208,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, FlatDTensor):
         yield value._local_tensor
     elif isinstance(value, LazyNorm):
-        yield value._shares.local
+        yield value._partials.local
     elif type(value) in (Tensor, torch.nn.Parameter):
         yield value
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.safetensors import load_safetensors, save_safetensors
     from yafsdp_cc.checkpoint.save import save
     from yafsdp_cc.compression import Compression
+    from yafsdp_cc.engine.dtensor import patch_torch
     from yafsdp_cc.engine.module import register_forward_method
     from yafsdp_cc.engine.scaler import follow_scaler
     from yafsdp_cc.engine.unshard import unshard_model
@@ -31,6 +32,7 @@ __all__ = [
     "fully_shard",
     "load",
     "load_safetensors",
+    "patch_torch",
     "plan_of",
     "profiling",
     "register_forward_method",
@@ -57,6 +59,7 @@ _HOME = {
     "fully_shard": "yafsdp_cc.fsdp2",
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.safetensors",
+    "patch_torch": "yafsdp_cc.engine.dtensor",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
     "register_fsdp_forward_method": "yafsdp_cc.fsdp2",

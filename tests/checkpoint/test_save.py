@@ -175,7 +175,10 @@ def refused_extras(folder):
         ),
         ({"g": torch.Generator()}, r"extra\['g'\] is a torch._C.Generator, .*: save its .get_state\(\)"),
         ({"n": numpy.ones(2)}, r"extra\['n'\] is a numpy.ndarray, .*: save torch.from_numpy"),
-        ({"w": model.head.weight}, r"extra\['w'\] is a yafsdp_cc.engine.tensor.FlatDTensor, .* go into the checkpoint"),
+        (
+            {"w": model.head.weight},
+            r"extra\['w'\] is a yafsdp_cc.engine.dtensor.FlatDTensor, .* go into the checkpoint",
+        ),
         ({"d": {(1, 2): 3}}, r"extra\['d'\] has a key \(1, 2\), a tuple"),
     ]:
         with pytest.raises(TypeError, match=message):

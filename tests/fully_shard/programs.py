@@ -240,7 +240,7 @@ def from_meta(api: Api) -> Run:
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             if api is yafsdp_cc:
-                first, last = parameter._cut.owned
+                first, last = parameter.shard_spec.local_range()
                 parameter.to_local().copy_(plain[name].reshape(-1)[first:last].view(parameter.to_local().shape))
             else:
                 parameter.to_local().copy_(plain[name].chunk(dist.get_world_size())[dist.get_rank()])
