@@ -27,15 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo  # by the optimizers, before ranks are forked
 import torch.distributed as dist
+from yafsdp_cc.engine.chooser import FIRST
+from yafsdp_cc.engine.problem import Problem
+from yafsdp_cc.wire.choice import seconds
 
 from yafsdp_cc.bench import machine, trainees
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.demo.model import VOCABULARY
-from yafsdp_cc.engine.chooser import FIRST
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.problem import Problem
 from yafsdp_cc.netlab import Lab, Unavailable
-from yafsdp_cc.wire.choice import seconds
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.chooser import Chooser

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from yafsdp_cc.wire.pace import Pace
 
 import yafsdp_cc
 from bench.llama import SHAPES, Block, Llama
@@ -37,7 +38,6 @@ from bench.spans import joined, without
 from yafsdp_cc.bench import machine
 from yafsdp_cc.bench.modelled import Fabric, begin
 from yafsdp_cc.bench.turns import in_turns
-from yafsdp_cc.wire.pace import Pace
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5

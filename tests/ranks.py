@@ -1,8 +1,9 @@
-"""Real ranks for tests: ``on_ranks(world, body, *args)`` runs ``body`` on forked gloo processes.
+"""Real ranks for tests: below ``@ranks(2)``, the body of a test runs on two forked gloo processes.
 
-With another ``backend`` they are spawned, and each takes a GPU, the same one where there are too few. The parent
-imports torch and computes nothing (threads do not survive a fork). A rank that raises ends the others, and the test
-fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+``on_ranks(2, body, *args)`` does the same within a test that goes on with the results, or starts several groups. With
+another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few. The parent imports
+torch and computes nothing (threads do not survive a fork). A rank that raises ends the others, and the test fails with
+that rank's traceback; a hang fails within ``timeout`` seconds.
 
 What ranks import lazily is imported here, before the fork, and the objects that they inherit are hidden from their
 garbage collectors: looking at those would copy most of the parent's memory into each rank.
@@ -10,7 +11,9 @@ garbage collectors: looking at those would copy most of the parent's memory into
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import sys
@@ -27,6 +30,7 @@ import torch._dynamo  # by the optimizers
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 
+import tests.internals  # noqa: F401 - by the first operation on a sharded parameter
 import yafsdp_cc.api  # noqa: F401 - by the first of yafsdp_cc's names
 
 if TYPE_CHECKING:
@@ -35,6 +39,34 @@ if TYPE_CHECKING:
 
 class RankError(AssertionError):
     """A rank failed; the message holds its traceback."""
+
+
+def ranks(
+    world: int | str, *, timeout: float = 120.0, patience: float | None = None, backend: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on so many ranks of one group, each with the test's own arguments.
+
+    Args:
+        world: how many, or the name of the test's argument that says so.
+        timeout: seconds until the test fails.
+        patience: seconds that a collective waits; None for as long as the whole test.
+        backend: of the process group; gloo on forked ranks if empty, else ranks are spawned.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            count = arguments[world] if isinstance(world, str) else world
+            # A spawned rank finds a function by its name, which is the decorated one's.
+            on_ranks(count, _body_of, test, arguments, timeout=timeout, patience=patience, backend=backend)
+
+        return test
+
+    return decorate
+
+
+def _body_of(test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    inspect.unwrap(test)(**arguments)
 
 
 def on_ranks(

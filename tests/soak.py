@@ -1,4 +1,4 @@
-"""What ``make soak`` alone runs: the long forms of what ``make test`` runs anyway."""
+"""What only ``make soak`` runs: long forms of what ``make test`` runs anyway (see ``tests/conftest.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-LONG = pytest.mark.skipif("YAFSDP_SOAK" not in os.environ, reason="another form of what is run: in make soak")
+SOAK = os.environ.get("YAFSDP_SOAK", "")
+"""How long to soak: a number of random programs, or a range of their seeds; empty in ``make test``."""
+LONG = pytest.mark.long
 
 
 def also(*values: Any) -> Any:

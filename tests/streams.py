@@ -21,11 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_cc.engine import dtensor as tensors
-from yafsdp_cc.engine import lanes, ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.host import Host
-from yafsdp_cc.engine.norms import LazyNorm
+from tests.internals import local_tensor, modelled_device
 
 Clock = dict["Stream", int]
 
@@ -205,10 +201,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors(each)
-    elif isinstance(value, FlatDTensor):
-        yield value._local_tensor
-    elif isinstance(value, LazyNorm):
-        yield value._partials.local
+    elif (local := local_tensor(value)) is not None:
+        yield local
     elif type(value) in (Tensor, torch.nn.Parameter):
         yield value
 
@@ -226,17 +220,12 @@ def streams() -> Iterator[Streams]:
         finally:
             model.current = before
 
-    zeros = Host.zeros
-
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Event),
         (torch.cuda, "current_stream", lambda device=None: model.current),
         (torch.cuda, "stream", on),
-        (lanes, "lane_for", lanes.CudaLane),
-        (Host, "zeros", lambda self, numel, dtype: model.own(zeros(self, numel, dtype))),
-        (ranks, "on_mesh", model.on_mesh),
-        (tensors, "on_mesh", model.on_mesh),
+        *modelled_device(model.own, model.on_mesh),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, new in replaced:

@@ -23,10 +23,9 @@ from torch.func import functional_call
 
 import yafsdp_cc
 from tests import reference
+from tests.internals import poisoned_buffers
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
-from yafsdp_cc.engine.lanes import CudaLane
-from yafsdp_cc.engine.module import root_of
+from tests.ranks import on_ranks, ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -148,52 +147,21 @@ def test_grad_scaler_skips_a_step() -> None:
 
 @contextmanager
 def late(model: Any, where: str, seed: int) -> Iterator[None]:
-    """Naps on the compute stream and on the lanes, in places drawn at random. A weight slot is NaN from the start of
-    its gather until that has arrived, a gradient slot from the end of its reduce until it is written again."""
-    draw, root, issue = random.Random(seed), root_of(model), CudaLane.issue
-    weights = {id(slot.ready): slot for ring in root.weight_rings.values() for slot in ring.slots}
-    gradients = {id(slot.ready): slot for ring in root.reductions.rings.values() for slot in ring.slots}
+    """Naps on the compute stream and around collectives, in places drawn at random, with NaN in unused buffers."""
+    draw = random.Random(seed)
 
     def nap(stream: str) -> None:
         if stream in where and draw.random() < 0.5:
             torch.cuda._sleep(NAP)
 
-    def issue_late(self: CudaLane, ticket: Any, start: Any, tail: Any = None, after: Any = None) -> None:
-        def begin(asynchronous: bool) -> Any:
-            if id(ticket) in weights and all(flat.trainable for flat in weights[id(ticket)].owner.flats):
-                weights[id(ticket)].buffer.fill_(255)  # NaN in every dtype
-            nap("lane")
-            return start(asynchronous)
-
-        def end() -> None:
-            if tail is not None:
-                tail()
-            if id(ticket) in gradients and len(owners[id(ticket)].flats) == 1:
-                gradients[id(ticket)].buffer.fill_(255)
-            nap("lane")
-
-        issue(self, ticket, begin, end, after)
-
-    owners = {id(unit._gradient_home().slot.ready): unit for unit in root.units if _train(unit)}
     hooks = [block.register_forward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
     hooks += [block.register_full_backward_pre_hook(lambda *_: nap("compute")) for block in model.blocks]
-    CudaLane.issue = issue_late  # type: ignore[method-assign]
     try:
-        yield
+        with poisoned_buffers(model, lambda: nap("lane")):
+            yield
     finally:
-        CudaLane.issue = issue  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
-
-
-def _train(unit: Any) -> bool:
-    unit.training = tuple(flat for flat in unit.flats if flat.trainable)
-    return bool(unit.training)
-
-
-def ordered(where: str, side: bool) -> None:
-    for seed in range(3):
-        _ordered(where, seed, side)
 
 
 def _ordered(where: str, seed: int, side: bool) -> None:
@@ -216,8 +184,10 @@ def _ordered(where: str, seed: int, side: bool) -> None:
 
 @pytest.mark.parametrize("side", [False, True], ids=["one stream", "forward on a side stream"])
 @pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+@ranks(1, backend=NCCL)
 def test_late_streams_change_nothing(where: str, side: bool) -> None:
-    on_ranks(1, ordered, where, side, backend=NCCL)
+    for seed in range(3):
+        _ordered(where, seed, side)
 
 
 # -- what a step must not do ------------------------------------------------------------------------------------------
@@ -234,16 +204,14 @@ def allocations(model: nn.Module) -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
 
 
-def allocates() -> None:
+@ranks(1, backend=NCCL)
+def test_the_engine_allocates_nothing() -> None:
     model, plain = twins()
     assert allocations(model) <= allocations(plain)
 
 
-def test_the_engine_allocates_nothing() -> None:
-    on_ranks(1, allocates, backend=NCCL)
-
-
-def waits() -> None:
+@ranks(1, backend=NCCL)
+def test_the_host_never_waits_for_the_device() -> None:
     model, _ = twins(BF16)
     (optimizer,) = adamw(model)
     batches = [batch(at) for at in range(STEPS)]
@@ -252,10 +220,6 @@ def waits() -> None:
             torch.cuda.set_sync_debug_mode("error")
         step(model, optimizer, loss_of(model, tokens))
     torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_host_never_waits_for_the_device() -> None:
-    on_ranks(1, waits, backend=NCCL)
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
@@ -350,17 +314,15 @@ def test_offloaded_steps_in_pageable_memory() -> None:
     on_ranks(1, offloads, BF16, {}, PAGEABLE, backend=NCCL_ALONE)
 
 
-def offloads_otherwise() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_offloaded_gradients_accumulate_and_scale() -> None:
     accumulates(True, offload_policy=OFFLOADED)
     accumulates(False, offload_policy=OFFLOADED)
     scales(offload_policy=OFFLOADED)
 
 
-def test_offloaded_gradients_accumulate_and_scale() -> None:
-    on_ranks(1, offloads_otherwise, backend=NCCL_ALONE)
-
-
-def lies() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_what_is_offloaded_lies_on_the_host() -> None:
     """Where everything is, and how much of it."""
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
@@ -393,11 +355,9 @@ def lies() -> None:
     assert all(parameter.to_local().is_pinned() for parameter in empty.parameters())
 
 
-def test_what_is_offloaded_lies_on_the_host() -> None:
-    on_ranks(1, lies, backend=NCCL_ALONE)
-
-
-def offloads_late(where: str) -> None:
+@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
+@ranks(1, backend=NCCL_ALONE)
+def test_the_host_waits_for_late_copies(where: str) -> None:
     """Streams are late, and the host reads and writes the moment that it may."""
     for seed in range(3):
         model, plain = twins(BF16, offload_policy=OFFLOADED)
@@ -423,12 +383,8 @@ def offloads_late(where: str) -> None:
         same(model, plain, 1e-2)
 
 
-@pytest.mark.parametrize("where", ["compute", "lane", "compute lane"])
-def test_the_host_waits_for_late_copies(where: str) -> None:
-    on_ranks(1, offloads_late, where, backend=NCCL_ALONE)
-
-
-def offloads_in_place() -> None:
+@ranks(1, backend=NCCL_ALONE)
+def test_offloaded_passes_allocate_nothing_and_do_not_stop_for_a_copy() -> None:
     """A pass takes no memory on either side for what it offloads, and no copy stops the host in its midst."""
     model, other = twins(BF16, offload_policy=OFFLOADED)[0], twins(BF16)[0]
     assert allocations(model) <= allocations(other)
@@ -439,10 +395,6 @@ def offloads_in_place() -> None:
         loss_of(model, tokens).backward()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
-
-
-def test_offloaded_passes_allocate_nothing_and_do_not_stop_for_a_copy() -> None:
-    on_ranks(1, offloads_in_place, backend=NCCL_ALONE)
 
 
 def two_ranks_offload(apart: bool) -> None:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import yafsdp_cc
+from tests.internals import module_methods
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import seeded, whole
-from yafsdp_cc.engine.methods import Methods
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
 
@@ -106,7 +106,8 @@ def test_muon_of_the_same_gradients_is_the_same_bit_for_bit() -> None:
     on_ranks(3, muon_equals_one_process, True)
 
 
-def muon_on_shards() -> None:
+@ranks(2)
+def test_muon_on_shards_is_refused() -> None:
     model = yafsdp_cc.shard(seeded(Transformer))
     optimizer = torch.optim.Muon(split(model)[0])
     loss(model, 0, dist.get_rank()).backward()
@@ -114,14 +115,11 @@ def muon_on_shards() -> None:
         optimizer.step()
 
 
-def test_muon_on_shards_is_refused() -> None:
-    on_ranks(2, muon_on_shards)
-
-
 # -- averages ---------------------------------------------------------------------------------------------------------
 
 
-def average_equals_one_process() -> None:
+@ranks(2)
+def test_an_average_equals_one_process() -> None:
     swapped: Callable[..., AbstractContextManager[None]] = example("swapped")
     model, plain = yafsdp_cc.shard(seeded(Transformer)), seeded(Transformer)
     ours, theirs = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -152,11 +150,8 @@ def average_equals_one_process() -> None:
         close(whole(mean), value, name)
 
 
-def test_an_average_equals_one_process() -> None:
-    on_ranks(2, average_equals_one_process)
-
-
-def averaged_model_equals_one_process() -> None:
+@ranks(2)
+def test_an_averaged_model_equals_one_process() -> None:
     def fresh(plain: nn.Module) -> AveragedModel:
         return AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
@@ -176,10 +171,6 @@ def averaged_model_equals_one_process() -> None:
         close(whole(p.detach()), value.detach(), name)
 
 
-def test_an_averaged_model_equals_one_process() -> None:
-    on_ranks(2, averaged_model_equals_one_process)
-
-
 # -- differences from FSDP2 -------------------------------------------------------------------------------------------
 
 
@@ -197,7 +188,8 @@ def gathered(model: nn.Module) -> int:
     return yafsdp_cc.counters_of(model).gathered_bytes - before
 
 
-def differences() -> None:
+@ranks(2)
+def test_differences_from_fsdp2() -> None:
     model = bottom_up(reshard_after_forward=False)
     assert gathered(model) > 0
     assert gathered(model) == 0  # until the weights change
@@ -226,10 +218,6 @@ def differences() -> None:
             refused()
 
 
-def test_differences_from_fsdp2() -> None:
-    on_ranks(2, differences)
-
-
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 
@@ -242,4 +230,4 @@ def test_every_name_of_fsdp2_has_a_row() -> None:
     for name in (*arguments, *policy, *methods, "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle"):
         assert re.search(rf"^\| `{name}\b", PAGE, re.MULTILINE), f"{name} has no row"
     for name in methods:
-        assert name in vars(Methods) or name == "set_reduce_scatter_divide_factor", f"{name} is torch's own"
+        assert name in module_methods() or name == "set_reduce_scatter_divide_factor", f"{name} is torch's own"

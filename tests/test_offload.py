@@ -19,17 +19,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
+from tests import internals
 from tests.checkpoint.jobs import contents, grouped, same, train
 from tests.engine import test_streams
 from tests.engine.test_streams import BF16, Checkpointed, steps
 from tests.fully_shard import programs as fsdp2
 from tests.fully_shard.run import Run
+from tests.internals import set_staging_bytes
 from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
-from tests.ranks import RankError, on_ranks
+from tests.ranks import RankError, on_ranks, ranks
 from tests.streams import streams
 from tests.twins import seeded
-from yafsdp_cc.engine import host, lanes, ranks, tensor
-from yafsdp_cc.engine.root import Root
 
 OFFLOADED = CPUOffloadPolicy()
 
@@ -110,7 +110,7 @@ def test_numbers_are_those_without_on_other_meshes() -> None:
 
 
 def _side_by_side(programs: list[Any]) -> None:
-    host.ROOM = 1 << 13  # less than a shard
+    set_staging_bytes(1 << 13)  # less than a shard
     for program in programs:
         truth = program(yafsdp_cc).done()
         with offloading():
@@ -135,14 +135,11 @@ def compressed(offload: OffloadPolicy) -> list[Tensor]:
     return [parameter.full_tensor() for parameter in model.parameters()]
 
 
-def _compressed() -> None:
-    host.ROOM = 1 << 13
+@ranks(2)
+def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> None:
+    set_staging_bytes(1 << 13)
     truth, found = compressed(OffloadPolicy()), compressed(OFFLOADED)
     assert all(one.equal(other) for one, other in zip(truth, found, strict=True))
-
-
-def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> None:
-    on_ranks(2, _compressed)
 
 
 # -- the order of copies ----------------------------------------------------------------------------------------------
@@ -178,7 +175,7 @@ def edits(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecisionPolicy | None) -> int:
     """How many copies between host and device a program makes."""
-    host.ROOM = 1 << 10
+    set_staging_bytes(1 << 10)
     torch.manual_seed(0)
     with streams() as watched:
         model: Any = yafsdp_cc.shard(kind(6), mp_policy=policy, offload_policy=OFFLOADED)
@@ -201,48 +198,30 @@ def _each(world: int) -> list[int]:
     return [*crossed, run(steps, Checkpointed, BF16), run(edits, Checkpointed, BF16)]
 
 
-def without_holding_the_host() -> None:
-    lanes.CudaLane.hold_host = lambda self, marker: None
-    run(steps, Mlp, None)
+BROKEN = [
+    (internals.break_host_wait, steps, None),
+    (internals.break_copy_events, steps, None),
+    (internals.break_wait_for_copies, edits, None),
+    (internals.break_staging_buffers, edits, BF16),
+]
 
 
-def without_marks() -> None:
-    host.Crossing.mark = lambda self: None
-    run(steps, Mlp, None)
-
-
-def without_waiting_for_weights() -> None:
-    Root.wait_for_copies = lambda self: None
-    run(edits, Mlp, None)
-
-
-def with_one_room() -> None:
-    make = host.Crossings.__init__
-
-    def share(self: Any, weights: Any, gradients: Any, small: Any) -> None:
-        make(self, weights, gradients, weights)
-
-    host.Crossings.__init__ = share
-    run(edits, Mlp, BF16)
-
-
-BROKEN = [without_holding_the_host, without_marks, without_waiting_for_weights, with_one_room]
-
-
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_the_model_of_streams_sees_races(broken: Callable[[], None]) -> None:
+@pytest.mark.parametrize(("break_it", "program", "policy"), BROKEN)
+def test_the_model_of_streams_sees_races(break_it: Any, program: Any, policy: Any) -> None:
     with pytest.raises(RankError, match="are not in order"):
-        on_ranks(1, broken)
+        on_ranks(1, _broken, break_it, program, policy)
+
+
+def _broken(break_it: Callable[[], None], program: Any, policy: Any) -> None:
+    break_it()
+    run(program, Mlp, policy)
 
 
 # -- beside training --------------------------------------------------------------------------------------------------
 
 
+@ranks(2)
 def test_collectives_go_by_way_of_the_device() -> None:
-    on_ranks(2, _by_way_of_the_device)
-
-
-def _by_way_of_the_device() -> None:
     """What crosses ranks outside of the lanes is first brought where an NCCL group would look for it."""
     model, optimizer = _job(offload_policy=OFFLOADED)
     nn.functional.cross_entropy(model(_TOKENS).flatten(0, 1), _TOKENS.flatten()).backward()
@@ -261,9 +240,7 @@ def _by_way_of_the_device() -> None:
 
         return call
 
-    ranks.on_mesh = tensor.on_mesh = bring
-    dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    tensor._all_gather = watched(tensor._all_gather, 1)
+    internals.watch_collectives(bring, watched)
     after = _numbers(model, optimizer)
     assert len(brought) > 10
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
@@ -295,14 +272,11 @@ def _job(seed: int = 0, count: int = 0, **options: Any) -> tuple[Any, torch.opti
     return model, optimizer
 
 
+@ranks(2)
 def test_checkpoints_and_whole_weights(tmp_path: Path) -> None:
-    on_ranks(2, _checkpoints, tmp_path)
-
-
-def _checkpoints(folder: Path) -> None:
     model, optimizer = _job(count=2, offload_policy=OFFLOADED)
     for index, options in enumerate([{}, {"offload_policy": OFFLOADED}]):
-        path = folder / str(index)
+        path = tmp_path / str(index)
         saving = yafsdp_cc.save(path, model, optimizer, asynchronous=index == 0)
         before = contents(model, optimizer)
         train(model, optimizer, 9)  # changes what was copied, not what is written
@@ -328,11 +302,8 @@ def _checkpoints(folder: Path) -> None:
     assert all(parameter.equal(truth[name]) for name, parameter in fresh.named_parameters())
 
 
+@ranks(2)
 def test_plan_counts_host_and_device_apart() -> None:
-    on_ranks(2, _planned)
-
-
-def _planned() -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = yafsdp_cc.plan_of(_job(mp_policy=bf16)[0])
     model, optimizer = _job(count=1, mp_policy=bf16, offload_policy=OFFLOADED)
@@ -392,11 +363,8 @@ def _allocates() -> list[int]:
     return counts
 
 
+@ranks(1)
 def test_what_cannot_be_is_refused_by_name() -> None:
-    on_ranks(1, _refused)
-
-
-def _refused() -> None:
     with torch.device("meta"):
         model: Any = Mlp()
     yafsdp_cc.fully_shard(model, offload_policy=OFFLOADED)

@@ -16,7 +16,6 @@ say.
 
 from __future__ import annotations
 
-import os
 import pprint
 import random
 from typing import Any
@@ -27,13 +26,13 @@ import torch
 import yafsdp_cc
 from tests.lockstep import TIMEOUT, Naps, Pair, loss_of, play
 from tests.maze import WIDTH, Maze, Program, random_actions, random_spec
-from tests.ranks import RankError, on_ranks
+from tests.ranks import RankError, on_ranks, ranks
+from tests.soak import SOAK
 
 
 def _seeds() -> range:
-    asked = os.environ.get("YAFSDP_SOAK", "")
-    first, _, last = asked.partition("-")
-    return range(int(first), int(last) + 1) if last else range(int(first)) if first else range(40)
+    first, _, last = SOAK.partition("-")
+    return range(int(first), int(last) + 1) if last else range(int(first or 40))
 
 
 def scenario(seed: int, world: int = 0) -> dict[str, Any]:
@@ -103,11 +102,8 @@ def test_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(("depth", "spills"), [(0, False), (1, False), (2, True), (3, True)])
+@ranks(2)
 def test_nesting_deeper_than_the_slots_is_counted(depth: int, spills: bool) -> None:
-    on_ranks(2, _nested, depth, spills)
-
-
-def _nested(depth: int, spills: bool) -> None:
     torch.manual_seed(0)
     model = Maze({"units": (BLOCK,) * 4, "tied_ends": False, "tied_units": None, "frozen": ()})
     model = yafsdp_cc.shard(model, units=list(model.tops))

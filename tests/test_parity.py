@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests import reference
-from tests.models import CASES, Case, import_models, joined
-from tests.ranks import on_ranks
+from tests.models import CASES, import_models, joined
+from tests.ranks import ranks
 
 STEPS, CLIP = 10, 0.5
 ZERO = 1e-9
@@ -25,11 +25,9 @@ def _import_before_forking() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
+@ranks("world")
 def test_first_step_gradients_equal_the_sum_over_ranks_bit_for_bit(name: str, world: int) -> None:
-    on_ranks(world, _first_step, CASES[name])
-
-
-def _first_step(case: Case) -> None:
+    case = CASES[name]
     batches = case.batches(dist.get_world_size())
     plain = case.model()
     _, whole = reference.gradients(plain, lambda: case.loss(plain, joined(batches)))
@@ -48,11 +46,9 @@ CHECKPOINTABLE = [name for name, case in CASES.items() if name not in ("mlp", "t
 
 
 @pytest.mark.parametrize("name", CHECKPOINTABLE)
+@ranks(2)
 def test_gradient_checkpointing_of_hugging_face(name: str) -> None:
-    on_ranks(2, _checkpointed, CASES[name])
-
-
-def _checkpointed(case: Case) -> None:
+    case = CASES[name]
     batches = case.batches(2)
     plain = case.model()
     _, whole = reference.gradients(plain, lambda: case.loss(plain, joined(batches)))
@@ -81,12 +77,10 @@ def _all_zero_or_close(found: reference.Gradients, truth: reference.Gradients) -
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
+@ranks("world")
 def test_losses_over_ten_clipped_steps(name: str, world: int) -> None:
-    on_ranks(world, _ten_steps, CASES[name])
-
-
-def _ten_steps(case: Case) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+    case = CASES[name]
+    rank = dist.get_rank()
     plain = case.model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1)
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
 from tests.models import Mlp, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import added, inputs, means, mine, same_gradients, sgd, square, step_both, trains_on, twins
 
 
@@ -37,11 +37,8 @@ def sent(model: nn.Module) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
 def test_a_stage_of_zero(stage: int) -> None:
-    on_ranks(2, _staged, stage)
-
-
-def _staged(stage: int) -> None:
     model, plain = twins(Mlp, zero_stage=stage)
     optimizers = sgd(model, plain)
     trains_on(model, plain, square, [inputs()], within=1e-6)
@@ -62,11 +59,8 @@ def _staged(stage: int) -> None:
     assert yafsdp_cc.counters_of(model).spills == 0
 
 
+@ranks(1)
 def test_a_stage_that_is_none_is_refused() -> None:
-    on_ranks(1, _no_stage)
-
-
-def _no_stage() -> None:
     for options, said in (
         ({"zero_stage": 4}, "takes 1, 2 or 3, got 4"),
         ({"zero_stage": 2, "reshard_after_forward": True}, "leave one of them out"),
@@ -84,11 +78,8 @@ def replicated() -> DeviceMesh:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16])
+@ranks("world")
 def test_replicas(world: int, reduce: torch.dtype | None) -> None:
-    on_ranks(world, _replicas, reduce)
-
-
-def _replicas(reduce: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=reduce)
     model, plain = twins(Mlp, mesh=replicated(), mp_policy=policy)
     if reduce is None:
@@ -104,11 +95,8 @@ def _replicas(reduce: torch.dtype | None) -> None:
     assert torch.equal(*copies)
 
 
+@ranks(4)
 def test_replicas_are_made_equal_or_compared() -> None:
-    on_ranks(4, _unequal)
-
-
-def _unequal() -> None:
     def build() -> Any:
         torch.manual_seed(dist.get_rank() // 2)  # the replicas differ, the ranks of each do not
         return Mlp()
@@ -120,8 +108,11 @@ def _unequal() -> None:
     trains_on(model, Mlp(), square, [inputs()], within=1e-6)
 
 
+@ranks(4)
 def test_parameters_that_only_one_replica_uses() -> None:
-    on_ranks(4, _used_by_one_replica)
+    model, plain = twins(Choosy, mesh=replicated())
+    steps = [[(x, rank // 2 == 0) for rank, x in enumerate(inputs(step=step))] for step in range(2)]
+    trains_on(model, plain, square, steps, within=1e-6)
 
 
 class Choosy(Mlp):
@@ -133,20 +124,11 @@ class Choosy(Mlp):
         return self.leave(x)
 
 
-def _used_by_one_replica() -> None:
-    model, plain = twins(Choosy, mesh=replicated())
-    steps = [[(x, rank // 2 == 0) for rank, x in enumerate(inputs(step=step))] for step in range(2)]
-    trains_on(model, plain, square, steps, within=1e-6)
-
-
 # -- second shards ----------------------------------------------------------------------------------------------------
 
 
+@ranks(4)
 def test_a_second_shard_is_gathered_from_until_weights_change() -> None:
-    on_ranks(4, _second)
-
-
-def _second() -> None:
     model, plain = twins(Transformer, reshard_after_forward=2)
     tokens = [torch.arange(12).view(2, 6) + rank for rank in range(4)]
     trains_on(model, plain, square, [tokens], within=1e-6)

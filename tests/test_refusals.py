@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
 from tests.models import WIDTH, Block, stack
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import refusal
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
@@ -63,11 +63,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@ranks(2)
 def test_refused(case: str) -> None:
-    on_ranks(2, _refused, case)
-
-
-def _refused(case: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
     yafsdp_cc.shard(model)
     attempt, error, said = REFUSED[case]
@@ -106,11 +103,8 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKEN)
+@ranks(1)
 def test_mistaken_arguments(case: str) -> None:
-    on_ranks(1, _mistaken, case)
-
-
-def _mistaken(case: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
     arguments, said = MISTAKEN[case]
     with pytest.raises(TypeError, match=said):
@@ -118,11 +112,8 @@ def _mistaken(case: str) -> None:
     assert not any(type(module).__name__.startswith("Sharded") for module in model.modules())
 
 
+@ranks(1)
 def test_meshes_that_do_not_fit() -> None:
-    on_ranks(1, _meshes)
-
-
-def _meshes() -> None:
     for names, said in (
         (None, "mesh has 3 dimensions: pass"),
         (("a", "b", "c"), r"mesh has 3 dimensions \('a', 'b', 'c'\): pass"),
@@ -154,11 +145,8 @@ def _small() -> None:
         yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
 
 
+@ranks(2)
 def test_parameters_added_afterwards() -> None:
-    on_ranks(2, _added)
-
-
-def _added() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     yafsdp_cc.shard(model, units=[nn.Linear])
     model.append(nn.Linear(32, 4))
@@ -177,21 +165,15 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
 
 
+@ranks(2)
 def test_embeddings_that_renormalise_themselves() -> None:
-    on_ranks(2, _max_norm)
-
-
-def _max_norm() -> None:
     model = nn.Sequential(nn.Embedding(64, 32, max_norm=1.0), nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(ValueError, match=r"'0' has max_norm=1.0.*whole_parameters"):
         yafsdp_cc.shard(model, units=[nn.Linear])
 
 
+@ranks(2)
 def test_moving_to_where_it_is_moves_buffers_only() -> None:
-    on_ranks(2, _moved)
-
-
-def _moved() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)))
     yafsdp_cc.shard(model)
     before = list(model.parameters())
@@ -201,11 +183,8 @@ def _moved() -> None:
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
 
 
+@ranks(2)
 def test_a_second_communicator_changes_no_bit() -> None:
-    on_ranks(2, _second_communicator)
-
-
-def _second_communicator() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
     models = [yafsdp_cc.shard(copy.deepcopy(plain), separate_reduce_group=separate) for separate in (False, True)]
@@ -216,11 +195,8 @@ def _second_communicator() -> None:
             assert torch.equal(one.grad.to_local(), other.grad.to_local())
 
 
+@ranks(1)
 def test_arguments_of_a_wrong_kind_are_refused_by_name() -> None:
-    on_ranks(1, _wrong_kind)
-
-
-def _wrong_kind() -> None:
     wrong: dict[str, Any] = {
         "units": 3,
         "mp_policy": torch.bfloat16,
@@ -233,11 +209,8 @@ def _wrong_kind() -> None:
         assert name in message, f"{name}: {message!r}"
 
 
+@ranks(2)
 def test_a_module_in_two_sharded_models_is_refused_by_name() -> None:
-    on_ranks(2, _shared_module)
-
-
-def _shared_module() -> None:
     one = stack()
     two = nn.Sequential(one[0].inner, nn.Linear(WIDTH, WIDTH))
     yafsdp_cc.shard(one)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 WIDTH = 32
 
@@ -91,11 +91,8 @@ OTHERS = nothing, assembled_anew
 
 
 @pytest.mark.parametrize("shard", [by_shard, by_fully_shard])
+@ranks(2)
 def test_they_are_named(shard: Callable[[], Any]) -> None:
-    on_ranks(2, _named, shard)
-
-
-def _named(shard: Callable[[], Any]) -> None:
     afterwards = [(add, run) for add in NAMES] + [(add, before) for add in (replaced, registered) for before in OTHERS]
     for add, before in afterwards:
         model = shard()
@@ -106,11 +103,8 @@ def _named(shard: Callable[[], Any]) -> None:
                 run(model)
 
 
+@ranks(2)
 def test_between_two_calls_and_what_may_stay() -> None:
-    on_ranks(2, _between)
-
-
-def _between() -> None:
     model = plain()
     yafsdp_cc.fully_shard(model[0])
     registered(model)

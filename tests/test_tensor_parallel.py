@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 
 WIDTH, VOCABULARY, BATCH = 48, 66, 2
@@ -119,7 +119,9 @@ def close(ours: Figures, other: Figures, tolerance: float) -> None:
         assert (one - other[name]).norm() <= tolerance * other[name].norm(), name
 
 
-def training(everything: bool) -> None:
+@pytest.mark.parametrize("everything", [True, False])
+@ranks(4)
+def test_training_is_that_of_fsdp2_and_of_one_process(everything: bool) -> None:
     clip = everything  # FSDP2 has no norm over parameters of two meshes
     ours, theirs = (Job(api, (2, 2), everything=everything).train(3, clip=clip) for api in (yafsdp_cc, torch_fsdp))
     close(ours, theirs, 1e-6)
@@ -134,22 +136,14 @@ def training(everything: bool) -> None:
     assert held == parameter.numel()
 
 
-@pytest.mark.parametrize("everything", [True, False])
-def test_training_is_that_of_fsdp2_and_of_one_process(everything):
-    on_ranks(4, training, everything)
-
-
-def other_ways() -> None:
+@ranks(4)
+def test_in_half_precision_with_kept_weights_and_with_replicas() -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for more in ({"mp_policy": bf16}, {"reshard_after_forward": False}):
         ours, theirs = (Job(api, (2, 2), **more).train(2) for api in (yafsdp_cc, torch_fsdp))
         close(ours, theirs, 1e-6)
     ours, theirs = (Job(api, (2, 1, 2)).train(2) for api in (yafsdp_cc, torch_fsdp))
     close(ours, theirs, 1e-6)
-
-
-def test_in_half_precision_with_kept_weights_and_with_replicas():
-    on_ranks(4, other_ways)
 
 
 # State
@@ -193,7 +187,8 @@ def test_checkpoints_are_exchanged_with_fsdp2(writers, readers, tmp_path):
     on_ranks(torch.Size(readers).numel(), loaded, tmp_path, readers)
 
 
-def whole_states(folder: Any) -> None:
+@ranks(4)
+def test_whole_states_and_the_way_back(tmp_path: Any) -> None:
     job, plain = Job(yafsdp_cc, (2, 2)), Job(None)
     full = yafsdp_cc.full_state_dict(job.model)
     if dist.get_rank() == 0:
@@ -201,9 +196,9 @@ def whole_states(folder: Any) -> None:
     else:
         assert full == {}
 
-    yafsdp_cc.save_safetensors(folder / "whole", job.model)
+    yafsdp_cc.save_safetensors(tmp_path / "whole", job.model)
     other = Job(yafsdp_cc, (2, 2), seed=1)
-    yafsdp_cc.load_safetensors(folder / "whole", other.model)
+    yafsdp_cc.load_safetensors(tmp_path / "whole", other.model)
     same({name: whole(value) for name, value in other.model.state_dict().items()}, plain.model.state_dict())
 
     with yafsdp_cc.whole_parameters(job.model, write=True):
@@ -220,14 +215,11 @@ def whole_states(folder: Any) -> None:
     assert weight.grad.placements == (Shard(1),)
 
 
-def test_whole_states_and_the_way_back(tmp_path):
-    on_ranks(4, whole_states, tmp_path)
-
-
 # Parameters as users see them
 
 
-def as_users_see_them() -> None:
+@ranks(4)
+def test_parameters_as_users_see_them() -> None:
     model = Job(yafsdp_cc, (2, 2)).model
     weight, values = model.blocks[0].down.weight, torch.randn(WIDTH, 4 * WIDTH)
     with torch.no_grad():
@@ -269,10 +261,6 @@ def as_users_see_them() -> None:
     assert "holds" in repr(weight)
     with pytest.raises(NotImplementedError, match=r"down.weight' \(sharded \[48, 192\]"):
         weight @ weight
-
-
-def test_parameters_as_users_see_them():
-    on_ranks(4, as_users_see_them)
 
 
 # Other models
@@ -331,7 +319,8 @@ def each_of(bodies: Any) -> None:
         body()
 
 
-def refusals() -> None:
+@ranks(4)
+def test_what_cannot_be_cut_further() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     already = r"'0\.weight' is already a DTensor, across .* take both from one mesh"
     for over in (mesh, mesh["tp"]):
@@ -344,14 +333,10 @@ def refusals() -> None:
         with pytest.raises(ValueError, match=r"If it was sharded before, shard it once"):
             shard(torch_fsdp.fully_shard(Net()))
     apart = init_device_mesh("cpu", (4,))
-    with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be sharded across"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be cut across"):
         yafsdp_cc.fully_shard(model, mesh=apart)
     part = DTensor.from_local(torch.ones(64, 64), mesh["tp"], [Partial()], run_check=False)
     model = nn.Sequential(nn.Linear(64, 64))
     model[0].weight = nn.Parameter(part)
     with pytest.raises(ValueError, match=r"'0\.weight' is a DTensor placed as P"):
         yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
-
-
-def test_what_cannot_be_cut_further():
-    on_ranks(4, refusals)

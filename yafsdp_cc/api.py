@@ -316,8 +316,9 @@ def fully_shard(
         owned = _owned_params(modules, given.ignored)
         check_shardable(owned)
         _check_parameters(owned, mesh)
-        for one in owned if shard_placement_fn is not None else ():
-            _check_placement(one, shard_placement_fn(one.parameter))
+        if shard_placement_fn is not None:
+            for one in owned:
+                _check_placement(one, shard_placement_fn(one.parameter))
     info = given.info
     settings = {"compression": (compression_of(compression), FORMAT), "mp_policy": mp_policy}
     check_settings(settings, all_groups(mesh), "fully_shard()")
@@ -457,12 +458,11 @@ def _end_process_group() -> None:
 
 
 def _everybody(mesh: object) -> list[dist.ProcessGroup]:
-    """Return the groups over which arguments are refused together; all ranks, where ``mesh`` itself is to be refused."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.get_coordinate() is None:
-        return []
-    if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+    """Return the groups over which arguments are refused together: all ranks, unless the mesh leaves some out."""
+    assert dist.group.WORLD is not None
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
-    return all_groups(mesh)
+    return [] if mesh.ndim > 2 or mesh.get_coordinate() is None else all_groups(mesh)
 
 
 # Checks of arguments -----------------------------------------------------------------------------------------------
@@ -543,8 +543,8 @@ def _check_module(module: Any) -> None:
 def _check_placement(owned: OwnedParameter, placement: Any) -> None:
     if placement is not None and placement != Shard(0):
         raise NotImplementedError(
-            f"shard_placement_fn returns {placement} for '{owned.name}': parameters are sharded into flat ranges, which "
-            "fit any number of ranks; return None"
+            f"shard_placement_fn returns {placement} for '{owned.name}': parameters are sharded into flat ranges, "
+            "which fit any number of ranks; return None"
         )
 
 

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from yafsdp_cc.wire.native import ops_for
+from tests.internals import has_native_kernels
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "wire.py"
 
 
-@pytest.mark.skipif(ops_for(torch.device("cpu")) is None, reason="the native extension is not built")
+@pytest.mark.skipif(not has_native_kernels(), reason="the native extension is not built")
 def test_one_round_of_a_few_elements(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--sections", "kernels", "--elements", "8192", "--rounds", "1"]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import yafsdp_cc
 from tests.checkpoint.jobs import job, same
 from tests.models import Transformer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 
 
 def plain(**kwargs):
@@ -36,7 +36,9 @@ def mixed():
     return model
 
 
-def fulls():
+@pytest.mark.parametrize("world", [1, 2, 3])
+@ranks("world")
+def test_a_full_state_dict_is_the_unsharded_model_s(world):
     expected = {name: value.clone() for name, value in mixed().state_dict().items()}
     model = mixed()
     yafsdp_cc.shard(model, ignored_params=[model.ignored])
@@ -53,11 +55,6 @@ def fulls():
     assert model.kept.any()
     fresh = mixed()
     fresh.load_state_dict(full)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_full_state_dict_is_the_unsharded_model_s(world):
-    on_ranks(world, fulls)
 
 
 # Memory
@@ -113,7 +110,8 @@ def test_no_rank_holds_two_copies():
 # Plain again
 
 
-def unsharded():
+@ranks(2)
+def test_a_sharded_model_becomes_plain():
     expected = mixed()
     model = mixed()
     model.head.weight.note = "kept"
@@ -143,11 +141,8 @@ def unsharded():
     copy.deepcopy(model)
 
 
-def test_a_sharded_model_becomes_plain():
-    on_ranks(2, unsharded)
-
-
-def trained_on():
+@ranks(2)
+def test_sharded_again():
     """Sharded, trained, made plain, sharded anew and trained on: as if never interrupted."""
     results = []
     for interrupted in (False, True):
@@ -167,11 +162,8 @@ def trained_on():
     assert first.equal(second)
 
 
-def test_sharded_again():
-    on_ranks(2, trained_on)
-
-
-def only_on_rank_0():
+@ranks(2)
+def test_on_one_rank():
     model = yafsdp_cc.shard(plain())
     yafsdp_cc.unshard_model(model, rank0_only=True, device="cpu")
     if dist.get_rank() == 0:
@@ -181,11 +173,8 @@ def only_on_rank_0():
         assert [p.shape for p in model.parameters()] == [p.shape for p in plain().parameters()]
 
 
-def test_on_one_rank():
-    on_ranks(2, only_on_rank_0)
-
-
-def refusals():
+@ranks(2)
+def test_what_cannot_be_made_plain():
     model, _ = job("ours")
     with pytest.raises(ValueError, match=r"this ShardedAttention is a part of a sharded model: unshard the whole"):
         yafsdp_cc.unshard_model(model.blocks[0])
@@ -199,7 +188,3 @@ def refusals():
     small = nn.Linear(8, 8)
     yafsdp_cc.shard(small, units=[small], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     yafsdp_cc.unshard_model(small)
-
-
-def test_what_cannot_be_made_plain():
-    on_ranks(2, refusals)

@@ -15,7 +15,7 @@ import yafsdp_cc.checkpoint.safetensors
 from tests.checkpoint.jobs import job, same, whole
 from tests.cli.command import ROOT
 from tests.models import Transformer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc.checkpoint.convert import convert
 
 transformers = pytest.importorskip("transformers")
@@ -111,20 +111,21 @@ def test_several_files(tmp_path):
     on_ranks(3, several_files, tmp_path / "three")
 
 
-def misfits(folder):
+@ranks(2)
+def test_what_does_not_fit(tmp_path):
     model, _ = job("ours")
     if dist.get_rank() == 0:
         state = {name: value.clone() for name, value in Transformer(2).state_dict().items()}
         state["old.bias"] = torch.ones(2)
         del state["norm.bias"]
         state["head.weight"] = torch.ones(3, 3)
-        save_file(state, folder / "other.safetensors")
-        (folder / "empty").mkdir()
-        (folder / "full").mkdir()
-        (folder / "full" / "notes.txt").touch()
+        save_file(state, tmp_path / "other.safetensors")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "notes.txt").touch()
     dist.barrier()
     with pytest.raises(ValueError, match="does not fit the model") as caught:
-        yafsdp_cc.load_safetensors(folder / "other.safetensors", model)
+        yafsdp_cc.load_safetensors(tmp_path / "other.safetensors", model)
     for line in (
         "checkpoint has 'head.weight' [3, 3], model has [96, 32]",
         "checkpoint lacks 'norm.bias' [32]",
@@ -132,15 +133,11 @@ def misfits(folder):
     ):
         assert line in str(caught.value)
     with pytest.raises(FileNotFoundError, match="there are no safetensors at"):
-        yafsdp_cc.load_safetensors(folder / "empty", model)
+        yafsdp_cc.load_safetensors(tmp_path / "empty", model)
     with pytest.raises(ValueError, match=r"full holds 'notes.txt', which would be lost: choose another path"):
-        yafsdp_cc.save_safetensors(folder / "full", model)
+        yafsdp_cc.save_safetensors(tmp_path / "full", model)
     with pytest.raises(ValueError, match="not sharded"):
-        yafsdp_cc.save_safetensors(folder / "plain", nn.Linear(2, 2))
-
-
-def test_what_does_not_fit(tmp_path):
-    on_ranks(2, misfits, tmp_path)
+        yafsdp_cc.save_safetensors(tmp_path / "plain", nn.Linear(2, 2))
 
 
 def saved(form, folder):

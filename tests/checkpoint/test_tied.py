@@ -5,7 +5,7 @@ import torch
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 
 def one_of_two(folder):
@@ -40,10 +40,7 @@ def into_copies(folder):
         load(folder / path, model)
 
 
-def all_of_it(folder):
-    one_of_two(folder)
-    into_copies(folder)
-
-
+@ranks(2)
 def test_what_would_be_lost_is_refused(tmp_path):
-    on_ranks(2, all_of_it, tmp_path)
+    one_of_two(tmp_path)
+    into_copies(tmp_path)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from yafsdp_cc.engine.residuals import mean_residuals
 
 import yafsdp_cc
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.residuals import mean_residuals
 
 
 def net() -> nn.Module:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
-from yafsdp_cc.engine.module import root_of
+from tests.internals import buffers_of, state_of
+from tests.ranks import ranks
 
 
 class Listener(logging.Handler):
@@ -25,11 +25,8 @@ class Listener(logging.Handler):
         self.said.append(record.getMessage())
 
 
+@ranks(2)
 def test_what_an_assembly_leaves_behind() -> None:
-    on_ranks(2, _anew)
-
-
-def _anew() -> None:
     heard = Listener()
     logging.getLogger("yafsdp_cc").addHandler(heard)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), nn.Linear(32, 32))
@@ -45,9 +42,5 @@ def _anew() -> None:
             sharded.set_requires_gradient_sync(last)
             model(torch.ones(2, 32)).sum().backward()
         assert [reference() for reference in before] == [None] * len(before), "buffers of an earlier assembly"
-        root = root_of(model)
-        rings = [*root.weight_rings.values(), *root.reductions.rings.values()]
-        slots = [slot for ring in rings for slot in (*ring.slots, *ring.kept)]
-        before = [weakref.ref(root), *(weakref.ref(slot.buffer) for slot in slots)]
-        del root, rings, slots
+        before = [weakref.ref(each) for each in (state_of(model), *buffers_of(model))]
     assert sum("keeps whole gradients" in each for each in heard.said) == (torch.distributed.get_rank() == 0)

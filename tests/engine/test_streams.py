@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
+from tests import internals
 from tests.models import WIDTH, Mlp
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
-from yafsdp_cc.engine import lanes, slots
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -102,22 +102,14 @@ def test_nothing_races(world: int, program: Any, kind: type[nn.Module], policy: 
     assert on_ranks(world, run, program, kind, policy, world == 2)[0] > 1000
 
 
-def without_marks() -> None:
-    slots.Slot.passed = lambda self, lane: None  # type: ignore[method-assign]
-    run(steps, Mlp, None, False)
-
-
-def without_waits() -> None:
-    lanes.CudaTicket.wait = lambda self: None  # type: ignore[method-assign]
-    run(steps, Mlp, None, False)
-
-
-def without_following() -> None:
-    lanes.CudaLane.follow = lambda self, marker: None  # type: ignore[method-assign]
-    run(steps, Mlp, None, False)
-
-
-@pytest.mark.parametrize("broken", [without_marks, without_waits, without_following])
-def test_the_model_of_streams_sees_races(broken: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    "break_it", [internals.break_buffer_release, internals.break_wait, internals.break_stream_order]
+)
+def test_the_model_of_streams_sees_races(break_it: Callable[[], None]) -> None:
     with pytest.raises(RankError, match="are not in order"):
-        on_ranks(1, broken)
+        on_ranks(1, _broken, break_it)
+
+
+def _broken(break_it: Callable[[], None]) -> None:
+    break_it()
+    run(steps, Mlp, None, False)

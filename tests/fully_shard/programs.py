@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests.fully_shard.run import Api, Run
+from tests.internals import owned_range
 from tests.models import Transformer
 from tests.twins import seeded
 
@@ -240,7 +241,7 @@ def from_meta(api: Api) -> Run:
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             if api is yafsdp_cc:
-                first, last = parameter.shard_spec.local_range()
+                first, last = owned_range(parameter)
                 parameter.to_local().copy_(plain[name].reshape(-1)[first:last].view(parameter.to_local().shape))
             else:
                 parameter.to_local().copy_(plain[name].chunk(dist.get_world_size())[dist.get_rank()])

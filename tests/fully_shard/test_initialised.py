@@ -10,16 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.models import Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import whole
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@ranks(4)
 def test_sharded_parameters_are_initialised_as_plain_ones(replicas: int) -> None:
-    on_ranks(4, _initialised, replicas)
-
-
-def _initialised(replicas: int) -> None:
     mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         model: Any = Transformer()

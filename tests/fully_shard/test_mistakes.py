@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models import Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from yafsdp_cc import fully_shard
 
 TOKENS = torch.zeros(1, 2, dtype=torch.long)
@@ -67,22 +67,16 @@ MISTAKES: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
 ]
 
 
+@ranks(2)
 def test_mistakes_are_named() -> None:
-    on_ranks(2, _mistaken)
-
-
-def _mistaken() -> None:
     for mistake, kind, says in MISTAKES:
         model = Transformer(2)
         with pytest.raises(kind, match=f"(?s){re.escape(says)}"):
             mistake(model)
 
 
+@ranks(2)
 def test_a_module_named_twice_in_a_list_is_sharded_once() -> None:
-    on_ranks(2, _twice)
-
-
-def _twice() -> None:
     torch.manual_seed(0)
     model, plain = Transformer(2), Transformer(2)
     plain.load_state_dict(model.state_dict())

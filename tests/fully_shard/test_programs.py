@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 import yafsdp_cc
 from tests.fully_shard.programs import IN_BF16, PROGRAMS
 from tests.fully_shard.run import Api, Run
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.soak import also
 
 RUNS = [
@@ -21,11 +21,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("program", "world"), RUNS, ids=lambda value: getattr(value, "__name__", value))
+@ranks("world")
 def test_runs_as_with_fsdp2(program: Callable[[Api], Run], world: int) -> None:
-    on_ranks(world, side_by_side, program)
-
-
-def side_by_side(program: Callable[[Api], Run]) -> None:
     truth, found = (program(api).done() for api in (torch_fsdp, yafsdp_cc))
     assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
     for name, value in truth.items():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import yafsdp_cc
 from tests.models import Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import seeded
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
@@ -75,11 +75,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@ranks(2)
 def test_refused(case: str) -> None:
-    on_ranks(2, _refused, case)
-
-
-def _refused(case: str) -> None:
     attempt, error, said = REFUSED[case]
     with pytest.raises(error, match=f"(?s){said}"):
         attempt(seeded(Transformer))

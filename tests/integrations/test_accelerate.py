@@ -12,7 +12,7 @@ from torch import nn
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra 'frameworks')")
@@ -52,11 +52,8 @@ def _check(ran: dict[str, Any]) -> None:
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"].full_tensor(), moments[index]["exp_avg"])
 
 
+@ranks(2)
 def test_a_model_that_is_not_sharded_is_refused_by_name() -> None:
-    on_ranks(2, _not_sharded)
-
-
-def _not_sharded() -> None:
     from accelerate import Accelerator
 
     from yafsdp_cc.integrations.accelerate import accept_sharded
@@ -72,11 +69,8 @@ def _not_sharded() -> None:
         accelerator.prepare(plain, torch.optim.SGD(plain.parameters()))
 
 
+@ranks(2)
 def test_accumulation_reduces_each_micro_batch_or_the_last() -> None:
-    on_ranks(2, _accumulate_both_ways)
-
-
-def _accumulate_both_ways() -> None:
     from accelerate.state import AcceleratorState
 
     as_launched()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from yafsdp_cc import Compression
 
 
@@ -191,16 +191,14 @@ def refused() -> None:
     yafsdp_cc.compress(model, "int4")
 
 
-def on_two_ranks() -> None:
+@ranks(2)
+def test_torch_s_engines_with_our_wire() -> None:
     for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, buckets_anew, refused):
         body()
 
 
-def test_torch_s_engines_with_our_wire():
-    on_ranks(2, on_two_ranks)
-
-
-def over_replicas() -> None:
+@ranks(4)
+def test_sums_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     exact = losses(fsdp2()[0])
     for codec, tolerance in (("fp32", 1e-5), ("int8", 0.01)):
@@ -212,7 +210,3 @@ def over_replicas() -> None:
     whole = fully_shard(Transformer(2, 64), mesh=mesh)
     with pytest.warns(UserWarning, match="those over replicas stay exact"):
         yafsdp_cc.compress(whole, "int8")
-
-
-def test_sums_over_replicas():
-    on_ranks(4, over_replicas)

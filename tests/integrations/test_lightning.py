@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'frameworks')")
 
@@ -66,11 +66,8 @@ def _check_trainer(ran: dict[str, Any]) -> None:
     same(whole(ran["model"].net), plain)
 
 
+@ranks(2)
 def test_accumulation_with_fabric() -> None:
-    on_ranks(2, _accumulate)
-
-
-def _accumulate() -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import on_example, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from yafsdp_cc.integrations.pipelining import ShardedStage
 
 
@@ -44,11 +44,8 @@ def _check(ran: dict[str, Any]) -> None:
         ran["stage"].backward_maybe_with_nosync("input", {})
 
 
+@ranks(4)
 def test_gradients_of_a_schedule_that_keeps_all_micro_batches() -> None:
-    on_ranks(4, _gpipe)
-
-
-def _gpipe() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
     torch.manual_seed(0)

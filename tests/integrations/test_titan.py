@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import on_example, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from yafsdp_cc.integrations.titan import parallelize
 
 
@@ -75,11 +75,8 @@ def _settings(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
+@ranks(2)
 def test_a_model_on_the_meta_device_is_initialised_and_sharded(offloads: bool) -> None:
-    on_ranks(2, _meta, offloads)
-
-
-def _meta(offloads: bool) -> None:
     with torch.device("meta"):
         model: Any = Decoder()
     torch.manual_seed(3)
@@ -100,11 +97,8 @@ def _meta(offloads: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["tp", "spmd_backend"])
+@ranks(1)
 def test_what_it_cannot_do_is_refused_by_name(name: str) -> None:
-    on_ranks(1, _refused, name)
-
-
-def _refused(name: str) -> None:
     asked: dict[str, Any] = {"tp": 2, "spmd_backend": "full_dtensor"}
     with pytest.raises(NotImplementedError, match=name):
         parallelize(Decoder(), **_settings(**{name: asked[name]}))

@@ -12,7 +12,7 @@ from torch import nn
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
@@ -56,17 +56,14 @@ def _check(ran: dict[str, Any]) -> None:
         model.save_pretrained(f"{ran['folder'][0]}/parts")  # would write this rank's parts as if they were the model
 
 
+@ranks(2)
 def test_evaluation_and_the_best_checkpoint(tmp_path: Path) -> None:
-    on_ranks(2, _evaluate, tmp_path)
-
-
-def _evaluate(folder: Path) -> None:
     as_launched()
     plain, model, data = _llama(), yafsdp_cc.shard(_llama()), _data()
     trainer = _trainer(
         model,
         data,
-        output_dir=str(folder),
+        output_dir=str(tmp_path),
         max_steps=4,
         eval_strategy="steps",
         eval_steps=2,
@@ -84,11 +81,8 @@ def _evaluate(folder: Path) -> None:
         assert _loss(plain, tokens).item() == pytest.approx(min(said), rel=1e-5)
 
 
+@ranks(2)
 def test_accumulation_reduces_each_micro_batch_or_the_last() -> None:
-    on_ranks(2, _accumulate_both_ways)
-
-
-def _accumulate_both_ways() -> None:
     from accelerate.state import AcceleratorState
 
     as_launched()

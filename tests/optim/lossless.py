@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import Codec, Noise
 from tests.wire.ledger import net
 from yafsdp_cc import Compression
-from yafsdp_cc.wire.codec import Codec, Noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

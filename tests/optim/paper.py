@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from yafsdp_cc.wire.codec import codec_of
+from tests.internals import codec_of
 
 BLOCK = 256
 

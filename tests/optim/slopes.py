@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import extents_of, flat_param, shard_numel
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 SHAPES = [(60, 40), (37, 70), (64, 64)]
 BLOCK = 64
@@ -79,9 +79,9 @@ class Reference:
     """
 
     def __init__(self, model: Any, index: int, ranks: int, form: str, **settings: Any) -> None:
-        (flat,) = root_of(model).units[index].flats
-        self.chunk, self.numel = flat.layout.chunk, SHAPES[index][0] * SHAPES[index][1]
-        assert [(each.offset, each.end) for each in flat.layout.extents] == [(0, self.numel)]
+        flat = flat_param(model, index)
+        self.chunk, self.numel = shard_numel(flat), SHAPES[index][0] * SHAPES[index][1]
+        assert extents_of(flat) == [(0, self.numel)]
         self.index, self.ranks, self.form = index, ranks, form
         self.beta1, self.beta2 = settings["betas"]
         self.lr, self.decay, self.eps = settings["lr"], settings["weight_decay"], 1e-8

@@ -13,14 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.internals import flat_params, groups_of, shard_numel, unsharded_weights
 from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes, drawn, sharded, trained, weights
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam
 
 
-def as_written_out(form: str) -> None:
+@FORMS
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_steps_are_those_of_the_algorithm_in_float64(world, form):
     ranks = dist.get_world_size()
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=4, form=form, refreshes=2)
@@ -38,13 +41,8 @@ def as_written_out(form: str) -> None:
             assert off.float().mean() < 0.03, (step, reference.index)
 
 
-@FORMS
-@pytest.mark.parametrize("world", [2, 4])
-def test_steps_are_those_of_the_algorithm_in_float64(world, form):
-    on_ranks(world, as_written_out, form)
-
-
-def in_the_warm_up() -> None:
+@ranks(2)
+def test_warm_up_and_what_is_never_encoded_are_adamw_bit_for_bit() -> None:
     ours, theirs = sharded(), yafsdp_cc.shard(Slopes(), units=[Slope])
     optimizers = (
         OneBitAdam(ours.parameters(), **SETTINGS, warmup_steps=6),
@@ -59,11 +57,10 @@ def in_the_warm_up() -> None:
         assert one.equal(other) is (index % 2 == 1), index  # biases are never encoded
 
 
-def test_warm_up_and_what_is_never_encoded_are_adamw_bit_for_bit():
-    on_ranks(2, in_the_warm_up)
-
-
-def of_micro_batches(form: str, refreshes: int) -> None:
+@FORMS
+@pytest.mark.parametrize("refreshes", [0, 2])
+@ranks(2)
+def test_micro_batches_are_one_message(form: str, refreshes: int) -> None:
     once, thrice = sharded(), sharded()
     settings: dict[str, Any] = SETTINGS | {"warmup_steps": 2, "form": form, "refreshes": refreshes}
     optimizers = [OneBitAdam(each.parameters(), **settings) for each in (once, thrice)]
@@ -81,13 +78,8 @@ def of_micro_batches(form: str, refreshes: int) -> None:
         assert torch.allclose(one, other, atol=1e-6)
 
 
-@FORMS
-@pytest.mark.parametrize("refreshes", [0, 2])
-def test_micro_batches_are_one_message(form, refreshes):
-    on_ranks(2, of_micro_batches, form, refreshes)
-
-
-def twice_without_zero_grad() -> None:
+@ranks(2)
+def test_a_second_sum_in_a_step_is_refused() -> None:
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
     trained(model, optimizer, range(3))
@@ -96,10 +88,6 @@ def twice_without_zero_grad() -> None:
         model(drawn(4, 0)).backward()
     optimizer.zero_grad()
     trained(model, optimizer, range(4, 6))
-
-
-def test_a_second_sum_in_a_step_is_refused():
-    on_ranks(2, twice_without_zero_grad)
 
 
 def over_replicas(form: str) -> None:
@@ -126,7 +114,9 @@ def test_replicas_stay_alike_and_go_where_adamw_goes(form):
     on_ranks(4, over_replicas, form)
 
 
-def known_second_moment(over_replicas: bool) -> None:
+@pytest.mark.parametrize("over_replicas", [False, True])
+@ranks(2)
+def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others(over_replicas: bool) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if over_replicas else None
     model = sharded(mesh=mesh)
@@ -153,11 +143,6 @@ def known_second_moment(over_replicas: bool) -> None:
         assert torch.allclose(after, wanted, rtol=1e-4, atol=1e-9), step
 
 
-@pytest.mark.parametrize("over_replicas", [False, True])
-def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others(over_replicas):
-    on_ranks(2, known_second_moment, over_replicas)
-
-
 def bytes_sent() -> list[int]:
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), warmup_steps=2, refreshes=1)
@@ -166,8 +151,7 @@ def bytes_sent() -> list[int]:
         before = counters.reduced_bytes
         trained(model, optimizer, range(step, step + 1))
         sent.append(counters.reduced_bytes - before)
-    layouts = [flat.layout for unit in root_of(model).units for flat in unit.flats]
-    exact = 4 * sum(layout.chunk for layout in layouts)
+    exact = 4 * sum(shard_numel(flat) for flat in flat_params(model))
     wire = yafsdp_cc.plan_of(model).wire
     return [*(each - wire.small for each in sent), exact, wire.reduce]
 
@@ -178,7 +162,9 @@ def test_bytes_of_a_step_are_exact_then_encoded_and_both_at_refreshes():
     assert encoded < exact / 20
 
 
-def gathered_in_the_step(stage: int, weights_by: str) -> None:
+@pytest.mark.parametrize(("stage", "weights_by"), [(2, "int4"), (3, "int8")])
+@ranks(2)
+def test_weights_are_on_their_way_before_the_next_forward(stage: int, weights_by: str) -> None:
     model = sharded(zero_stage=stage, compression={"weights": weights_by, "block": 64})
     optimizer = OneBitAdam(model.parameters(), warmup_steps=3)
     counters, plan = yafsdp_cc.counters_of(model), yafsdp_cc.plan_of(model)
@@ -197,21 +183,17 @@ def gathered_in_the_step(stage: int, weights_by: str) -> None:
         model(drawn(9, 0))
     assert counters.gathered_bytes - before == whole - early
     if stage == 2:
-        for unit, part in zip(root_of(model).units, model.parts, strict=True):
-            (kept,) = unit.home.wholes
+        for index, (group, part) in enumerate(zip(groups_of(model), model.parts, strict=True)):
+            (kept,) = unsharded_weights(group)
             everywhere = [torch.empty_like(kept) for _ in range(2)]
             dist.all_gather(everywhere, kept)
-            assert everywhere[0].equal(everywhere[1]), unit.name
+            assert everywhere[0].equal(everywhere[1]), index
             far = (kept[: part.weight.numel()] - part.weight.full_tensor().flatten()).abs().max()
-            assert 0 < far < 1e-3, unit.name  # of steps of 1e-3, told in four bits
+            assert 0 < far < 1e-3, index  # of steps of 1e-3, told in four bits
 
 
-@pytest.mark.parametrize(("stage", "weights_by"), [(2, "int4"), (3, "int8")])
-def test_weights_are_on_their_way_before_the_next_forward(stage, weights_by):
-    on_ranks(2, gathered_in_the_step, stage, weights_by)
-
-
-def warned() -> None:
+@ranks(2)
+def test_few_bits_without_it_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = sharded()
@@ -223,14 +205,12 @@ def warned() -> None:
         trained(other, torch.optim.AdamW(other.parameters()), range(1))
 
 
-def test_few_bits_without_it_are_warned_of():
-    on_ranks(2, warned)
-
-
 # Beside a GradScaler --------------------------------------------------------------------------------------------------
 
 
-def scaled(form: str) -> None:
+@FORMS
+@ranks(2)
+def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(form: str) -> None:
     plain, with_scaler = sharded(), sharded()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     optimizers = [OneBitAdam(each.parameters(), **SETTINGS, warmup_steps=3, form=form) for each in (plain, with_scaler)]
@@ -253,11 +233,6 @@ def scaled(form: str) -> None:
     assert all(each.isfinite().all() for each in weights(with_scaler))
 
 
-@FORMS
-def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(form):
-    on_ranks(2, scaled, form)
-
-
 class Some(Slopes):
     """Uses some of its parts."""
 
@@ -266,7 +241,8 @@ class Some(Slopes):
         return torch.stack(used).sum()
 
 
-def skipped_and_unused() -> None:
+@ranks(2)
+def test_exact_gradients_of_a_skipped_step_are_dropped() -> None:
     model: Any = yafsdp_cc.shard(Some(), units=[Slope], compression=Compression("onebit"))
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -282,11 +258,8 @@ def skipped_and_unused() -> None:
     assert all(state["exp_avg_sq"].to_local().isfinite().all() for state in optimizer.state.values())
 
 
-def test_exact_gradients_of_a_skipped_step_are_dropped():
-    on_ranks(2, skipped_and_unused)
-
-
-def scaled_without_a_word() -> None:
+@ranks(2)
+def test_a_scaler_that_nobody_follows_is_refused() -> None:
     model = sharded()
     optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=3), torch.amp.GradScaler("cpu")
     with pytest.raises(RuntimeError, match=r"call yafsdp_cc.follow_scaler\(model, scaler\) before the first backward"):
@@ -298,14 +271,11 @@ def scaled_without_a_word() -> None:
         scaler.step(optimizer)
 
 
-def test_a_scaler_that_nobody_follows_is_refused():
-    on_ranks(2, scaled_without_a_word)
-
-
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
-def refused() -> None:
+@ranks(2)
+def test_what_cannot_work_is_refused_by_name() -> None:
     def said(match: str, model: Any, **settings: Any) -> None:
         parameters = settings.pop("params", None) or model.parameters()
         with pytest.raises(ValueError, match=match):
@@ -340,11 +310,8 @@ def refused() -> None:
     trained(model, second, range(3))
 
 
-def test_what_cannot_work_is_refused_by_name():
-    on_ranks(2, refused)
-
-
-def across_replicas_of_a_shard() -> None:
+@ranks(4)
+def test_momentum_that_replicas_do_not_share_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh, compression={"scope": "shard"})
     with pytest.raises(ValueError, match="every replica would have a momentum of its own: leave the scope out"):
@@ -352,11 +319,9 @@ def across_replicas_of_a_shard() -> None:
     trained(model, OneBitAdam(model.parameters(), warmup_steps=1, form="gradient"), range(3))
 
 
-def test_momentum_that_replicas_do_not_share_is_refused():
-    on_ranks(4, across_replicas_of_a_shard)
-
-
-def other_dtypes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@ranks(2)
+def test_parameters_of_other_dtypes_train(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = yafsdp_cc.shard(Slopes().to(dtype), units=[Slope], compression=Compression("onebit", block=64))
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
@@ -369,20 +334,12 @@ def other_dtypes(dtype: torch.dtype) -> None:
     assert min(moved) > 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_of_other_dtypes_train(dtype):
-    on_ranks(2, other_dtypes, dtype)
-
-
-def codecs_as_well(gradients: str) -> None:
+@pytest.mark.parametrize("gradients", ["int8", "int4", "ternary", "powersgd"])
+@ranks(2)
+def test_momentum_crosses_in_other_codecs_too(gradients: str) -> None:
     model, exact = sharded(gradients), yafsdp_cc.shard(Slopes(), units=[Slope])
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=4)
     trained(model, optimizer, range(25))
     trained(exact, torch.optim.AdamW(exact.parameters(), **SETTINGS), range(25))
     far = [(a - b).norm() / (a - c).norm() for a, b, c in zip(*map(weights, (exact, model)), start(), strict=True)]
     assert max(far) < 0.6, far
-
-
-@pytest.mark.parametrize("gradients", ["int8", "int4", "ternary", "powersgd"])
-def test_momentum_crosses_in_other_codecs_too(gradients):
-    on_ranks(2, codecs_as_well, gradients)

@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_cc
+from tests.internals import mean_residuals_of, phase_of
 from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, trained, weights
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.residuals import mean_residuals
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
@@ -59,7 +57,7 @@ def momentum_saved(folder: Any, form: str) -> None:
 
 def _momentum(model: Any, optimizer: Any) -> list[torch.Tensor]:
     """All that updates to come hold of gradients that were, by parameter: the first moment and what is unsaid."""
-    unsaid = {name: each.full_tensor() for name, each in mean_residuals(root_of(model)).items()}
+    unsaid = mean_residuals_of(model)
     beta = SETTINGS["betas"][0]
     momentum = optimizer.form == "momentum"
     return [
@@ -90,14 +88,16 @@ def test_a_run_goes_on_with_other_ranks_and_no_momentum_is_lost(before, after, f
     on_ranks(after, momentum_resumed, tmp_path, form)
 
 
-def long_adamw_loaded(folder: Any) -> None:
+@ranks(2)
+def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path: Any) -> None:
+    """Although the optimizer that loads it has a short warm-up."""
     exact = yafsdp_cc.shard(Slopes(), units=[Slope])
     adamw = torch.optim.AdamW(exact.parameters(), lr=1e-2, betas=(0.9, 0.999))
     trained(exact, adamw, range(40))
-    yafsdp_cc.save(folder / "exact", exact, adamw)
+    yafsdp_cc.save(tmp_path / "exact", exact, adamw)
     model = sharded("int8")
     optimizer = OneBitAdam(model.parameters(), lr=1e-2, betas=(0.9, 0.999), warmup_steps=3, refreshes=0)
-    yafsdp_cc.load(folder / "exact", model, optimizer)
+    yafsdp_cc.load(tmp_path / "exact", model, optimizer)
     before = weights(model)
     trained(exact, adamw, range(40, 41))
     trained(model, optimizer, range(40, 41))
@@ -105,12 +105,8 @@ def long_adamw_loaded(folder: Any) -> None:
         assert (one - other).norm() < 0.1 * (other - old).norm()
 
 
-def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path):
-    """Although the optimizer that loads it has a short warm-up."""
-    on_ranks(2, long_adamw_loaded, tmp_path)
-
-
-def bf16_resumed(folder: Any) -> None:
+@ranks(2)
+def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path: Any) -> None:
     def fresh() -> tuple[Any, Any]:
         model = yafsdp_cc.shard(Slopes().bfloat16(), units=[Slope], compression=Compression("onebit", block=64))
         return model, OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
@@ -123,38 +119,41 @@ def bf16_resumed(folder: Any) -> None:
 
     one, other = fresh(), fresh()
     train(*one, range(6))
-    yafsdp_cc.save(folder / "step", *one)
-    yafsdp_cc.load(folder / "step", *other)
+    yafsdp_cc.save(tmp_path / "step", *one)
+    yafsdp_cc.load(tmp_path / "step", *other)
     train(*one, range(6, 12))
     train(*other, range(6, 12))
     assert all(a.equal(b) for a, b in zip(weights(one[0]), weights(other[0]), strict=True))
 
 
-def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path):
-    on_ranks(2, bf16_resumed, tmp_path)
-
-
-def adamw_and_back(folder: Any) -> None:
+@ranks(2)
+def test_adamw_loads_its_checkpoints_and_the_other_way_round(tmp_path: Any) -> None:
     exact = yafsdp_cc.shard(Slopes(), units=[Slope])
     adamw = torch.optim.AdamW(exact.parameters(), **SETTINGS, fused=True)
     trained(exact, adamw, range(8))
-    yafsdp_cc.save(folder / "exact", exact, adamw)
+    yafsdp_cc.save(tmp_path / "exact", exact, adamw)
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=8)
-    yafsdp_cc.load(folder / "exact", model, optimizer)
+    yafsdp_cc.load(tmp_path / "exact", model, optimizer)
     trained(model, optimizer, range(8, 12))
-    yafsdp_cc.save(folder / "encoded", model, optimizer)
+    yafsdp_cc.save(tmp_path / "encoded", model, optimizer)
     with pytest.warns(UserWarning, match="gradients that were still to be said"):
-        yafsdp_cc.load(folder / "encoded", exact, adamw)
+        yafsdp_cc.load(tmp_path / "encoded", exact, adamw)
     assert all(one.equal(other) for one, other in zip(weights(model), weights(exact), strict=True))
     trained(exact, adamw, range(12, 14))
 
 
-def test_adamw_loads_its_checkpoints_and_the_other_way_round(tmp_path):
-    on_ranks(2, adamw_and_back, tmp_path)
-
-
-def unfrozen(kind: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (OneBitAdam, {"warmup_steps": 2}),
+        (OneBitAdam, {"warmup_steps": 2, "form": "gradient"}),
+        (OneBitLamb, {"warmup_steps": 2}),
+        (ZeroOneAdam, {}),
+    ],
+)
+@ranks(2)
+def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind: Any, settings: dict[str, Any]) -> None:
     model = sharded()
     late = model.parts[1].weight
     late.requires_grad_(False)
@@ -170,20 +169,8 @@ def unfrozen(kind: Any, settings: dict[str, Any]) -> None:
     assert (after - before).abs().max() < 0.2
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (OneBitAdam, {"warmup_steps": 2}),
-        (OneBitAdam, {"warmup_steps": 2, "form": "gradient"}),
-        (OneBitLamb, {"warmup_steps": 2}),
-        (ZeroOneAdam, {}),
-    ],
-)
-def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind, settings):
-    on_ranks(2, unfrozen, kind, settings)
-
-
-def resumed_in_parts(folder: Any) -> None:
+@ranks(2)
+def test_steps_are_counted_that_no_parameter_has_seen(tmp_path: Any) -> None:
     """No parameter is trained in all of the steps."""
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=6)
@@ -191,18 +178,15 @@ def resumed_in_parts(folder: Any) -> None:
         for part in model.parts:
             part.requires_grad_(last if part is model.parts[-1] else first)
         trained(model, optimizer, range(5))
-    yafsdp_cc.save(folder / "step", model, optimizer)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
     another = sharded()
     again = OneBitAdam(another.parameters(), **SETTINGS, warmup_steps=6)
-    yafsdp_cc.load(folder / "step", another, again)
-    assert (again.steps, again.phase) == (optimizer.steps, optimizer.phase) == (10, Phase.ENCODED)
+    yafsdp_cc.load(tmp_path / "step", another, again)
+    assert again.steps == optimizer.steps == 10
+    assert phase_of(again) == phase_of(optimizer) == "encoded"
     plain = torch.optim.AdamW(another.parameters(), **SETTINGS)
-    yafsdp_cc.load(folder / "step", another, plain)
+    yafsdp_cc.load(tmp_path / "step", another, plain)
     trained(another, plain, range(7))
-    yafsdp_cc.save(folder / "plain", another, plain)
-    yafsdp_cc.load(folder / "plain", another, again)
+    yafsdp_cc.save(tmp_path / "plain", another, plain)
+    yafsdp_cc.load(tmp_path / "plain", another, again)
     assert again.steps == 5 + 7  # as many as any parameter has seen: AdamW counts no others
-
-
-def test_steps_are_counted_that_no_parameter_has_seen(tmp_path):
-    on_ranks(2, resumed_in_parts, tmp_path)

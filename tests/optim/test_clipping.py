@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import yafsdp_cc
+from tests.internals import Clip, awaits_exact_step, flat_param, has_exact_sum
 from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.streams import streams
-from yafsdp_cc.engine.clip import Clip
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD
 
 LIMIT = 20.0
@@ -48,7 +47,12 @@ def far(one: Any, other: Any) -> float:
     return max(float((a - b).norm() / (a - c).norm()) for a, b, c in triples)
 
 
-def beside_adamw(gradients: str, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world", "gradients", "mesh_shape"),
+    [(2, "int8", (2,)), (2, "onebit", (2,)), (4, "int8", (4,)), (4, "int8", (2, 2))],
+)
+@ranks("world")
+def test_large_gradients_are_clipped_in_the_momentum_as_adamw_has_it(world, gradients, mesh_shape):
     mesh = None
     if len(mesh_shape) > 1:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
@@ -64,14 +68,8 @@ def beside_adamw(gradients: str, mesh_shape: tuple[int, ...]) -> None:
     assert far(exact, raw) > 0.5, far(exact, raw)
 
 
-@pytest.mark.parametrize(
-    ("gradients", "mesh_shape"), [("int8", (2,)), ("onebit", (2,)), ("int8", (4,)), ("int8", (2, 2))]
-)
-def test_large_gradients_are_clipped_in_the_momentum_as_adamw_has_it(gradients, mesh_shape):
-    on_ranks(torch.Size(mesh_shape).numel(), beside_adamw, gradients, mesh_shape)
-
-
-def of_one_rank() -> None:
+@ranks(2)
+def test_what_is_far_off_on_one_rank_is_clipped_there() -> None:
     def momenta(factor: float) -> list[torch.Tensor]:
         """Their norms after a step in which one rank's gradients of one weight are so much larger."""
         model = sharded("int8")
@@ -89,11 +87,8 @@ def of_one_rank() -> None:
     assert spiked[1] < 2 * usual[1], (spiked, usual)
 
 
-def test_what_is_far_off_on_one_rank_is_clipped_there():
-    on_ranks(2, of_one_rank)
-
-
-def of_micro_batches() -> None:
+@ranks(2)
+def test_micro_batches_are_clipped_each_by_itself() -> None:
     once, twice = sharded(), sharded()
     for model in (once, twice):
         optimizer = led(model)
@@ -110,11 +105,8 @@ def of_micro_batches() -> None:
     assert far(once, twice) < 0.3
 
 
-def test_micro_batches_are_clipped_each_by_itself():
-    on_ranks(2, of_micro_batches)
-
-
-def scaled() -> None:
+@ranks(2)
+def test_a_loss_scale_changes_nothing() -> None:
     plain, with_scale = sharded(), sharded()
     optimizers = [led(each, refreshes=1) for each in (plain, with_scale)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
@@ -132,22 +124,15 @@ def scaled() -> None:
     assert all(one.equal(other) for one, other in zip(weights(plain), weights(with_scale), strict=True))
 
 
-def test_a_loss_scale_changes_nothing():
-    on_ranks(2, scaled)
-
-
-def on_streams(limit: float | None, form: str) -> None:
+@pytest.mark.parametrize("form", ["momentum", "gradient"])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+@ranks(2)
+def test_nothing_races_on_streams(limit: float | None, form: str) -> None:
+    """Exact gradients and norms, which a lane writes and the optimizer reads and frees."""
     with streams():
         model = sharded("int8")
         optimizer = led(model, limit, warmup_steps=2, form=form)
         trained(model, optimizer, range(8), clips=True)
-
-
-@pytest.mark.parametrize("form", ["momentum", "gradient"])
-@pytest.mark.parametrize("limit", [None, LIMIT])
-def test_nothing_races_on_streams(limit, form):
-    """Exact gradients and norms, which a lane writes and the optimizer reads and frees."""
-    on_ranks(2, on_streams, limit, form)
 
 
 # Again and elsewhere --------------------------------------------------------------------------------------------------
@@ -191,7 +176,7 @@ def elsewhere(folder: Any) -> None:
         trained(model, optimizer, range(step, step + 1), clips=False)
         sent.append(counters.reduced_bytes - before)
     assert sent[0] > 10 * sent[1] == 10 * sent[3]  # one exact step, from which limits are learned
-    assert not optimizer.lead.is_blind
+    assert not awaits_exact_step(optimizer)
 
 
 def test_other_ranks_learn_their_limits_from_one_exact_step(tmp_path):
@@ -199,31 +184,29 @@ def test_other_ranks_learn_their_limits_from_one_exact_step(tmp_path):
     on_ranks(2, elsewhere, tmp_path)
 
 
-def with_a_limit_from_then_on(folder: Any, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+@ranks(2)
+def test_a_run_is_given_a_limit_later(kind: Any, tmp_path: Any) -> None:
+    """Its exact step has all of the momentum."""
+
     def fresh(limit: float | None) -> tuple[Any, Any]:
         model = sharded("int8")
         return model, kind(model.parameters(), **SETTINGS, warmup_steps=5, max_grad_norm=limit)
 
     one, other = fresh(None), fresh(1e6)
     trained(*one, range(15), clips=False)
-    yafsdp_cc.save(folder / "step", *one)
-    yafsdp_cc.load(folder / "step", *other)
-    assert other[1].lead.is_blind
+    yafsdp_cc.save(tmp_path / "step", *one)
+    yafsdp_cc.load(tmp_path / "step", *other)
+    assert awaits_exact_step(other[1])
     for each in (one, other):
         trained(*each, range(15, 17), clips=False)
-    assert not other[1].lead.is_blind
+    assert not awaits_exact_step(other[1])
     assert 0 < far(one[0], other[0]) < 0.02
-    (flat,) = root_of(other[0]).units[0].flats
-    assert flat.exact is None
+    assert not has_exact_sum(flat_param(other[0], 0))
 
 
-@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
-def test_a_run_is_given_a_limit_later(kind, tmp_path):
-    """Its exact step has all of the momentum."""
-    on_ranks(2, with_a_limit_from_then_on, tmp_path, kind)
-
-
-def untold() -> None:
+@ranks(2)
+def test_who_clips_and_does_not_tell_is_warned_before_it_matters() -> None:
     said = "the loop clips gradients .by now to 0.2.* of their norm.*, and OneBit.* was not told how far"
     for kind in (OneBitAdam, OneBitLamb):
         model = sharded()
@@ -242,10 +225,6 @@ def untold() -> None:
     for limit in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"max_grad_norm=.*: the limit of clip_grad_norm_, more than 0"):
             led(model, limit)
-
-
-def test_who_clips_and_does_not_tell_is_warned_before_it_matters():
-    on_ranks(2, untold)
 
 
 # One limit ------------------------------------------------------------------------------------------------------------

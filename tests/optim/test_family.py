@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
@@ -92,7 +92,9 @@ def test_a_run_goes_on_at_any_number_of_ranks(kind, tmp_path):
 # As torch's optimizers are used
 
 
-def scaled(kind: str) -> None:
+@pytest.mark.parametrize("kind", FAMILY)
+@ranks(2)
+def test_steps_under_a_scaler_are_those_without(kind: str) -> None:
     model, twin = sharded("onebit", residual="int8"), sharded("onebit", residual="int8")
     optimizer, plain = FAMILY[kind](model.parameters()), FAMILY[kind](twin.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
@@ -127,15 +129,11 @@ def scaled(kind: str) -> None:
     assert plain.steps == 10
 
 
-@pytest.mark.parametrize("kind", FAMILY)
-def test_steps_under_a_scaler_are_those_without(kind):
-    on_ranks(2, scaled, kind)
-
-
 # In words
 
 
-def refused() -> None:
+@ranks(2)
+def test_what_cannot_work_is_said() -> None:
     model = sharded("onebit")
     parameters = list(model.parameters())
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.5}]
@@ -163,11 +161,16 @@ def refused() -> None:
     second.zero_grad()
 
 
-def test_what_cannot_work_is_said():
-    on_ranks(2, refused)
-
-
-def kept_whole(stage: int, form: str, advice: str | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "form", "advice"),
+    [
+        (2, "momentum", "Steps with exact sums want them, and zero_stage=1 has them in its plan"),
+        (2, "gradient", "Left on, each micro-batch is reduced into the shard and costs none"),
+        (1, "momentum", None),
+    ],
+)
+@ranks(2)
+def test_what_is_said_of_whole_gradients_can_be_done(stage: int, form: str, advice: str | None) -> None:
     model = slopes(zero_stage=stage)
     OneBitAdam(model.parameters(), warmup_steps=2, form=form)
     said: list[str] = []
@@ -179,15 +182,3 @@ def kept_whole(stage: int, form: str, advice: str | None) -> None:
     assert [each.partition("more per rank. ")[2] for each in said] == expected
     if advice is None:
         assert yafsdp_cc.counters_of(model).owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
-
-
-@pytest.mark.parametrize(
-    ("stage", "form", "advice"),
-    [
-        (2, "momentum", "Steps with exact sums want them, and zero_stage=1 has them in its plan"),
-        (2, "gradient", "Left on, each micro-batch is reduced into the shard and costs none"),
-        (1, "momentum", None),
-    ],
-)
-def test_what_is_said_of_whole_gradients_can_be_done(stage, form, advice):
-    on_ranks(2, kept_whole, stage, form, advice)

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.internals import record_norm_reduces
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.wire.ledger import net
-from yafsdp_cc.engine import norms
 from yafsdp_cc.optim import OneBitLamb
 
 BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4
@@ -65,12 +64,14 @@ class Rule:
         self.x = self.x - RATE * self.average * self.factor * u
 
 
-def the_rule(form: str, replicas: int, codec: str) -> None:
-    world = dist.get_world_size()
+@pytest.mark.parametrize("form", ["momentum", "gradient"])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@ranks("world")
+def test_steps_are_those_of_the_rule_on_whole_parameters(world, replicas, form):
     mesh = {}
     if replicas > 1:
         mesh["mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    model, twin = sharded(codec, **mesh), net().double()
+    model, twin = sharded("onebit", **mesh), net().double()
     torch.nn.init.zeros_(twin[4].bias)  # a norm of zero
     with torch.no_grad():
         model[4].bias.zero_()
@@ -109,13 +110,8 @@ def the_rule(form: str, replicas: int, codec: str) -> None:
     assert all(0.5 <= factor <= 4 for factor in factors)
 
 
-@pytest.mark.parametrize("form", ["momentum", "gradient"])
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_steps_are_those_of_the_rule_on_whole_parameters(world, replicas, form):
-    on_ranks(world, the_rule, form, replicas, "onebit")
-
-
-def both_forms() -> None:
+@ranks(2)
+def test_both_forms_are_one_where_nothing_is_lost() -> None:
     models = [sharded(), sharded()]
     for model, form in zip(models, ("momentum", "gradient"), strict=True):
         optimizer = OneBitLamb(model.parameters(), RATE, BETAS, warmup_steps=3, form=form)
@@ -128,14 +124,10 @@ def both_forms() -> None:
     assert_close(models[0], plain, 1e-4)
 
 
-def test_both_forms_are_one_where_nothing_is_lost():
-    on_ranks(2, both_forms)
-
-
-def all_reduces() -> None:
+@ranks(2)
+def test_norms_of_all_parameters_are_one_all_reduce() -> None:
     calls: list[int] = []
-    reduce = norms.reduce_over
-    norms.reduce_over = lambda groups, tensor, *rest: calls.append(tensor.numel()) or reduce(groups, tensor, *rest)
+    record_norm_reduces(calls)
     model = sharded("onebit")
     optimizer = OneBitLamb(model.parameters(), warmup_steps=2)
     for step in range(4):
@@ -144,7 +136,3 @@ def all_reduces() -> None:
     # Weights and updates of six parameters; then updates of three without the decay, and the largest of these with
     # their flags of NaN.
     assert calls == [12, 12, 15, 6, 15, 6]
-
-
-def test_norms_of_all_parameters_are_one_all_reduce():
-    on_ranks(2, all_reduces)

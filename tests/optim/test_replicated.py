@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import replicated_residual
 from tests.optim.lossless import whole
 from tests.optim.paper import Paper
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.soak import also
 from tests.wire.ledger import unsaid
 from yafsdp_cc import Compression
@@ -65,8 +66,11 @@ def backward(model: Any, step: int, curved: bool) -> None:
 # The paper's algorithm
 
 
-def convex(codec: str, curved: bool) -> None:
-    world, rules = dist.get_world_size(), {"rate": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "decay": 0.1, "warmup": 6}
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("codec", "curved"), [("onebit", False), ("onebit", True), ("int4", True), ("ternary", False)])
+@ranks("world")
+def test_steps_are_those_of_the_paper_on_a_convex_loss(world, codec, curved):
+    rules = {"rate": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "decay": 0.1, "warmup": 6}
     model = terms()
     optimizer = ReplicatedOneBitAdam(
         model.named_parameters(), 0.01, (0.9, 0.99), 1e-8, 0.1, warmup_steps=6, codec=codec
@@ -84,12 +88,6 @@ def convex(codec: str, curved: bool) -> None:
     assert left.norm() > 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("codec", "curved"), [("onebit", False), ("onebit", True), ("int4", True), ("ternary", False)])
-def test_steps_are_those_of_the_paper_on_a_convex_loss(world, codec, curved):
-    on_ranks(world, convex, codec, curved)
-
-
 def text_of(step: int) -> Tensor:
     draws = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     with open(os.__file__, "rb") as file:
@@ -98,9 +96,10 @@ def text_of(step: int) -> Tensor:
     return torch.stack([text[start : start + 17] for start in starts])
 
 
-def transformer() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_steps_are_those_of_the_paper_on_a_transformer(world):
     """Each step by itself, from the state that ranks are in: of sign bits, a few near zero fall to the other side."""
-    world = dist.get_world_size()
     torch.manual_seed(0)
     model = GPT(width=32, depth=2, heads=2, context=16)
     parameters = list(model.parameters())
@@ -135,18 +134,15 @@ def transformer() -> None:
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_steps_are_those_of_the_paper_on_a_transformer(world):
-    on_ranks(world, transformer)
-
-
 # What the others are held against
 
 RATE, BETAS, WARMUP, STEPS = 0.01, (0.5, 0.999), 25, 45
 """β₁ to the power of the warm-up is less than the rounding of fp32, so the step is constant after it."""
 
 
-def within_bounds() -> None:
+@pytest.mark.parametrize("world", [2, also(4)])
+@ranks("world")
+def test_all_forms_are_as_far_from_exact_steps_as_what_they_have_left_unsaid(world):
     """On a linear loss gradients are the same wherever weights are, so all forms have one exact run x̃ to compare with.
 
     With D = √v̂ + ε, which is constant after the warm-up, and e what messages have left unsaid, a mean over ranks:
@@ -195,9 +191,7 @@ def within_bounds() -> None:
         for name, model in models.items():
             if name == "paper":
                 now = [each.detach().double() for each in model.parameters()]
-                layout = optimizers[name]._layout
-                left = optimizers[name].mean.unsaid().double()
-                e = [left[at.offset : at.end].view(at.shape) for at in layout.extents]
+                e = replicated_residual(optimizers[name])
             else:
                 now, said = whole(model.parameters()), unsaid(model)
                 e = [said[each] for each, _ in model.named_parameters()]
@@ -221,8 +215,3 @@ def within_bounds() -> None:
             apart = sum((mine - theirs).square().sum() for mine, theirs in pairs).sqrt()
             assert apart <= found[form][1] + found["paper"][1]
             assert apart <= 0.1 * sum(each.square().sum() for each in found["paper"][0]).sqrt()
-
-
-@pytest.mark.parametrize("world", [2, also(4)])
-def test_all_forms_are_as_far_from_exact_steps_as_what_they_have_left_unsaid(world):
-    on_ranks(world, within_bounds)

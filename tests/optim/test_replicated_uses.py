@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.optim.lossless import loss_of, sharded
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.wire.ledger import net
 from yafsdp_cc.optim import ReplicatedOneBitAdam
 
@@ -39,7 +39,8 @@ def alike(model: nn.Module) -> bool:
 # With a codec that loses nothing, and in the warm-up
 
 
-def as_torch() -> None:
+@ranks(2)
+def test_exact_means_make_the_steps_of_adamw() -> None:
     """AdamW's steps in the warm-up, with groups; then, with a codec that loses nothing, those of its own rule."""
     model, twin = net(), net()
     groups = [
@@ -80,10 +81,6 @@ def as_torch() -> None:
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert (mine.double() - other).norm() <= 1e-5 * other.norm()
     assert alike(model)
-
-
-def test_exact_means_make_the_steps_of_adamw():
-    on_ranks(2, as_torch)
 
 
 # State
@@ -142,7 +139,8 @@ def test_a_run_goes_on_at_any_number_of_ranks(tmp_path):
 # Under a scaler, in bf16, with what is not there
 
 
-def scaled() -> None:
+@ranks(2)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
     model, optimizer = made()
     twin, plain = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
@@ -167,11 +165,8 @@ def scaled() -> None:
     assert all(now.equal(then) for now, then in zip(model.parameters(), before, strict=True))
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all():
-    on_ranks(2, scaled)
-
-
-def other_uses() -> None:
+@ranks(2)
+def test_it_takes_closures_bf16_and_gradients_that_are_not_there() -> None:
     torch.manual_seed(0)
     model = net().to(torch.bfloat16)
     optimizer = ReplicatedOneBitAdam(model.parameters(), 0.01, warmup_steps=2, codec="int4")
@@ -193,11 +188,8 @@ def other_uses() -> None:
     assert alike(model)
 
 
-def test_it_takes_closures_bf16_and_gradients_that_are_not_there():
-    on_ranks(2, other_uses)
-
-
-def refused() -> None:
+@ranks(2)
+def test_what_cannot_work_is_said() -> None:
     model, optimizer = made()
     with pytest.raises(RuntimeError, match="make a new one for other parameters"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -226,7 +218,3 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             make(given, **{"warmup_steps": 1, **more})
-
-
-def test_what_cannot_work_is_said():
-    on_ranks(2, refused)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitSGD
 
@@ -56,7 +56,9 @@ def test_with_a_codec_that_loses_nothing_steps_are_those_of_torch(world, replica
         on_ranks(world, the_steps_of_torch, form, warmup_steps, replicas)
 
 
-def the_warm_up(form: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_the_warm_up_is_that_of_torch_bit_for_bit(form: str) -> None:
     model, twin = sharded("onebit"), yafsdp_cc.shard(net(), units=[torch.nn.Linear])
     ours = OneBitSGD(groups_of(model), lr=0.05, warmup_steps=5, form=form)
     theirs = torch.optim.SGD(groups_of(twin), lr=0.05, momentum=0.9)
@@ -72,22 +74,20 @@ def the_warm_up(form: str) -> None:
             )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_warm_up_is_that_of_torch_bit_for_bit(form):
-    on_ranks(2, the_warm_up, form)
-
-
 # Where something is left for later
 
 
-def nothing_is_lost(form: str) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+@ranks("world")
+def test_steps_sum_up_to_exact_ones_less_what_is_still_to_come(world, form):
     """Weights are those of the exact rule, with the gradients that this run has seen, but for what is still to come.
 
     Momentum form: M ← M + g − (1 − β)·D of every rank, and V ← β·V + g / N of the owner, say that the sum of updates is
     short of Σ Σ βᵏ g by (mean M + β·(V − Ṽ)) / (1 − β), where Ṽ is the exact momentum. Gradient form: ḡ + ē₋₁ − ē
     instead of ḡ makes it Σ βᵏ ē (as Tang et al., "1-bit Adam", 2021, have it of Adam's).
     """
-    rate, beta, world = 0.01, 0.9, dist.get_world_size()
+    rate, beta = 0.01, 0.9
     model = sharded("onebit")
     names = [name for name, _ in model.named_parameters()]
     parameters = list(model.parameters())
@@ -120,9 +120,3 @@ def nothing_is_lost(form: str) -> None:
             assert (off - due).norm() <= 1e-4 * max(1.0, float(off.norm())), (name, step)
             assert step < 3 or name not in left or off.norm() > 0
     assert left
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_sum_up_to_exact_ones_less_what_is_still_to_come(world, form):
-    on_ranks(world, nothing_is_lost, form)

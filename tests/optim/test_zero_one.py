@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import yafsdp_cc
+from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import ZeroOneAdam
 
@@ -19,8 +19,10 @@ EXACT = (1, 2, 3, 5, 7, 9, 13, 17, 21, 29)
 """By hand, of the formula with κ = 3: distances 1 1 2 2 2 4 4 4 8."""
 
 
-def the_rule(codec: str) -> None:
-    world = dist.get_world_size()
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("codec", ["lossless", "onebit"])
+@ranks("world")
+def test_steps_are_those_of_the_rule(world, codec):
     model, twin = sharded(codec), net().double()
     names = [name for name, _ in model.named_parameters()]
     parameters = list(model.parameters())
@@ -65,13 +67,8 @@ def the_rule(codec: str) -> None:
         assert all(size == plan.reduce + plan.small for step, size in enumerate(sent, 1) if step not in EXACT)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("codec", ["lossless", "onebit"])
-def test_steps_are_those_of_the_rule(world, codec):
-    on_ranks(world, the_rule, codec)
-
-
-def the_first_steps() -> None:
+@ranks(2)
+def test_the_first_steps_are_those_of_torch_bit_for_bit() -> None:
     model, twin = sharded("onebit"), yafsdp_cc.shard(net(), units=[torch.nn.Linear])
     ours = ZeroOneAdam(model.parameters(), RATE, BETAS, refreshes=5)
     theirs = torch.optim.AdamW(twin.parameters(), RATE, BETAS, fused=True)
@@ -82,35 +79,6 @@ def the_first_steps() -> None:
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert mine.to_local().equal(other.to_local())
     exact = 5 * (1 + math.log2(200 / 5 + 1))
-    assert sum(ours._phase_of(step).value == "exact" for step in range(1, 201)) < exact
+    assert sum(phase_at(ours, step) == "exact" for step in range(1, 201)) < exact
     with pytest.raises(ValueError, match="refreshes=0: at least 1"):
         ZeroOneAdam(model.parameters(), refreshes=0)
-
-
-def test_the_first_steps_are_those_of_torch_bit_for_bit():
-    on_ranks(2, the_first_steps)
-
-
-def removed_local_steps() -> None:
-    model = sharded("onebit")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'local_steps'"):
-        ZeroOneAdam(model.parameters(), local_steps=4)  # type: ignore[call-arg]
-    optimizer = ZeroOneAdam(model.parameters(), RATE, BETAS)
-    for step in range(5):
-        backward(model, step)
-        optimizer.step()
-    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
-    before = [optimizer.state[bias]["exp_avg_sq"].full_tensor() for bias in biases]
-    state = optimizer.state_dict()
-    for each in state["state"].values():
-        each["variance_step"] = torch.tensor(2.0)
-    optimizer.load_state_dict(state)
-    for bias, square in zip(biases, before, strict=True):
-        corrected = square * (1 - BETAS[1] ** 5) / (1 - BETAS[1] ** 2)
-        assert torch.allclose(optimizer.state[bias]["exp_avg_sq"].full_tensor(), corrected)
-        assert "variance_step" not in optimizer.state[bias]
-
-
-def test_local_steps_are_gone_and_a_state_with_them_loads():
-    """Their second moments of what is never encoded have seen fewer gradients than there were steps."""
-    on_ranks(2, removed_local_steps)

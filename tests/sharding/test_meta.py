@@ -8,15 +8,12 @@ from torch import nn
 
 import yafsdp_cc
 from tests.models import CASES, WIDTH, Tiny, Transformer, next_token
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import same_weights, seeded, trains_on, whole
 
 
+@ranks(2)
 def test_meta_device_construction() -> None:
-    on_ranks(2, _meta)
-
-
-def _meta() -> None:
     with torch.device("meta"):
         model = Transformer()
     model = yafsdp_cc.shard(model)
@@ -31,11 +28,8 @@ def _meta() -> None:
     trains_on(model, plain, next_token, [CASES["transformer"].batches(2, step) for step in range(2)])
 
 
+@ranks(2)
 def test_meta_device_construction_with_a_function() -> None:
-    on_ranks(2, _meta_function)
-
-
-def _meta_function() -> None:
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.fill_(0.25)

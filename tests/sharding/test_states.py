@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests import reference
 from tests.models import WIDTH, stack
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import (
     inputs,
     mine,
@@ -27,11 +27,8 @@ from tests.twins import (
 )
 
 
+@ranks(4)
 def test_sync_module_states_sends_the_first_rank_weights_and_buffers() -> None:
-    on_ranks(4, _sync_states)
-
-
-def _sync_states() -> None:
     model, plain = seeded(Normed, seed=dist.get_rank()), seeded(Normed)
     model.norm.running_mean.fill_(dist.get_rank())
     model = yafsdp_cc.shard(model, sync_module_states=True)
@@ -54,11 +51,8 @@ class Normed(nn.Module):
         return x
 
 
+@ranks(2)
 def test_batch_norm_keeps_its_buffers() -> None:
-    on_ranks(2, _batch_norm)
-
-
-def _batch_norm() -> None:
     model, plain = twins(Normed, units=[nn.Sequential])
     by_rank = [seeded(Normed) for _ in range(2)]  # statistics are each rank's own
     own = mine(by_rank)
@@ -96,11 +90,8 @@ def _odd_buffer(dtype: torch.dtype) -> bool:
     return not bool(model.odd.any())
 
 
+@ranks(2)
 def test_weights_that_are_not_contiguous_are_synchronised() -> None:
-    on_ranks(2, _not_contiguous)
-
-
-def _not_contiguous() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)))
 

@@ -8,16 +8,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import yafsdp_cc
 from tests.models import CASES, Transformer, next_token
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import mine, same_weights, seeded, trains_on, twins, whole
 
 
 @pytest.mark.parametrize("write", [False, True])
+@ranks(2)
 def test_whole_parameters(write: bool) -> None:
-    on_ranks(2, _whole, write)
-
-
-def _whole(write: bool) -> None:
     model, plain = twins(lambda: Transformer(tied=True))
     original = seeded(lambda: Transformer(tied=True))
     batches = CASES["transformer"].batches(2)
@@ -37,11 +34,8 @@ def _whole(write: bool) -> None:
     trains_on(model, plain if write else original, next_token, [batches])
 
 
+@ranks(2)
 def test_state_dict_round_trip() -> None:
-    on_ranks(2, _state_dict)
-
-
-def _state_dict() -> None:
     model, plain = twins(lambda: Transformer(tied=True))
     trains_on(model, plain, next_token, [CASES["transformer"].batches(2)])
     state = model.state_dict()
@@ -57,11 +51,8 @@ def _state_dict() -> None:
     trains_on(other, plain, next_token, [CASES["transformer"].batches(2, 1)])
 
 
+@ranks(2)
 def test_full_state_dict_through_torch() -> None:
-    on_ranks(2, _full_state_dict)
-
-
-def _full_state_dict() -> None:
     model, plain = twins(Transformer)
     options = StateDictOptions(full_state_dict=True)
     found = get_model_state_dict(model, options=options)

@@ -10,15 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
 from tests.models import Mlp
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import added, inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins, whole
 
 
+@ranks(2)
 def test_each_micro_batch_is_reduced_into_the_shard() -> None:
-    on_ranks(2, _accumulate)
-
-
-def _accumulate() -> None:
     model, plain = twins(Mlp)
     batches = [inputs(step=step) for step in range(3)]
     for micro in batches:
@@ -27,11 +24,8 @@ def _accumulate() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
 def test_gradients_can_be_kept_whole_until_the_last_micro_batch(world: int) -> None:
-    on_ranks(world, _no_sync)
-
-
-def _no_sync() -> None:
     model, plain = twins(Mlp)
     optimizers = sgd(model, plain)
     for round_ in range(2):
@@ -51,11 +45,8 @@ def _no_sync() -> None:
         reload(plain, model)
 
 
+@ranks(2)
 def test_evaluation_between_held_micro_batches() -> None:
-    on_ranks(2, _evaluate_while_holding)
-
-
-def _evaluate_while_holding() -> None:
     model, plain = twins(Mlp)
     first, second = inputs(step=0), inputs(step=1)
     model.set_requires_gradient_sync(False)
@@ -68,11 +59,8 @@ def _evaluate_while_holding() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
+@ranks(2)
 def test_zero_grad(to_none: bool) -> None:
-    on_ranks(2, _zero_grad, to_none)
-
-
-def _zero_grad(to_none: bool) -> None:
     model, plain = twins(Mlp)
     for step in range(3):
         batches = inputs(step=step)
@@ -84,11 +72,8 @@ def _zero_grad(to_none: bool) -> None:
             assert to_none or not whole(parameter.grad).any()
 
 
+@ranks(2)
 def test_an_exception_between_held_micro_batches_keeps_what_is_held() -> None:
-    on_ranks(2, _held)
-
-
-def _held() -> None:
     model, plain = twins(Mlp)
     model.set_requires_gradient_sync(False)
     square(model, mine(inputs(step=0))).backward()
@@ -101,11 +86,8 @@ def _held() -> None:
     same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (0, 2))), within=1e-6)
 
 
+@ranks(2)
 def test_synchronisation_switched_between_forward_and_backward() -> None:
-    on_ranks(2, _switched)
-
-
-def _switched() -> None:
     model, plain = twins(Mlp)
     for step, synchronises in enumerate((False, True)):
         loss = square(model, mine(inputs(step=step)))
@@ -114,11 +96,8 @@ def _switched() -> None:
     same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in range(2))), within=1e-6)
 
 
+@ranks(2)
 def test_gradients_that_the_user_keeps_stay_what_they_were() -> None:
-    on_ranks(2, _kept_gradients)
-
-
-def _kept_gradients() -> None:
     model, plain = twins(Mlp)
     kept: list[dict[str, Any]] = []
     for step in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import CASES, WIDTH, Block, Part, import_models, llama
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins
 
 
@@ -44,17 +44,20 @@ class Spans(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
+@ranks(2)
 def test_non_reentrant_checkpointing_is_exact(how: str, reshard: bool) -> None:
-    on_ranks(2, _checkpointed, how, reshard)
-
-
-def _checkpointed(how: str, reshard: bool) -> None:
     model, plain = twins(lambda: Spans(how), units=[Part], reshard_after_forward=reshard)
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
 
 
+@ranks(2)
 def test_a_unit_run_twice_in_one_checkpoint() -> None:
-    on_ranks(2, _twice_in_a_checkpoint)
+    model, plain = twins(Twice, units=[Part])
+    for order in ((0, 1, 0), (0, 0), (0, 2, 2), (0, 1, 2, 0, 3), (2, 0, 1, 0, 2), (0, 2, 0, 1, 3, 2)):
+        batches = inputs()
+        _ordered(model, mine(batches), order).backward()
+        same_gradients(model, means(plain, lambda m, x, o=order: _ordered(m, x, o), batches), within=1e-6)
+        model.zero_grad()
 
 
 class Twice(nn.Module):
@@ -68,25 +71,13 @@ class Twice(nn.Module):
         return out
 
 
-def _twice_in_a_checkpoint() -> None:
-    model, plain = twins(Twice, units=[Part])
-    for order in ((0, 1, 0), (0, 0), (0, 2, 2), (0, 1, 2, 0, 3), (2, 0, 1, 0, 2), (0, 2, 0, 1, 3, 2)):
-        batches = inputs()
-        _ordered(model, mine(batches), order).backward()
-        same_gradients(model, means(plain, lambda m, x, o=order: _ordered(m, x, o), batches), within=1e-6)
-        model.zero_grad()
-
-
 def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
     return model(x, order).square().mean()
 
 
 @pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
+@ranks(2)
 def test_reentrant_checkpointing_is_right_or_refused_by_name(how: str) -> None:
-    on_ranks(2, _reentrant, how)
-
-
-def _reentrant(how: str) -> None:
     model, plain = twins(lambda: Spans(how, reentrant=True), units=[Part])
     batches = inputs()
     try:
@@ -99,11 +90,8 @@ def _reentrant(how: str) -> None:
     assert not said or "use_reentrant" in said
 
 
+@ranks(2)
 def test_checkpointing_of_hugging_face_models() -> None:
-    on_ranks(2, _hugging_face_checkpoint)
-
-
-def _hugging_face_checkpoint() -> None:
     def build() -> nn.Module:
         model: Any = llama()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -125,11 +113,8 @@ class Dropping(nn.Module):
         return x
 
 
+@ranks(2)
 def test_checkpoints_draw_the_same_dropout_again() -> None:
-    on_ranks(2, _dropout)
-
-
-def _dropout() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         torch.manual_seed(int(1000 * x.abs().sum()))
         return square(model, x)

@@ -10,7 +10,7 @@ from torch import nn
 
 import yafsdp_cc
 from tests.models import CASES, Attention, Transformer, next_token, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import (
     agrees,
     inputs,
@@ -29,11 +29,8 @@ from tests.twins import (
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@ranks(2)
 def test_a_compiled_forward_has_no_graph_break(backend: str, when: str) -> None:
-    on_ranks(2, _compiled, backend, when)
-
-
-def _compiled(backend: str, when: str) -> None:
     def compiled(model: Any) -> nn.Module:
         first, *others = model.blocks
         first.forward = torch.compile(first.forward, backend=backend, fullgraph=True)
@@ -49,11 +46,8 @@ def _compiled(backend: str, when: str) -> None:
     trains_on(model, plain, next_token, [CASES["transformer"].batches(2, step) for step in range(3)], within=1e-6)
 
 
+@ranks(2)
 def test_a_model_compiled_as_a_whole() -> None:
-    on_ranks(2, _compiled_whole)
-
-
-def _compiled_whole() -> None:
     model, plain = twins(stack)
     compiled: Any = torch.compile(model, backend="eager")
     for step in range(2):

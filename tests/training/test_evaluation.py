@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import CASES, Mlp, import_models, llama
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins
 
 
@@ -19,11 +19,8 @@ def _import_before_forking() -> None:
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@ranks(2)
 def test_evaluation_between_steps_sees_the_new_weights(mode: Any, reshard: bool | None) -> None:
-    on_ranks(2, _evaluate, mode, reshard)
-
-
-def _evaluate(mode: Any, reshard: bool | None) -> None:
     model, plain = twins(Mlp, reshard_after_forward=reshard)
     optimizers = sgd(model, plain)
 
@@ -49,11 +46,8 @@ def _evaluate(mode: Any, reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
+@ranks(2)
 def test_editing_a_shard_is_seen_by_the_next_forward(reshard: bool | None) -> None:
-    on_ranks(2, _edit_shards, reshard)
-
-
-def _edit_shards(reshard: bool | None) -> None:
     model, plain = twins(Mlp, reshard_after_forward=reshard)
     x = mine(inputs())
     with torch.no_grad():
@@ -66,11 +60,8 @@ def _edit_shards(reshard: bool | None) -> None:
             assert torch.equal(model(x), plain(x)), edit
 
 
+@ranks(2)
 def test_generate() -> None:
-    on_ranks(2, _generate)
-
-
-def _generate() -> None:
     model, plain = twins(llama)
     case = CASES["llama"]
     optimizers = sgd(model, plain)

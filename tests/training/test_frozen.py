@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.models import WIDTH, Mlp, Part
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, mine, square, trains_on, twins
 
 
@@ -24,11 +24,8 @@ class Lora(nn.Module):
         return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
+@ranks(2)
 def test_frozen_parameters_get_no_gradient_bytes() -> None:
-    on_ranks(2, _lora)
-
-
-def _lora() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(Lora(WIDTH) for _ in range(4)))
 
@@ -58,11 +55,8 @@ def _reduced_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("reshard", [None, False])
+@ranks(2)
 def test_frozen_weights_in_slots_of_their_own_are_gathered_once(reshard: bool | None) -> None:
-    on_ranks(2, _gathered_once, reshard)
-
-
-def _gathered_once(reshard: bool | None) -> None:
     def build() -> nn.Module:
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
         for block in blocks:
@@ -84,11 +78,8 @@ def _gathered_once(reshard: bool | None) -> None:
         assert sent == [12 * one, 10 * one, 10 * one]
 
 
+@ranks(2)
 def test_a_frozen_model_passes_gradients_to_its_input() -> None:
-    on_ranks(2, _all_frozen)
-
-
-def _all_frozen() -> None:
     model, plain = twins(lambda: Mlp().requires_grad_(False))
     x = mine(inputs()).requires_grad_()
     twin = x.detach().clone().requires_grad_()
@@ -100,11 +91,8 @@ def _all_frozen() -> None:
     assert yafsdp_cc.counters_of(model).reduced_bytes <= flags
 
 
+@ranks(2)
 def test_training_norms_and_biases_alone() -> None:
-    on_ranks(2, _biases_alone)
-
-
-def _biases_alone() -> None:
     """Nothing reaches the first unit's gate: its matrices are frozen and its input needs no gradient."""
 
     def build() -> nn.Module:
@@ -118,11 +106,8 @@ def _biases_alone() -> None:
     assert yafsdp_cc.counters_of(model).spills == 0
 
 
+@ranks(2)
 def test_freezing_and_unfreezing_between_steps() -> None:
-    on_ranks(2, _freeze)
-
-
-def _freeze() -> None:
     model, plain = twins(Mlp)
     for frozen in (
         {"blocks.0.0.weight"},

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import added, inputs, means, mine, numbers, same_gradients, square, trains_on, twins
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
+@ranks(2)
 def test_two_forwards_before_one_backward(reshard: bool | None) -> None:
-    on_ranks(2, _two_forwards, reshard)
-
-
-def _two_forwards(reshard: bool | None) -> None:
     model, plain = twins(Mlp, reshard_after_forward=reshard)
 
     def both(each: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -29,11 +26,8 @@ def _two_forwards(reshard: bool | None) -> None:
     trains_on(model, plain, both, steps, within=1e-6)
 
 
+@ranks(2)
 def test_retain_graph_adds_the_gradient_again() -> None:
-    on_ranks(2, _retain)
-
-
-def _retain() -> None:
     model, plain = twins(Mlp)
     for step in range(2):
         batches = inputs(step=step)
@@ -48,11 +42,8 @@ def _retain() -> None:
         model.zero_grad()
 
 
+@ranks(2)
 def test_two_losses_of_one_forward() -> None:
-    on_ranks(2, _two_losses)
-
-
-def _two_losses() -> None:
     model, plain = twins(Mlp)
     batches = inputs()
     out = model(mine(batches))
@@ -62,11 +53,8 @@ def _two_losses() -> None:
     same_gradients(model, added(one, other))
 
 
+@ranks(2)
 def test_gradients_of_inputs_alone_leave_parameters_untouched() -> None:
-    on_ranks(2, _input_gradients)
-
-
-def _input_gradients() -> None:
     model, plain = twins(Mlp)
     x = mine(inputs()).requires_grad_()
     twin = x.detach().clone().requires_grad_()
@@ -84,11 +72,8 @@ def _input_gradients() -> None:
     same_gradients(model, truth)
 
 
+@ranks(2)
 def test_gradients_of_inputs_leave_no_trace_while_gradients_are_held() -> None:
-    on_ranks(2, _input_gradients_held)
-
-
-def _input_gradients_held() -> None:
     model, plain = twins(Mlp)
     first, second, third = (inputs(step=step) for step in range(3))
     model.set_requires_gradient_sync(False)
@@ -101,11 +86,8 @@ def _input_gradients_held() -> None:
     same_gradients(model, added(means(plain, square, first), means(plain, square, second)), within=1e-6)
 
 
+@ranks(2)
 def test_parameters_are_parameters_whatever_has_run() -> None:
-    on_ranks(2, _attributes)
-
-
-def _attributes() -> None:
     model, _ = twins(Transformer)
     table, tokens = numbers(1, LENGTH, WIDTH, grad=True), mine(CASES["transformer"].batches(2))["tokens"]
     before = dict(model.named_parameters())
@@ -128,11 +110,8 @@ def _attributes() -> None:
     unchanged("gradients of an input")
 
 
+@ranks(2)
 def test_create_graph_is_refused_by_name() -> None:
-    on_ranks(2, _create_graph)
-
-
-def _create_graph() -> None:
     model, plain = twins(Mlp)
     with pytest.raises(RuntimeError, match="create_graph"):
         square(model, mine(inputs())).backward(create_graph=True)
@@ -140,22 +119,16 @@ def _create_graph() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
 
 
+@ranks(2)
 def test_a_gradient_penalty_is_refused_by_name() -> None:
-    on_ranks(2, _penalty)
-
-
-def _penalty() -> None:
     model, _ = twins(Mlp)
     x = mine(inputs()).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(square(model, x), x, create_graph=True)[0].square().sum().backward()
 
 
+@ranks(2)
 def test_a_unit_called_by_itself_trains_or_is_refused_by_name() -> None:
-    on_ranks(2, _alone)
-
-
-def _alone() -> None:
     model, plain = twins(Mlp, units=[nn.Sequential])
     batches = inputs()
 
@@ -173,10 +146,7 @@ def _alone() -> None:
     assert not said or "blocks.1" in said
 
 
+@ranks(2)
 def test_a_unit_that_calls_itself() -> None:
-    on_ranks(2, _recursive)
-
-
-def _recursive() -> None:
     model, plain = twins(lambda: nn.Sequential(Recursive(), Recursive()), units=[Recursive])
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

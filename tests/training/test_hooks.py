@@ -11,15 +11,12 @@ from torch import nn
 
 import yafsdp_cc
 from tests.models import CASES, Mlp, Transformer, next_token, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, means, mine, refusal, reload, seeded, square, trains_on, twins, whole
 
 
+@ranks(2)
 def test_hooks_that_run_when_a_gradient_is_final() -> None:
-    on_ranks(2, _post_accumulate)
-
-
-def _post_accumulate() -> None:
     """The optimizer step in backward, as memory-saving loops do it."""
     model, plain = twins(Transformer)
     seen: list[str] = []
@@ -45,11 +42,8 @@ def _post_accumulate() -> None:
         reload(plain, model)
 
 
+@ranks(2)
 def test_module_hooks_of_users() -> None:
-    on_ranks(2, _module_hooks)
-
-
-def _module_hooks() -> None:
     model, plain = twins(stack)
     for each in (model, plain):
         for block in each:
@@ -63,11 +57,8 @@ def _module_hooks() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
 def test_a_tensor_hook_on_a_parameter_runs_or_is_refused_by_name(when: str) -> None:
-    on_ranks(2, _tensor_hook, when)
-
-
-def _tensor_hook(when: str) -> None:
     model: Any = seeded(Mlp)
 
     def register() -> None:
@@ -87,11 +78,8 @@ def _tensor_hook(when: str) -> None:
         assert whole(model.leave.weight.grad).abs().max() == 0
 
 
+@ranks(2)
 def test_a_post_accumulate_hook_from_before_runs_or_is_refused_by_name() -> None:
-    on_ranks(2, _hook_from_before)
-
-
-def _hook_from_before() -> None:
     model: Any = seeded(Mlp)
     called: list[nn.Parameter] = []
     model.leave.weight.register_post_accumulate_grad_hook(called.append)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from tests.models import WIDTH, Block
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import agrees, inputs, mine, numbers, square, trains_on, twins
 
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -23,11 +23,8 @@ NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NORMS)
+@ranks(2)
 def test_reparametrized_weights(name: str) -> None:
-    on_ranks(2, _reparametrized, name)
-
-
-def _reparametrized(name: str) -> None:
     model, plain = twins(lambda: nn.Sequential(*(Block(NORMS[name](nn.Linear(WIDTH, WIDTH))) for _ in range(3))))
     for each in (model, plain):
         each.eval()  # spectral norms advance their buffers while training, and the truth runs more forwards
@@ -45,11 +42,8 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@ranks(2)
 def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
-    on_ranks(2, _recurrent, kind)
-
-
-def _recurrent(kind: type[nn.RNNBase]) -> None:
     options = {"bidirectional": True, "proj_size": WIDTH // 2, "num_layers": 2} if kind is nn.LSTM else {}
     model, plain = twins(lambda: nn.Sequential(*(Recurrent(kind, **options) for _ in range(3))))
     steps = [[numbers(2, 5, WIDTH, seed=10 * step + rank) for rank in range(2)] for step in range(2)]
@@ -58,11 +52,8 @@ def _recurrent(kind: type[nn.RNNBase]) -> None:
         agrees(model, plain, steps[0][0])
 
 
+@ranks(2)
 def test_the_fast_path_of_torch_s_transformer() -> None:
-    on_ranks(2, _fast_path)
-
-
-def _fast_path() -> None:
     def build() -> nn.Module:
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
         return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -90,10 +81,7 @@ class Lists(nn.Module):
         return x @ self.named["a"] * self.named["b"] + x @ self.items[-1]
 
 
+@ranks(2)
 def test_lists_and_dicts_of_parameters() -> None:
-    on_ranks(2, _lists)
-
-
-def _lists() -> None:
     model, plain = twins(lambda: nn.Sequential(*(Lists() for _ in range(3))), units=[Lists])
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.internals import finish_all_gathers, first_weight_buffer, state_of
 from tests.models import WIDTH, Block, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, mine, numbers, square, trains_on, twins
-from yafsdp_cc.engine.module import root_of
 
 
 def _tensors() -> int:
@@ -30,11 +30,8 @@ def _tensors() -> int:
 
 
 @pytest.mark.parametrize("backward", [True, False])
+@ranks(2)
 def test_no_tensor_is_left_over_by_a_step(backward: bool) -> None:
-    on_ranks(2, _left_over, backward)
-
-
-def _left_over(backward: bool) -> None:
     model, _ = twins(stack)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counts = []
@@ -46,9 +43,7 @@ def _left_over(backward: bool) -> None:
             optimizer.zero_grad()
         del loss
         if step in (9, 59):
-            for ring in root_of(model).weight_rings.values():
-                for slot in ring.slots:
-                    slot.ready.settle()  # what is under way holds on to its buffers
+            finish_all_gathers(model)
             counts.append(_tensors())
     assert counts[0] == counts[1]
 
@@ -67,11 +62,8 @@ class Marked(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@ranks(1)
 def test_what_came_before_the_model_is_freed_with_its_output(backward: bool) -> None:
-    on_ranks(1, _freed_at_once, backward)
-
-
-def _freed_at_once(backward: bool) -> None:
     model, _ = twins(stack)
     gc.collect()
     gc.disable()
@@ -84,19 +76,16 @@ def _freed_at_once(backward: bool) -> None:
     assert freed() is None
 
 
+@ranks(2)
 def test_a_deleted_model_leaves_nothing_behind_and_another_takes_its_place() -> None:
-    on_ranks(2, _deleted)
-
-
-def _deleted() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = twins(stack)
     square(model, mine(inputs())).backward()
-    engine, slot = weakref.ref(root_of(model)), weakref.ref(root_of(model).units[0].home.slot)
+    engine, buffer = weakref.ref(state_of(model)), weakref.ref(first_weight_buffer(model))
     del model
     gc.collect()
     assert engine() is None
-    assert slot() is None
+    assert buffer() is None
     path: list[Any] = [None]
     if rank == 0:
         path[0] = tempfile.mkstemp()[1]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.models import WIDTH, Block
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, mine, square, trains_on, twins
 
 
@@ -34,11 +34,8 @@ def _blow(gradient: Tensor) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("units", ["inside", "outside"])
+@ranks(2)
 def test_training_goes_on_after_an_exception(where: str, units: str) -> None:
-    on_ranks(2, _exception, where, units)
-
-
-def _exception(where: str, units: str) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(Fuse(nn.Linear(WIDTH, WIDTH)) for _ in range(5)))
 
@@ -66,11 +63,8 @@ class Interrupted(Block):
 
 
 @pytest.mark.parametrize("grad", [True, False])
+@ranks(2)
 def test_an_interrupt_in_a_forward_leaves_nothing_behind(grad: bool) -> None:
-    on_ranks(2, _interrupted, grad)
-
-
-def _interrupted(grad: bool) -> None:
     model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(4))))
     Interrupted.arrives = False
     for step in range(3):

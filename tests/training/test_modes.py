@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests.models import Block, Mlp, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import (
     agrees,
     inputs,
@@ -30,24 +30,8 @@ from tests.twins import (
 
 
 @pytest.mark.parametrize("where", ["around", "recomputed"])
+@ranks(2)
 def test_autocast(where: str) -> None:
-    on_ranks(2, _autocast, where)
-
-
-class Recomputed(Mlp):
-    """Runs one block twice within a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def middle(x: Tensor) -> Tensor:
-            for index in (0, 1, 2, 0):
-                x = x + self.blocks[index](x)
-            return x
-
-        out: Tensor = self.leave(checkpoint(middle, self.enter(x), use_reentrant=False))
-        return out
-
-
-def _autocast(where: str) -> None:
     model, plain = twins(Mlp if where == "around" else Recomputed)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -68,16 +52,26 @@ def _autocast(where: str) -> None:
             agrees(model, plain, mine(inputs(step=step)))
 
 
+class Recomputed(Mlp):
+    """Runs one block twice within a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def middle(x: Tensor) -> Tensor:
+            for index in (0, 1, 2, 0):
+                x = x + self.blocks[index](x)
+            return x
+
+        out: Tensor = self.leave(checkpoint(middle, self.enter(x), use_reentrant=False))
+        return out
+
+
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @pytest.mark.parametrize("how", ["on_cpu", "as_is", "detached"])
+@ranks(2)
 def test_hooks_on_saved_tensors(how: str) -> None:
-    on_ranks(2, _saved, how)
-
-
-def _saved(how: str) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         hooks: Any = {
             "on_cpu": torch.autograd.graph.save_on_cpu,
@@ -91,31 +85,22 @@ def _saved(how: str) -> None:
     trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
 
 
+@ranks(2)
 def test_anomaly_mode() -> None:
-    on_ranks(2, _anomaly)
-
-
-def _anomaly() -> None:
     model, plain = twins(Mlp)
     with torch.autograd.set_detect_anomaly(True):
         trains_on(model, plain, square, [inputs()])
 
 
+@ranks(2)
 def test_shard_without_grad_mode() -> None:
-    on_ranks(2, _without_grad)
-
-
-def _without_grad() -> None:
     with torch.no_grad():
         model, plain = twins(Mlp)
     trains_on(model, plain, square, [inputs()])
 
 
+@ranks(2)
 def test_shard_in_inference_mode_trains_or_says_what_to_do() -> None:
-    on_ranks(2, _inference)
-
-
-def _inference() -> None:
     model, plain = seeded(Mlp), seeded(Mlp)
     with torch.inference_mode():
         refused = refusal(lambda: yafsdp_cc.shard(model))
@@ -125,11 +110,8 @@ def _inference() -> None:
         trains_on(model, plain, square, [inputs()])
 
 
+@ranks(2)
 def test_torch_func_is_right_or_refused() -> None:
-    on_ranks(2, _functorch)
-
-
-def _functorch() -> None:
     model, plain = twins(stack)
     x = mine(inputs())
 

@@ -13,15 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.models import Block, Mlp, Recursive, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, means, mine, refusal, same_gradients, seeded, square, trains_on, twins, whole
 
 
+@ranks(2)
 def test_two_sharded_models_in_one_graph() -> None:
-    on_ranks(2, _two_models)
-
-
-def _two_models() -> None:
     one, plain_one = twins(lambda: nn.Sequential(*(Recursive() for _ in range(3))), units=[Recursive])
     two, plain_two = twins(Mlp, units=[nn.Sequential])
     plain = nn.Sequential(plain_one, plain_two)
@@ -36,11 +33,8 @@ def _two_models() -> None:
             model.zero_grad()
 
 
+@ranks(2)
 def test_a_generator_and_its_critic() -> None:
-    on_ranks(2, _adversarial)
-
-
-def _adversarial() -> None:
     maker, plain_maker = twins(stack)
     critic, plain_critic = twins(Mlp)
     sharded, plain = nn.ModuleList([maker, critic]), nn.ModuleList([plain_maker, plain_critic])
@@ -60,11 +54,8 @@ def _adversarial() -> None:
             sharded.zero_grad()
 
 
+@ranks(2)
 def test_a_sharded_model_between_plain_layers() -> None:
-    on_ranks(2, _between)
-
-
-def _between() -> None:
     middle, plain_middle = twins(stack)
     model, plain = (nn.Sequential(seeded(Block), each, seeded(Block)) for each in (middle, plain_middle))
     square(model, mine(inputs())).backward()
@@ -77,11 +68,8 @@ def _between() -> None:
 
 
 @pytest.mark.parametrize("separate", [False, True])
+@ranks(4)
 def test_two_groups_of_ranks_each_shard_a_model(separate: bool) -> None:
-    on_ranks(4, _two_groups, separate)
-
-
-def _two_groups(separate: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = twins(stack, mesh=mesh["shard"], separate_reduce_group=separate)
     square(model, mine(inputs())).backward()
@@ -90,20 +78,14 @@ def _two_groups(separate: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
+@ranks("world")
 def test_worlds_of_one_and_of_three_with_a_second_communicator(world: int) -> None:
-    on_ranks(world, _worlds)
-
-
-def _worlds() -> None:
     model, plain = twins(Mlp, separate_reduce_group=True)
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)], within=1e-6)
 
 
+@ranks(2)
 def test_ignored_parameters_are_left_alone() -> None:
-    on_ranks(2, _ignored)
-
-
-def _ignored() -> None:
     model, plain = seeded(stack), seeded(stack)
     yafsdp_cc.shard(model, ignored_params=[model[0].inner.weight])
     square(model, mine(inputs())).backward()

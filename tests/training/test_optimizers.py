@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.models import CASES, Mlp, Transformer, next_token
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import inputs, means, mine, same_gradients, same_weights, sgd, square, twins, whole
 
 FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -62,11 +62,8 @@ def _groups(model: nn.Module, decays: bool) -> list[dict[str, Any]]:
     return [{"params": rest, **decay}, {"params": plain, "lr": 3e-3}]
 
 
+@ranks(2)
 def test_grad_scaler_skips_the_step_on_every_rank() -> None:
-    on_ranks(2, _scaler)
-
-
-def _scaler() -> None:
     model, plain = twins(Mlp)
     optimizer = sgd(model)[0]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)

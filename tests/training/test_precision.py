@@ -13,17 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests import reference
 from tests.models import CASES, WIDTH, Mlp, Tiny, Transformer, next_token
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.twins import Means, inputs, mine, reload, same_gradients, sgd, square, step_both, trains_on, twins, whole
 
 
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
 def test_bf16_compute_sums_in_fp32_on_the_owner(world: int, reduce: torch.dtype | None) -> None:
-    on_ranks(world, _bf16, reduce)
-
-
-def _bf16(reduce: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce, output_dtype=torch.float32)
     model, plain = twins(Transformer, mp_policy=policy)
     optimizers = sgd(model, plain)
@@ -67,11 +64,8 @@ class Dtypes(nn.Module):
         return y[:, self.table] + y
 
 
+@ranks(2)
 def test_several_dtypes_in_one_model() -> None:
-    on_ranks(2, _several_dtypes)
-
-
-def _several_dtypes() -> None:
     model, plain = twins(lambda: nn.Sequential(Dtypes(), Dtypes(), nn.Linear(WIDTH, 3)), units=[Dtypes])
     for name, parameter in model.named_parameters():
         assert parameter.dtype == plain.get_parameter(name).dtype, name
@@ -79,11 +73,8 @@ def _several_dtypes() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
 
 
+@ranks(2)
 def test_double_precision_is_not_lost_on_the_way() -> None:
-    on_ranks(2, _double)
-
-
-def _double() -> None:
     model, plain = twins(lambda: Mlp().double(), units=[nn.Sequential])
     batches = [x.double() for x in inputs()]
     square(model, mine(batches)).backward()
@@ -92,11 +83,8 @@ def _double() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
 def test_scalars_empty_shards_and_parameters_of_no_elements(world: int) -> None:
-    on_ranks(world, _tiny)
-
-
-def _tiny() -> None:
     model, plain = twins(lambda: nn.Sequential(Tiny(), Tiny(), nn.Linear(WIDTH, 1)), units=[Tiny])
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -110,8 +98,11 @@ def _tiny() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
 )
+@ranks(2)
 def test_frozen_parameters_of_any_dtype(dtype: torch.dtype) -> None:
-    on_ranks(2, _odd_dtype, dtype)
+    for sync in (False, True):
+        model, plain = twins(lambda: nn.Sequential(*(Odd(dtype) for _ in range(3))), sync_module_states=sync)
+        trains_on(model, plain, square, [inputs()], within=1e-6)
 
 
 class Odd(nn.Module):
@@ -128,12 +119,6 @@ class Odd(nn.Module):
         wide = torch.complex64 if self.matrix.is_complex() else torch.float32
         scale = torch.view_as_real((self.matrix.to(wide) + self.vector.to(wide)).to(torch.complex64)).sum() / 1e4
         return x + torch.tanh(self.inner(x)) * scale
-
-
-def _odd_dtype(dtype: torch.dtype) -> None:
-    for sync in (False, True):
-        model, plain = twins(lambda: nn.Sequential(*(Odd(dtype) for _ in range(3))), sync_module_states=sync)
-        trains_on(model, plain, square, [inputs()], within=1e-6)
 
 
 def test_overflow_in_half_precision_skips_the_step_everywhere() -> None:

@@ -10,16 +10,13 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.models import CASES, WIDTH, Block, Mlp, Transformer, next_token, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, refusal, seeded, square, trains_on, twins
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
 def test_tied_weights(world: int) -> None:
-    on_ranks(world, _tied)
-
-
-def _tied() -> None:
     model, plain = twins(lambda: Transformer(tied=True))
     assert model.head.weight is model.embed.weight
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -28,11 +25,8 @@ def _tied() -> None:
     assert model.head.weight is model.embed.weight
 
 
+@ranks(2)
 def test_weights_tied_across_units() -> None:
-    on_ranks(2, _tied_across)
-
-
-def _tied_across() -> None:
     def build() -> nn.Module:
         model = Mlp()
         model.blocks[2][0].weight = model.blocks[0][0].weight
@@ -43,8 +37,15 @@ def _tied_across() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)], within=1e-6)
 
 
+@ranks(2)
 def test_an_untied_weight_read_elsewhere_is_right_or_refused_by_name() -> None:
-    on_ranks(2, _used_elsewhere)
+    tokens = [torch.arange(4) + rank for rank in range(2)]
+    model, plain = twins(Elsewhere, units=[Block])
+    if refused := refusal(lambda: trains_on(model, plain, square, [tokens], within=1e-6)):
+        assert "embed.weight" in refused, refused
+    model = seeded(Elsewhere)
+    yafsdp_cc.shard(model, units=[Block, model])
+    trains_on(model, plain, square, [tokens], within=1e-6)
 
 
 class Elsewhere(nn.Module):
@@ -57,13 +58,3 @@ class Elsewhere(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.linear(self.blocks(self.embed(tokens)), self.embed.weight)
-
-
-def _used_elsewhere() -> None:
-    tokens = [torch.arange(4) + rank for rank in range(2)]
-    model, plain = twins(Elsewhere, units=[Block])
-    if refused := refusal(lambda: trains_on(model, plain, square, [tokens], within=1e-6)):
-        assert "embed.weight" in refused, refused
-    model = seeded(Elsewhere)
-    yafsdp_cc.shard(model, units=[Block, model])
-    trains_on(model, plain, square, [tokens], within=1e-6)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models import WIDTH
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import added, inputs, means, mine, same_gradients, trains_on, twins
 
 
@@ -45,13 +44,9 @@ def used(model: nn.Module, batch: tuple[Tensor, list[str]]) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
 def test_parameters_unused_on_all_or_some_ranks(world: int) -> None:
-    on_ranks(world, _unused)
-
-
-def _unused() -> None:
     model, plain = twins(Options, units=[Optional])
-    world = dist.get_world_size()
     everywhere = [["12", "12", "12"]] * world
     nowhere = [["", "1", "2"]] * world
     first_only = [["1", "2", "12"]] + [["2", "", ""]] * (world - 1)
@@ -91,22 +86,16 @@ class Choices(nn.Module):
 
 
 @pytest.mark.parametrize("first", [["", "x", "x"], ["", "", "x"], ["x", "", ""], ["", "x", ""], ["", "", ""]])
+@ranks(2, timeout=30)
 def test_ranks_that_use_nothing_of_a_unit_that_others_train(first: list[str]) -> None:
-    on_ranks(2, _choices, first, timeout=30)
-
-
-def _choices(first: list[str]) -> None:
     """No gradient reaches a unit on the first rank, and so none of its gates runs there."""
     model, plain = twins(Choices, units=[Choice])
     uses = [first, ["x", "x", "x"]]
     trains_on(model, plain, used, [list(zip(inputs(step=step), uses, strict=True)) for step in range(2)])
 
 
+@ranks(2)
 def test_an_unused_parameter_keeps_an_accumulated_gradient() -> None:
-    on_ranks(2, _unused_accumulated)
-
-
-def _unused_accumulated() -> None:
     model, plain = twins(Options, units=[Optional])
     steps = [[["1", "12", ""]] * 2, [["2", "", ""], ["", "", "1"]]]
     batches = [list(zip(inputs(step=s), uses, strict=True)) for s, uses in enumerate(steps)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import WIDTH
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import inputs, means, mine, numbers, same_gradients, square, trains_on, twins
 
 
@@ -48,11 +48,8 @@ def machine(model: nn.Module, leaves: tuple[Tensor, Tensor]) -> Tensor:
     return out["out"][0].square().mean() + out["more"][0]["x"].mean()
 
 
+@ranks(2)
 def test_containers_and_keywords_pass_gradients() -> None:
-    on_ranks(2, _containers)
-
-
-def _containers() -> None:
     model, plain = twins(Machine, units=[Stateful])
     for step in range(3):
         batches = [
@@ -94,11 +91,8 @@ class Passed(nn.Module):
         return x
 
 
+@ranks(2)
 def test_inputs_views_and_outputs_changed_in_place() -> None:
-    on_ranks(2, _passing)
-
-
-def _passing() -> None:
     model, plain = twins(Passed, units=[Passing])
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
 
@@ -131,11 +125,8 @@ class Unwrapping(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
 def test_inputs_in_an_unknown_object(frozen: bool) -> None:
-    on_ranks(2, _unwrapping, frozen)
-
-
-def _unwrapping(frozen: bool) -> None:
     model, plain = twins(Unwrapping, units=[Unwraps])
     for each in (model, plain):
         each.blocks[1:].requires_grad_(not frozen)
@@ -155,11 +146,8 @@ class Auxiliary(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
 def test_losses_put_aside_in_units(frozen: bool) -> None:
-    on_ranks(2, _auxiliary, frozen)
-
-
-def _auxiliary(frozen: bool) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         total: Tensor = model(x).square().mean() + sum(block.loss for block in model[1:])
         return total

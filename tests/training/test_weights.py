@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
 from tests.models import WIDTH, Block, Mlp, stack
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.twins import agrees, inputs, mine, refusal, seeded, sgd, square, trains_on, twins, whole
 
 
@@ -33,11 +33,8 @@ REPLACEMENTS = [_assign_parameter, _tie_afterwards, _convert_a_part]
 
 
 @pytest.mark.parametrize("replace", REPLACEMENTS)
+@ranks(2)
 def test_a_replaced_parameter_is_used_or_refused_by_name(replace: Callable[[Any], None]) -> None:
-    on_ranks(2, _replaced, replace)
-
-
-def _replaced(replace: Callable[[Any], None]) -> None:
     model, plain = twins(Mlp)
     x = mine(inputs())
 
@@ -58,11 +55,8 @@ def _replaced(replace: Callable[[Any], None]) -> None:
     agrees(model, plain, x)
 
 
+@ranks(2)
 def test_functional_call_uses_the_given_parameters_or_is_refused() -> None:
-    on_ranks(2, _functional_call)
-
-
-def _functional_call() -> None:
     model, plain = twins(Mlp)
     x = mine(inputs())
     given = {name: torch.randn_like(parameter) for name, parameter in plain.named_parameters()}
@@ -96,11 +90,8 @@ class Prompts(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [False, True])
+@ranks(2)
 def test_a_unit_may_return_its_own_weight(grad: bool) -> None:
-    on_ranks(2, _own_weight, grad)
-
-
-def _own_weight(grad: bool) -> None:
     model, plain = twins(Prompts, units=[Prompt])
     with torch.set_grad_enabled(grad):
         agrees(model, plain, mine(inputs()))
@@ -123,11 +114,8 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [False, True])
+@ranks(2)
 def test_an_edit_of_a_weight_in_forward_is_kept_or_refused_by_name(grad: bool) -> None:
-    on_ranks(2, _edit_in_forward, grad)
-
-
-def _edit_in_forward(grad: bool) -> None:
     model, _ = twins(lambda: nn.Sequential(*(Clamped() for _ in range(3))), units=[Clamped])
     with torch.set_grad_enabled(grad):
         refused = refusal(lambda: model(mine(inputs())))
@@ -149,11 +137,8 @@ class Counting(Block):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(2)
 def test_an_edit_of_a_small_parameter_in_forward_is_kept_or_refused_by_name(dtype: torch.dtype) -> None:
-    on_ranks(2, _small_edit, dtype)
-
-
-def _small_edit(dtype: torch.dtype) -> None:
     model, _ = twins(lambda: nn.Sequential(*(Counting() for _ in range(3))), mp_policy=MixedPrecisionPolicy(dtype))
     with torch.no_grad():
         said = refusal(lambda: model(mine(inputs())))
@@ -165,11 +150,8 @@ def _small_edit(dtype: torch.dtype) -> None:
     assert "inplace" in refusal(lambda: model(mine(inputs()))) or dtype == torch.bfloat16  # autograd's own check
 
 
+@ranks(2)
 def test_max_norm_of_an_embedding_is_kept_or_refused_by_name() -> None:
-    on_ranks(2, _max_norm)
-
-
-def _max_norm() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(100, WIDTH, max_norm=0.5), *stack(3))
 
@@ -185,11 +167,8 @@ def _max_norm() -> None:
     torch.testing.assert_close(whole(model[0].weight.detach()), plain[0].weight.detach())
 
 
+@ranks(2)
 def test_sparse_gradients_are_right_or_refused_by_name() -> None:
-    on_ranks(2, _sparse)
-
-
-def _sparse() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(100, WIDTH, sparse=True), *stack(3))
 

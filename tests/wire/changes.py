@@ -10,25 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
+from tests.internals import codec_of, unsharded_params
 from tests.wire.ledger import loss_of, sharded
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.wire.codec import codec_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def following(codec: str = "int4", **more: Any) -> Any:
     return sharded(Compression(gradients="fp32", weights=codec), **{"zero_stage": 2, **more})
-
-
-def kept(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights that the last forward has seen, by names; small ones aside."""
-    return {
-        piece.cut.name: view.clone()
-        for unit in root_of(model).units
-        for piece, view in zip(unit.pieces, unit.home.views, strict=True)
-    }
 
 
 def masters(model: nn.Module) -> dict[str, Tensor]:
@@ -38,7 +28,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
 def look(model: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
         model(torch.ones(1, 40))
-    return kept(model)
+    return unsharded_params(model)
 
 
 def is_exact(model: nn.Module, seen: dict[str, Tensor]) -> bool:
@@ -48,10 +38,6 @@ def is_exact(model: nn.Module, seen: dict[str, Tensor]) -> bool:
 
 def gathered(model: nn.Module) -> int:
     return yafsdp_cc.counters_of(model).gathered_bytes
-
-
-def exact_bytes(model: nn.Module) -> int:
-    return sum(root_of(model).gather.sent_bytes(whole) for unit in root_of(model).units for whole in unit.home.wholes)
 
 
 def changed_bytes(model: nn.Module) -> int:

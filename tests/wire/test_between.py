@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import measured_backward
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
-from yafsdp_cc.engine.module import root_of
 
 SUM = 0.042
 """Seconds that the sum of a layer's gradients takes at 100 Mbit/s: half of a megabyte to the other rank."""
@@ -65,12 +65,10 @@ def chosen(computes: tuple[float, ...]) -> Found:
         model(torch.randn(4, 512)).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         model.zero_grad()
-    counters, chooser = yafsdp_cc.counters_of(model), root_of(model).chooser
-    assert chooser is not None
-    assert chooser.problem is not None
+    counters = yafsdp_cc.counters_of(model)
     return Found(
         {int(name) for name, codec in counters.chosen.items() if codec != "fp32"},
-        [leg.compute for leg in chooser.problem.legs[::-1]],
+        measured_backward(model),
         counters.why,
     )
 

@@ -10,16 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from tests.wire.changes import (
     BF16,
     changed_bytes,
-    exact_bytes,
     following,
     gathered,
     is_exact,
-    kept,
     look,
     masters,
     told,
@@ -61,16 +60,15 @@ def test_weights_follow_by_the_rule_and_are_equal_on_all_ranks(world, mesh):
     on_ranks(world, as_the_rule_says, mesh)
 
 
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yafsdp_cc.wire.change.part_of", lambda device: 1280)
+@ranks(2)
+def test_a_chunk_is_said_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_delta_part(monkeypatch, 1280)
     as_the_rule_says(())
 
 
-def test_a_chunk_is_said_in_parts(monkeypatch):
-    on_ranks(2, in_parts, monkeypatch)
-
-
-def tracked(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["int4", also("int8")])
+@ranks(2)
+def test_weights_track_their_shards_whatever_the_rate(codec: str) -> None:
     for policy in (None, BF16):
         for rate in (1e-7, 1e-4, 1e-1):
             model = following(codec, mp_policy=policy)
@@ -97,12 +95,8 @@ def tracked(codec: str) -> None:
                     assert (true - seen[name].float()).abs().max() <= least + 1e-3 * rate + 1e-8, (name, rate)
 
 
-@pytest.mark.parametrize("codec", ["int4", also("int8")])
-def test_weights_track_their_shards_whatever_the_rate(codec):
-    on_ranks(2, tracked, codec)
-
-
-def converges() -> None:
+@ranks(2)
+def test_training_ends_where_exact_weights_end() -> None:
     ends = {}
     for codec in (None, "int4", "ternary", "onebit"):
         model = following(codec) if codec else sharded(None, zero_stage=2)
@@ -116,14 +110,11 @@ def converges() -> None:
     assert ends["onebit"] < 2 * exact
 
 
-def test_training_ends_where_exact_weights_end():
-    on_ranks(2, converges)
-
-
 # When it holds, and when weights are gathered exactly
 
 
-def changed_otherwise() -> None:
+@ranks(2)
+def test_what_no_optimizer_has_changed_is_gathered_exactly() -> None:
     model = following(mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     writers = writes(model)
@@ -148,13 +139,10 @@ def changed_otherwise() -> None:
         assert seen["2.weight"].equal(masters(model)["2.weight"].bfloat16()), change
 
 
-def test_what_no_optimizer_has_changed_is_gathered_exactly():
-    on_ranks(2, changed_otherwise)
-
-
-def counted() -> None:
+@ranks(2)
+def test_a_change_is_sent_once_for_any_number_of_steps_and_forwards() -> None:
     model = following()
-    assert changed_bytes(model) < exact_bytes(model) / 6
+    assert changed_bytes(model) < exact_gather_bytes(model) / 6
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = gathered(model)
 
@@ -165,7 +153,7 @@ def counted() -> None:
         return total
 
     look(model)
-    assert sent() == exact_bytes(model)
+    assert sent() == exact_gather_bytes(model)
     for step in range(3):
         train(model, optimizer, step)
         sent()
@@ -193,7 +181,7 @@ def counted() -> None:
     optimizer.step()
     model[0].unshard()
     assert sent() < changed_bytes(model)
-    assert model[0].weight.equal(kept(model)["0.weight"])
+    assert model[0].weight.equal(unsharded_params(model)["0.weight"])
     optimizer.step()  # the weights that are held are of before
     assert not is_exact(model, look(model))
     model[0].reshard()
@@ -204,18 +192,15 @@ def counted() -> None:
     assert "weights kept whole" in str(plan)
 
 
-def test_a_change_is_sent_once_for_any_number_of_steps_and_forwards():
-    on_ranks(2, counted)
-
-
-def by_several() -> None:
+@ranks(2)
+def test_optimizers_may_share_a_model() -> None:
     model = following("int8")
     one, other = nn.ModuleList(model[:2]).parameters(), nn.ModuleList(model[2:]).parameters()
     optimizers = [torch.optim.SGD(one, lr=0.1), torch.optim.AdamW(other, lr=1e-2)]
     look(model)
     for step in range(3):
         loss_of(model, step).backward()
-        truth = kept(model)
+        truth = unsharded_params(model)
         before = gathered(model)
         for optimizer in optimizers:
             optimizer.step()
@@ -229,11 +214,8 @@ def by_several() -> None:
     assert 0 < gathered(model) - before < changed_bytes(model)
 
 
-def test_optimizers_may_share_a_model():
-    on_ranks(2, by_several)
-
-
-def of_one_flat() -> None:
+@ranks(2)
+def test_optimizers_may_share_a_flat_buffer() -> None:
     torch.manual_seed(0)
     model = yafsdp_cc.shard(
         nn.Sequential(nn.Sequential(nn.Linear(40, 60, bias=False), nn.Linear(60, 50, bias=False))),
@@ -255,11 +237,8 @@ def of_one_flat() -> None:
         assert all(seen[name].equal(whole) for name, whole in truth.items())
 
 
-def test_optimizers_may_share_a_flat_buffer():
-    on_ranks(2, of_one_flat)
-
-
-def frozen() -> None:
+@ranks(2)
+def test_frozen_weights_stay_exact_until_they_are_trained() -> None:
     for policy in (None, BF16):
         model = following("onebit", mp_policy=policy)
         model[2].requires_grad_(False)
@@ -276,11 +255,8 @@ def frozen() -> None:
         assert after["2.weight"].equal(told("onebit", now["2.weight"], seen["2.weight"]))
 
 
-def test_frozen_weights_stay_exact_until_they_are_trained():
-    on_ranks(2, frozen)
-
-
-def warming() -> None:
+@ranks(2)
+def test_weights_are_exact_until_the_warm_up_is_over() -> None:
     model = sharded(Compression(gradients="fp32", weights="ternary", warmup_steps=3), zero_stage=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     exact = []
@@ -290,11 +266,8 @@ def warming() -> None:
     assert exact == [True, True, True, False, False]  # the third step is told as a change
 
 
-def test_weights_are_exact_until_the_warm_up_is_over():
-    on_ranks(2, warming)
-
-
-def offloaded() -> None:
+@ranks(2)
+def test_shards_may_be_in_host_memory() -> None:
     model = following("int4", offload_policy=CPUOffloadPolicy(), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     truth = look(model)
@@ -303,7 +276,3 @@ def offloaded() -> None:
         now, seen = masters(model), look(model)
         truth = {name: told("int4", now[name], whole) for name, whole in truth.items()}
         assert all(seen[name].equal(whole) for name, whole in truth.items())
-
-
-def test_shards_may_be_in_host_memory():
-    on_ranks(2, offloaded)

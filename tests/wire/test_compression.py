@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.internals import gradient_codecs, residuals_of
+from tests.ranks import on_ranks, ranks
+from tests.soak import SOAK
 from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
 
@@ -25,18 +25,16 @@ CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd"
 # Nothing is lost
 
 
-def nothing_is_lost(steps: int) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world", timeout=600)
+def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
+    """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
+    steps = 200 if SOAK else 12
     for codec in CODECS:
         ledger = Ledger(sharded(Compression(gradients=codec, residual="fp32")), sharded(None))
         for step in range(steps):
             ledger.step(step, micro=3 if step % 4 == 1 else 1)
         ledger.check()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
-    """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
-    on_ranks(world, nothing_is_lost, 200 if "YAFSDP_SOAK" in os.environ else 12, timeout=600)
 
 
 class Skipping(nn.Module):
@@ -52,7 +50,8 @@ class Skipping(nn.Module):
         return seen
 
 
-def unused() -> None:
+@ranks(4)
+def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for codec, more in itertools.product(("onebit", "powersgd"), ({}, {"mesh": mesh})):
         model = yafsdp_cc.shard(
@@ -70,11 +69,8 @@ def unused() -> None:
         assert after.norm() < before.norm()
 
 
-def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost():
-    on_ranks(4, unused)
-
-
-def over_replicas() -> None:
+@ranks(4)
+def test_sums_over_replicas_are_encoded_or_those_within() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for scope, codec in itertools.product(("auto", "shard"), ("onebit", "powersgd")):
         model = sharded(Compression(gradients=codec, residual="fp32", scope=scope), mesh=mesh)
@@ -90,18 +86,16 @@ def over_replicas() -> None:
     assert parts[0].equal(parts[1])
 
 
-def test_sums_over_replicas_are_encoded_or_those_within():
-    on_ranks(4, over_replicas)
-
-
-def a_step_that_is_not_finite(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["int4", "powersgd"])
+@ranks(2)
+def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing(codec: str) -> None:
     model = sharded(Compression(gradients=codec, residual="fp32"))
     for step in range(3):
         loss_of(model, step).backward()
     model.zero_grad()
-    residuals = [flat.residual.values.clone() for unit in root_of(model).units for flat in unit.flats]
+    residuals = [each.clone() for each in residuals_of(model)]
     (loss_of(model, 3) * (math.inf if dist.get_rank() == 0 else 1.0)).backward()
-    after = [flat.residual.values for unit in root_of(model).units for flat in unit.flats]
+    after = residuals_of(model)
     assert all(each.isfinite().all() for each in after)
     if dist.get_rank() == 0:  # could not be said, so it is as it was
         assert all(one.equal(other) for one, other in zip(residuals, after, strict=True))
@@ -119,11 +113,8 @@ def a_step_that_is_not_finite(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "powersgd"])
-def test_a_step_that_is_not_finite_is_skipped_and_poisons_nothing(codec):
-    on_ranks(2, a_step_that_is_not_finite, codec)
-
-
-def a_kept_one_that_is_not_finite(codec: str) -> None:
+@ranks(2)
+def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec: str) -> None:
     model = sharded(Compression(gradients=codec, residual="fp32"))
     model.set_requires_gradient_sync(False)
     seen = model(torch.ones(4, 40))
@@ -140,12 +131,8 @@ def a_kept_one_that_is_not_finite(codec: str) -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("codec", ["int4", "powersgd"])
-def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec):
-    on_ranks(2, a_kept_one_that_is_not_finite, codec)
-
-
-def scaled() -> None:
+@ranks(2)
+def test_residuals_follow_the_scale_of_losses() -> None:
     model, exact = sharded(Compression(gradients="onebit", residual="int8")), sharded(None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     yafsdp_cc.follow_scaler(model, scaler)
@@ -170,14 +157,31 @@ def scaled() -> None:
         yafsdp_cc.follow_scaler(exact, scaler)
 
 
-def test_residuals_follow_the_scale_of_losses():
-    on_ranks(2, scaled)
-
-
 # As planned
 
 
-def as_planned() -> None:
+@pytest.mark.parametrize("across", [False, True])
+@ranks(2)
+def test_gradients_in_double_precision_are_encoded_as_fp32(across: bool) -> None:
+    """Over the ranks of a shard, and over replicas."""
+    more: dict[str, Any] = {}
+    if across:
+        more["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for compression in ("int8", Compression(gradients="powersgd", matrix_rank=64), Compression(weights="fp8")):
+        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression, **more)
+        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear], **more)
+        x = torch.randn(4, 40, dtype=torch.float64)
+        for number in range(3):
+            for each in (model, exact):
+                each.set_requires_gradient_sync(number > 0)
+                each(x).square().mean().backward()
+        for name, gradient in gradients(exact).items():
+            assert model.get_parameter(name).grad.dtype == torch.float64
+            assert (gradients(model)[name] - gradient).norm() < 0.1 * gradient.norm()
+
+
+@ranks(2)
+def test_bytes_sent_and_held_are_as_planned() -> None:
     for compression in (*CODECS, Compression(gradients="int4", weights="int8"), Compression(feedback=False)):
         model = sharded(compression)
         plan = yafsdp_cc.plan_of(model)
@@ -201,34 +205,8 @@ def as_planned() -> None:
         assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
 
 
-def doubled(across: bool) -> None:
-    more: dict[str, Any] = {}
-    if across:
-        more["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for compression in ("int8", Compression(gradients="powersgd", matrix_rank=64), Compression(weights="fp8")):
-        model = yafsdp_cc.shard(net().double(), units=[nn.Linear], compression=compression, **more)
-        exact = yafsdp_cc.shard(net().double(), units=[nn.Linear], **more)
-        x = torch.randn(4, 40, dtype=torch.float64)
-        for number in range(3):
-            for each in (model, exact):
-                each.set_requires_gradient_sync(number > 0)
-                each(x).square().mean().backward()
-        for name, gradient in gradients(exact).items():
-            assert model.get_parameter(name).grad.dtype == torch.float64
-            assert (gradients(model)[name] - gradient).norm() < 0.1 * gradient.norm()
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_gradients_in_double_precision_are_encoded_as_fp32(across):
-    """Over the ranks of a shard, and over replicas."""
-    on_ranks(2, doubled, across)
-
-
-def test_bytes_sent_and_held_are_as_planned():
-    on_ranks(2, as_planned)
-
-
-def at_first_exact() -> None:
+@ranks(2)
+def test_nothing_is_encoded_before_the_warm_up_is_over() -> None:
     model = sharded(Compression(gradients="onebit", weights="int8", warmup_steps=2))
     exact = sharded(None)
     for step in range(4):
@@ -242,10 +220,6 @@ def at_first_exact() -> None:
             each.zero_grad()
         alike = all(found[0][name].equal(found[1][name]) for name in found[0])
         assert alike == (step < 2), step
-
-
-def test_nothing_is_encoded_before_the_warm_up_is_over():
-    on_ranks(2, at_first_exact)
 
 
 def the_same_weights_everywhere() -> None:
@@ -267,11 +241,11 @@ def test_encoded_weights_are_the_same_on_all_ranks():
     on_ranks(3, the_same_weights_everywhere)
 
 
-def overridden() -> None:
+@ranks(2)
+def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact() -> None:
     exact = sharded(None)
     model = sharded(Compression(gradients="onebit", overrides={"0.*": "fp32", "2.weight": "int8"}))
-    codecs = [flat.codec for unit in root_of(model).units for flat in unit.flats]
-    assert codecs == ["fp32", "int8", "onebit"]
+    assert gradient_codecs(model) == ["fp32", "int8", "onebit"]
     for each in (model, exact):
         loss_of(each, 0).backward()
     off = {
@@ -282,10 +256,6 @@ def overridden() -> None:
     assert off["0.bias"] == off["2.bias"] == off["4.bias"] == 0.0
     assert 0 < off["2.weight"] < 0.02
     assert off["4.weight"] > 0.2
-
-
-def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact():
-    on_ranks(2, overridden)
 
 
 # Refused
@@ -330,7 +300,7 @@ def test_what_cannot_be_is_refused_by_name():
         ({"weights": "powersgd"}, "^weights='powersgd': factors are of whole matrices"),
         ({"weights": torch.bfloat16}, "^weights=torch.bfloat16: takes the name of a codec, such as 'int8'$"),
         ({"candidates": (8,)}, r"^candidates\.0=8: takes the name of a codec"),
-        ({"delayed": ("*",)}, "^Compression has no 'delayed', only gradients"),
+        ({"delayed": (3,)}, r"^delayed\.0=3: takes a pattern of full names, such as '0\.\*'$"),
         ({"block": 100}, "block=100: a block has a power of two of elements"),
         ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.internals import gradient_codecs
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.wire import kernels
 from yafsdp_cc.wire.codec import Noise, codec_of
@@ -165,8 +165,7 @@ def resumed(folder: Any, gradients: str = "loud", then: str = "int4") -> list[fl
     run = Regression(Compression(gradients))
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     yafsdp_cc.load(folder / "step", run.model, optimizer)
-    (flat,) = root_of(run.model).units[0].flats
-    assert flat.codec == then
+    assert gradient_codecs(run.model)[0] == then
     assert run.chosen == ({} if then == gradients else {"0": then})
     run.step = 20
     return run.train(optimizer, 12)
@@ -208,7 +207,8 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
 # What is said of it
 
 
-def refusals() -> None:
+@ranks(2)
+def test_losses_that_nobody_would_look_at_are_refused() -> None:
     word: Any = "3"
     number: Any = 1.0
     for compression, why in ((None, "without a compression"), (Compression("int8", guard=False), "guard=False")):
@@ -224,10 +224,6 @@ def refusals() -> None:
         yafsdp_cc.watch_loss(model, word)
     with pytest.raises(TypeError, match="the model first and then its loss; got 1"):
         yafsdp_cc.watch_loss(number, model)
-
-
-def test_losses_that_nobody_would_look_at_are_refused():
-    on_ranks(2, refusals)
 
 
 # Weights that are told of changes

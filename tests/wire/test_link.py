@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.netlab.labs import lab_of
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc.wire import link
 from yafsdp_cc.wire.exchange import Gather, Reduce
 
@@ -30,7 +30,9 @@ def exchanged(dtype: torch.dtype) -> list[Tensor]:
     return [torch.cat([part.clone() for _, part in reduce.totals(whole)]), gathered]
 
 
-def both_ways() -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+@ranks("world")
+def test_sums_and_gathers_are_those_over_fast_links(world):
     group = dist.group.WORLD
     assert group is not None
     for dtype in (torch.float32, torch.bfloat16):
@@ -38,11 +40,6 @@ def both_ways() -> None:
         truth = exchanged(dtype)
         link._slow[group] = True
         assert all(one.equal(other) for one, other in zip(exchanged(dtype), truth, strict=True))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_and_gathers_are_those_over_fast_links(world):
-    on_ranks(world, both_ways)
 
 
 def tried_out() -> bool:

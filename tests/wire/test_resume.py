@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_cc
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
 from yafsdp_cc import Compression
 
@@ -58,7 +58,8 @@ def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
     on_ranks(readers, resumed, tmp_path, codec)
 
 
-def rescaled(folder: Any) -> None:
+@ranks(2)
+def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path: Any) -> None:
     truth = None
     for init_scale in (2.0**10, 2.0**4):
         model = sharded(Compression(gradients="onebit", residual="int8"))
@@ -66,20 +67,17 @@ def rescaled(folder: Any) -> None:
         yafsdp_cc.follow_scaler(model, scaler)
         if truth is None:
             scaler.scale(loss_of(model, 0)).backward()
-            yafsdp_cc.save(folder / "step", model)
+            yafsdp_cc.save(tmp_path / "step", model)
             truth = unsaid(model)
-        yafsdp_cc.load(folder / "step", model)
+        yafsdp_cc.load(tmp_path / "step", model)
         assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
         scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**12})
         yafsdp_cc.follow_scaler(model, scaler)
         assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
 
 
-def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path):
-    on_ranks(2, rescaled, tmp_path)
-
-
-def scaled_and_resumed(folder: Any) -> None:
+@ranks(2)
+def test_residuals_are_resumed_in_units_of_the_scale(tmp_path: Any) -> None:
     def fresh() -> tuple[Any, torch.amp.GradScaler]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         return sharded(Compression(gradients="onebit")), scaler
@@ -97,31 +95,28 @@ def scaled_and_resumed(folder: Any) -> None:
     yafsdp_cc.follow_scaler(model, scaler)
     for number in range(5):
         step(model, scaler, number)
-    yafsdp_cc.save(folder / "scaled", model, scaler=scaler.state_dict())
+    yafsdp_cc.save(tmp_path / "scaled", model, scaler=scaler.state_dict())
     truth = step(model, scaler, 5)
     for followed in (False, True):  # before the load already, or only after it
         model, scaler = fresh()
         if followed:
             yafsdp_cc.follow_scaler(model, scaler)
-        scaler.load_state_dict(yafsdp_cc.load(folder / "scaled", model)["scaler"])
+        scaler.load_state_dict(yafsdp_cc.load(tmp_path / "scaled", model)["scaler"])
         yafsdp_cc.follow_scaler(model, scaler)
         found = step(model, scaler, 5)
         assert all(found[name].equal(gradient) for name, gradient in truth.items())
 
 
-def test_residuals_are_resumed_in_units_of_the_scale(tmp_path):
-    on_ranks(2, scaled_and_resumed, tmp_path)
-
-
-def in_the_warm_up(folder: Any) -> None:
+@ranks(2)
+def test_a_warm_up_goes_on_where_it_was(tmp_path: Any) -> None:
     config, found = Compression(gradients="onebit", warmup_steps=3), []
     for model in (sharded(config), sharded(config)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(5):
             if step == 2 and found:
-                yafsdp_cc.load(folder / "step", model)
+                yafsdp_cc.load(tmp_path / "step", model)
             elif step == 2:
-                yafsdp_cc.save(folder / "step", model)
+                yafsdp_cc.save(tmp_path / "step", model)
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -129,43 +124,33 @@ def in_the_warm_up(folder: Any) -> None:
     assert found[0].equal(found[1])
     model.set_reshard_after_forward(False)
     loss_of(model, 5).backward()  # put together without what sums exactly
-    yafsdp_cc.load(folder / "step", model)
+    yafsdp_cc.load(tmp_path / "step", model)
     loss_of(model, 2).backward()
 
 
-def test_a_warm_up_goes_on_where_it_was(tmp_path):
-    on_ranks(2, in_the_warm_up, tmp_path)
-
-
-def between_micro_batches(folder: Any) -> None:
+@ranks(2)
+def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path: Any) -> None:
     model = sharded(Compression(gradients="int8", residual="fp32"))
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
-    yafsdp_cc.save(folder / "step", model)
+    yafsdp_cc.save(tmp_path / "step", model)
     kept = unsaid(model)
     loss_of(model, 1).backward()  # forgotten
     for _ in range(2):
-        yafsdp_cc.load(folder / "step", model)
+        yafsdp_cc.load(tmp_path / "step", model)
         assert all(each.equal(kept[name]) for name, each in unsaid(model).items())
-        yafsdp_cc.save(folder / "step", model)
+        yafsdp_cc.save(tmp_path / "step", model)
 
 
-def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path):
-    on_ranks(2, between_micro_batches, tmp_path)
-
-
-def into_another(folder: Any) -> None:
+@ranks(2)
+def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_path: Any) -> None:
     model = sharded("onebit")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()
-    yafsdp_cc.save(folder / "step", model, optimizer)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
     held = unsaid(model)
     other = sharded(Compression(gradients="int8", overrides={"0.*": "fp32"}))
     for each, left_out in ((other, "of 0.weight, which"), (sharded(None), "of 0.weight, 2.weight, 4.weight, which")):
         with pytest.warns(UserWarning, match=f"gradients that were still to be said, {left_out} this model does not"):
-            yafsdp_cc.load(folder / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
+            yafsdp_cc.load(tmp_path / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
     assert all(torch.allclose(each, held[name]) for name, each in unsaid(other).items())
-
-
-def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_path):
-    on_ranks(2, into_another, tmp_path)

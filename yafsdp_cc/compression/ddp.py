@@ -31,7 +31,9 @@ class GradientWire:
         if config is None:
             raise TypeError("GradientWire takes a Compression or the name of a codec such as 'int8', got None")
         if config.overrides or config.weights is not None:
-            what = "overrides: a bucket of DDP crosses in one piece" if config.overrides else "weights: DDP gathers none"
+            what = (
+                "overrides: a bucket of DDP crosses in one piece" if config.overrides else "weights: DDP gathers none"
+            )
             raise ValueError(f"GradientWire with {what}; leave them out, or use yafsdp_cc.shard")
         if config.gradients == AUTO:
             raise ValueError(

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import ReduceOp
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the older name warns in torch 2.13
+_reduce_scatter = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)  # the older name warns in torch 2.13
 
 
 class CompressedCommunication:

@@ -305,7 +305,9 @@ class _FactorEncoder(Encoder):
 class ChunkFactors(_FactorEncoder):
     """Encodes the gradients of a reduce-scatter: of the product of summed factors, each rank takes its own chunk."""
 
-    def __init__(self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
+    ) -> None:
         super().__init__(layout.places, 0, layout.numel, matrix_rank, block, name, device)
         self._rank = rank
         self._layout = layout
@@ -341,7 +343,9 @@ class ChunkFactors(_FactorEncoder):
 class SharedFactors(_FactorEncoder):
     """Encodes the partial sums of an all-reduce: all ranks make the same product of the same summed factors."""
 
-    def __init__(self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
+    ) -> None:
         first, last = rank * layout.chunk, (rank + 1) * layout.chunk
         super().__init__(layout.places, first, last, matrix_rank, block, f"{name}/{rank}", device)
 

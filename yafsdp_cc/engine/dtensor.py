@@ -30,8 +30,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from yafsdp_cc.engine import norms
+from yafsdp_cc.engine.mesh import (
+    all_groups,
+    all_reduce_over,
+    broadcast_from_first,
+    shard_group,
+    shard_rank,
+    to_mesh_device,
+)
 from yafsdp_cc.engine.norms import LazyNorm, Reduction, Summand
-from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, shard_rank, to_mesh_device
 from yafsdp_cc.engine.tensor_parallel import joint_mesh
 
 if TYPE_CHECKING:

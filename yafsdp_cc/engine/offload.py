@@ -244,7 +244,8 @@ def make_transfers(
         return None
     flats = [part for part in parts if isinstance(part, HostFlatParam)]
     replicated = [part for part in parts if isinstance(part, HostReplicatedFlatParam)]
-    trained = [part.sharded.nbytes for part in (*flats, *replicated) if part.sharded.is_floating_point()]
+    shards = [flat.sharded for flat in flats] + [flat.sharded for flat in replicated]
+    trained = [shard.nbytes for shard in shards if shard.is_floating_point()]
     transfers = HostTransfers(
         HostTransfer(gather_stream, device, max((flat.cast_bytes for flat in flats), default=0)),
         HostTransfer(reduce_stream, device, max(trained, default=0)),

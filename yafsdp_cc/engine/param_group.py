@@ -24,9 +24,9 @@ from yafsdp_cc.engine.streams import CommHandle, CommStreams
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.collectives import Collectives, CommContext, Observer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.collectives import AllGather, Communicator, CommContext
+from yafsdp_cc.engine.collectives import AllGather, CommContext, Communicator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -367,9 +367,8 @@ class FSDPState:
             hook = partial(call.pre_backward, call.iteration)
 
         def finish(tensor: Tensor) -> Tensor:
-            if type(tensor) is Tensor and tensor.layout is torch.strided:
-                if tensor.untyped_storage().data_ptr() == address:
-                    tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
+            if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
+                tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
             if dtype is not None:
                 tensor = cast(tensor, dtype)
             if hook is not None and tensor.requires_grad:
@@ -807,6 +806,10 @@ class GroupCall:
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
                 "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
             )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Caller:

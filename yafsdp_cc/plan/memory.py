@@ -72,7 +72,8 @@ def _host(state: FSDPState, flats: Sequence[FlatParam]) -> PlannedHost | None:
         return None
     offloaded = [flat for flat in flats if isinstance(flat, HostFlatParam)]
     replicated = [flat for flat in state.replicated.flats if isinstance(flat, HostReplicatedFlatParam)]
-    params = [param for part in (*offloaded, *replicated) for param in part.params]
+    params = [param for flat in offloaded for param in flat.params]
+    params += [param for flat in replicated for param in flat.params]
     return PlannedHost(
         parameters=sum(flat.sharded.nbytes for flat in offloaded),
         gradients=sum(flat.sharded_grad.buffer.nbytes for flat in offloaded if flat.sharded_grad is not None),

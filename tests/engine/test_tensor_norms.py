@@ -1,0 +1,137 @@
+"""Norms and clipping of sharded parameters, held against one process with whole tensors."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.engine.flats import EMPTY_GRADIENT, cuts_of, mesh_of_all, twins, uneven_cuts_of
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.norms import LazyNorm
+
+
+class Counter:
+    """Counts collectives by name while patched over ``torch.distributed``'s."""
+
+    def __enter__(self):
+        self.all_reduces, self.original = 0, dist.all_reduce
+
+        def counting(*args, **kwargs):
+            self.all_reduces += 1
+            return self.original(*args, **kwargs)
+
+        dist.all_reduce = counting
+        return self
+
+    def __exit__(self, *_):
+        dist.all_reduce = self.original
+
+
+def clipping():
+    mesh = mesh_of_all()
+    for cuts, order, foreach in itertools.product(
+        (cuts_of, uneven_cuts_of), (1, 2, 3, 0.5, math.inf), (None, False, True)
+    ):
+        ours, theirs = twins(mesh, cuts)
+        if order == math.inf:  # torch knows no maximum of a tensor without elements.
+            del theirs[EMPTY_GRADIENT]
+        with Counter() as counter:
+            norm = nn.utils.clip_grad_norm_(ours, 1.0, order, error_if_nonfinite=True, foreach=foreach)
+        expected = nn.utils.clip_grad_norm_(theirs, 1.0, order, foreach=foreach)
+        assert counter.all_reduces == 1
+        assert isinstance(norm, DTensor)
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        assert norm.item() == norm.full_tensor().item()
+        assert f"{norm:.2f}" == f"{norm.item():.2f}"
+        with Counter() as counter:
+            assert "LazyNorm" in repr(nn.utils.get_total_norm([p.grad for p in ours], order, foreach=foreach))
+        assert counter.all_reduces == 0
+        nn.utils.clip_grads_with_norm_(ours, 0.5, norm, foreach=foreach)
+        nn.utils.clip_grads_with_norm_(theirs, 0.5, expected, foreach=foreach)
+        nn.utils.clip_grad_value_(ours, 0.01, foreach=foreach)
+        nn.utils.clip_grad_value_(theirs, 0.01, foreach=foreach)
+        for our, their in zip([p for p in ours if p.numel()], [p for p in theirs if p.numel()], strict=True):
+            torch.testing.assert_close(our.grad.full_tensor(), their.grad)
+    return norm.item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_clipping_equals_a_single_process_with_one_all_reduce(world):
+    assert len(set(on_ranks(world, clipping))) == 1
+
+
+def mixed_clipping():
+    mesh = mesh_of_all()
+    ours, theirs = twins(mesh)
+    halves, whole_halves = twins(mesh, uneven_cuts_of, dtype=torch.bfloat16)
+    plain = nn.Parameter(torch.ones(3))
+    plain.grad = torch.full((3,), 2.0)
+    alone = copy.deepcopy(plain)
+    alone.grad = plain.grad.clone()
+    with Counter() as counter:
+        norm = nn.utils.clip_grad_norm_([plain, *ours, *halves], 1.0)
+    assert counter.all_reduces == 1
+    expected = nn.utils.clip_grad_norm_([alone, *theirs, *whole_halves], 1.0)
+    torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-3, atol=0)  # Their bf16 norms are rounded.
+    torch.testing.assert_close(plain.grad, alone.grad, rtol=1e-3, atol=0)
+
+
+def test_clipping_mixes_dtypes_and_plain_tensors():
+    on_ranks(2, mixed_clipping)
+
+
+def norms_by_hand():
+    mesh = mesh_of_all()
+    ours, theirs = twins(mesh, uneven_cuts_of)
+    with torch.no_grad(), Counter() as counter:
+        total = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2) for p in ours]), 2)
+        assert type(total) is LazyNorm
+        assert counter.all_reduces == 0
+        detached = total.detach()
+        expected = torch.norm(torch.stack([torch.norm(p.grad) for p in theirs]))
+        assert bool(total > 0)
+        torch.testing.assert_close(detached.full_tensor(), expected)
+        assert counter.all_reduces == 1
+    with torch.no_grad():
+        for our, their in zip(ours, theirs, strict=True):
+            if their.numel():
+                assert our.max().item() == their.max().item()
+                assert our.min().item() == their.min().item()
+                assert our.norm(-math.inf).item() == their.norm(-math.inf).item()
+                torch.testing.assert_close(our.norm(-1).full_tensor(), their.norm(-1))
+                assert [x.item() for x in torch._foreach_max([our])] == [their.max().item()]
+            assert our.norm(0).item() == their.norm(0).item()
+            assert our.double().norm(2, dtype=torch.float32).full_tensor().dtype == torch.float32
+            assert our.isnan().any().item() is False
+            assert our.equal(our.clone())
+            assert our.allclose(our + 1e-9)
+        same = torch.equal(
+            ours[0], ours[0] + (torch.rand_like(ours[0]) if dist.get_rank() == 0 else torch.zeros_like(ours[0]))
+        )
+    assert not same or ours[0].to_local().numel() == 0
+
+
+def test_norms_by_hand():
+    on_ranks(2, norms_by_hand)
+
+
+def nonfinite(value, order):
+    mesh = mesh_of_all()
+    ours, _ = twins(mesh)
+    if dist.get_rank() == mesh.size() - 1:
+        ours[6].grad.to_local()[0] = value
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(ours, 1.0, order, error_if_nonfinite=True)
+    norm = nn.utils.get_total_norm([p.grad for p in ours], order)
+    return str(norm.item())
+
+
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_rank_s_nonfinite_gradient_is_seen_by_all(value, order):
+    assert on_ranks(4, nonfinite, value, order) == [str(value)] * 4

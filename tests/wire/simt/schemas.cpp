@@ -1,0 +1,13 @@
+// The operators' schemas, under a name of their own: those of the CPU are something else.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(yafsdp_cc_simt, m) {
+    m.def("encode(Tensor gradients, Tensor(a!) message, int codec, int block, Tensor? counts, Tensor(b!)? residual, "
+          "Tensor(c!)? residual_scales, float carry, float taken, float scale, int seed, int first, int stream) -> ()");
+    m.def("accumulate(Tensor gradients, Tensor(a!) residual, Tensor(b!) residual_scales, int block, float scale, "
+          "int stream) -> ()");
+    m.def("decode_sum(Tensor messages, int codec, int block, int n, Tensor? own, int place, Tensor(a!) total, "
+          "int start, int stream) -> ()");
+    m.def("decode(Tensor messages, int codec, int block, Tensor(a!) values, int stream) -> ()");
+}
