@@ -22,8 +22,7 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_residuals,
 )
-from yafsdp_cc.engine.init import current_state
-from yafsdp_cc.engine.module import ShardedModule
+from yafsdp_cc.engine.module import ShardedModule, require_state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -131,6 +130,6 @@ def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | Non
     """Return the engine and the schedule of a model that is sharded with a compression."""
     if not isinstance(model, ShardedModule):
         return None
-    state = current_state(model)
+    state = require_state(model)
     schedule = schedule_of(state)
     return None if schedule is None else (state, schedule)

@@ -18,7 +18,7 @@ from yafsdp_cc.checkpoint.ranks import by_torch, everybody, place_in, ranks_of, 
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
-from yafsdp_cc.engine.whole import check_shows_shards
+from yafsdp_cc.engine.full_params import check_shows_shards
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, RoundedAllGather
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.autotune import CodecAutotuner
-from yafsdp_cc.compression.config import AUTO, EXACT, ROUNDING
+from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK, ROUNDING
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import Collectives
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
+from yafsdp_cc.plan.report import PlannedChoice
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.config import Compression
     from yafsdp_cc.engine.collectives import AllGather, AllReduce, FlatShard, Observer, ReduceScatter
+
+COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
+"""Codecs of gradients whose cost a plan compares, besides those in use."""
 
 
 class CompressedCollectives(Collectives):
@@ -37,19 +42,21 @@ class CompressedCollectives(Collectives):
     """
 
     def __init__(self, config: Compression, mesh: DeviceMesh) -> None:
-        has_replicas = replicate_group(mesh) is not None
-        if config.scope == "replicate" and not has_replicas:
+        replicas = replicate_group(mesh)
+        if config.scope == "replicate" and replicas is None:
             raise ValueError(
                 "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "
                 "scope='auto'"
             )
-        over_replicas = has_replicas and config.scope != "shard"
+        over_replicas = replicas is not None and config.scope != "shard"
         if over_replicas and AUTO in config.named:
             raise ValueError(
                 "compression='auto' on a mesh (replicate, shard): which sums over replicas are exposed is not known "
                 "here. Name a codec for those, or pass scope='shard' to choose for the sums within each replica"
             )
         self.config = config
+        self._ranks = mesh.size(0 if over_replicas else mesh.ndim - 1)
+        """Of each encoded sum."""
         self.alignment = max(Collectives.alignment, config.block)
         self.schedule = CompressionSchedule(config, over_replicas=over_replicas)
         self.fallback = CodecFallback(self.schedule) if config.fallback else None
@@ -105,6 +112,39 @@ class CompressedCollectives(Collectives):
 
     def observers(self) -> Sequence[Observer]:
         return [each for each in (self.schedule, self.fallback, self.autotuner) if each is not None]
+
+    def planned_choices(self, flats: Sequence[FlatShard]) -> Sequence[PlannedChoice]:
+        encoded = [param for flat in flats if self._codec_of(param := _flat_param(flat)) != EXACT]
+        names = dict.fromkeys((*COMPARED, *self.config.codecs))
+        return [self._planned_choice(encoded, name) for name in names if name != EXACT]
+
+    def describe_choice(self) -> str:
+        return "" if self.autotuner is None else self.autotuner.summary
+
+    def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
+        """Return what it would cost to encode the gradients of all ``flats`` with a codec."""
+        messages = 1 if self.schedule.over_replicas else self._ranks - 1
+        kept = messages * sum(flat.layout.chunk for flat in flats)
+        if codec == LOW_RANK:
+            sent = sum(map(self._low_rank_bytes, flats))
+        else:
+            made = self.config.make(codec)
+            sent = (self._ranks - 1) * sum(made.message_bytes(flat.layout.chunk) for flat in flats)
+        return PlannedChoice(
+            codec=codec,
+            reduce=sent,
+            residual={"fp32": 4 * kept, "bf16": 2 * kept, "int8": kept + 4 * kept // self.config.block},
+        )
+
+    def _low_rank_bytes(self, flat: FlatParam) -> int:
+        """Return the bytes that a rank sends, on average, to all-reduce a factor of each matrix of ``flat``."""
+        layout, matrix_rank = flat.layout, self.config.matrix_rank
+        first, last = 0, layout.numel
+        if self.schedule.over_replicas:
+            first, last = flat.rank * layout.chunk, (flat.rank + 1) * layout.chunk
+        matrices = matrices_of(layout.places, matrix_rank, first, last)
+        factors = [4 * numel_of(*matrices, matrix_rank, is_right) for is_right in (False, True)]
+        return sum(2 * nbytes // self._ranks * (self._ranks - 1) for nbytes in factors) // 2
 
     def _codec_of(self, flat: FlatShard) -> str:
         """Return the codec of the gradients of ``flat``.

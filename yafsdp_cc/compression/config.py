@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, fields
 from fnmatch import fnmatchcase
@@ -26,6 +27,8 @@ ROUNDING = ("int8", "fp8")
 """Codecs precise enough for weights themselves; others encode only how weights have changed."""
 
 _CANDIDATES = ("int8", "int4")
+_RENAMED = {"guard": "fallback"}
+"""Arguments of earlier versions, and what they are called now."""
 
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
@@ -33,11 +36,15 @@ _T = TypeVar("_T")
 
 
 def _in_plain_words(kind: type[_T]) -> type[_T]:
-    """Let a class raise a ``ValueError`` of one line, without pydantic's own words around it."""
+    """Let a class raise a ``ValueError`` of one line without pydantic's words, and accept arguments by old names."""
     init = kind.__init__
 
     @wraps(init)
     def plain_init(self: _T, *arguments: Any, **named: Any) -> None:
+        for old, new in _RENAMED.items():
+            if old in named and new not in named:
+                warnings.warn(f"{old}= is {new}= now", DeprecationWarning, stacklevel=2)
+                named[new] = named.pop(old)
         try:
             init(self, *arguments, **named)
         except ValidationError as error:

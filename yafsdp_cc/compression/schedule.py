@@ -15,7 +15,7 @@ import torch
 
 from yafsdp_cc.compression.error_feedback import Recursion
 from yafsdp_cc.engine.collectives import Observer
-from yafsdp_cc.engine.init import current_state
+from yafsdp_cc.engine.module import require_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -237,7 +237,7 @@ def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     Raises:
         ValueError: ``model`` is sharded without a compression.
     """
-    schedule = schedule_of(current_state(model))
+    schedule = schedule_of(require_state(model))
     if schedule is None:
         raise ValueError(f"follow_scaler: this {type(model).__name__} is sharded without a compression")
     schedule.follow(scaler)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
     """Return what sums the gradients of ``flat`` encoded: its reduce-scatter or its all-reduce; None where exact."""
-    found = (each for each in (flat.reduce_scatter, flat.all_reduce) if isinstance(each, CompressedSum))
-    return next(found, None)
+    collectives: tuple[object, ...] = (flat.reduce_scatter, flat.all_reduce)
+    return next((each for each in collectives if isinstance(each, CompressedSum)), None)
 
 
 def compressed_sums(state: FSDPState) -> Iterator[tuple[FlatParam, CompressedSum]]:

@@ -93,7 +93,7 @@ class OptimizerPhases:
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in parameters:
             param = _fsdp_param(parameter)
-            schedule = None if param is None else schedule_of(param.state)
+            schedule = None if param is None or param.state is None else schedule_of(param.state)
             if param is None or schedule is None:
                 raise ValueError(
                     f"{optimizer} takes parameters of a model that is sharded with a compression, and one of shape "

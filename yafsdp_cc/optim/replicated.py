@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from yafsdp_cc.compression.all_reduce import CompressedMean
 from yafsdp_cc.compression.codec import BLOCK, codec_of
-from yafsdp_cc.engine.checks import all_gathered, checksum
+from yafsdp_cc.engine.checks import all_gather_objects, checksum
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.optim.one_bit import check_settings
 
@@ -216,7 +216,7 @@ class ReplicatedOneBitAdam(Optimizer):
                     f"on one device, such as {self._parameters[0].device}"
                 )
         mine = [(tuple(each.shape), str(each.dtype), checksum(each.detach())) for each in self._parameters]
-        everybody = all_gathered(mine, [self._group])
+        everybody = all_gather_objects(mine, [self._group])
         for index, name in enumerate(names):
             if len({theirs[index] if index < len(theirs) else None for theirs in everybody}) > 1:
                 raise ValueError(
