@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import yafsdp_cc.cli as cli
 from tests.cli.command import started, wait_for_line, yafsdp_cc
+from tests.ranks import ranks
 from tests.soak import also
-from yafsdp_cc.demo import data
+from yafsdp_cc.demo import data, train
 
 
 def metrics(folder: Path, name: str = "demo") -> list[dict[str, Any]]:
@@ -21,13 +27,21 @@ def metrics(folder: Path, name: str = "demo") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", also("bf16")])
-def test_three_steps_on_two_ranks(tmp_path: Path, precision: str) -> None:
-    ran = yafsdp_cc("demo", "--steps=3", f"--precision={precision}", "--name=short", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr == ""
+@ranks(2)
+def test_three_steps_on_two_ranks(tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "VALIDATION_WINDOWS", 2)
+    monkeypatch.setattr(train, "SAMPLE_LENGTH", 8)
+    monkeypatch.setattr(sys, "argv", ["demo", "--steps=3", f"--precision={precision}", "--name=short"])
+    os.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train.main()
+    if dist.get_rank() > 0:
+        assert not printed.getvalue()
+        return
     start, first, last, end = metrics(tmp_path, "short")
     assert (start["event"], start["ranks"], start["precision"]) == ("start", 2, precision)
-    assert str(start["plan"]) in ran.stdout
+    assert str(start["plan"]) in printed.getvalue()
     assert (first["step"], last["step"]) == (1, 3)
     assert 0 < last["loss"] < first["loss"] < 6
     assert last["val_loss"] < 6
@@ -37,33 +51,41 @@ def test_three_steps_on_two_ranks(tmp_path: Path, precision: str) -> None:
     assert end["peak_memory_bytes"] > end["memory_before_bytes"] > 0
     assert end["spills"] == 0
     assert end["sample"].startswith("def ")
-    assert end["sample"] in ran.stdout
-    assert ran.stdout.endswith("Everything is in runs/short/metrics.jsonl\n")
+    assert end["sample"] in printed.getvalue()
 
 
-def test_one_file_of_text_in_one_process(tmp_path: Path) -> None:
+def test_the_command_trains_on_one_file_of_text_in_one_process(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
     ran = yafsdp_cc("demo", "--steps=1", "--ranks=1", f"--text={text}", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "15,360 bytes of text to train on, 1,024 held out" in ran.stdout
+    assert ran.stdout.endswith("Everything is in runs/demo/metrics.jsonl\n")
 
 
-def test_bad_flags_are_told_before_anything_starts(tmp_path: Path) -> None:
-    for flags, told in {
-        ("--steps=0",): "--steps: must be at least 1, got 0",
-        ("--ranks=0",): "--ranks: must be at least 1, got 0",
-        ("--text=nowhere",): "--text: no such file or folder: nowhere",
-        ("--precision=fp16",): "invalid choice: 'fp16'",
-    }.items():
-        ran = yafsdp_cc("demo", *flags, folder=tmp_path)
-        assert ran.returncode == 2
-        assert told in ran.stderr
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--steps=0", "--steps: must be at least 1, got 0"),
+        ("--ranks=0", "--ranks: must be at least 1, got 0"),
+        ("--text=nowhere", "--text: no such file or folder: nowhere"),
+        ("--precision=fp16", "invalid choice: 'fp16'"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str], flag: str, message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", flag])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert message in err
+
+
+@ranks(1)
+def test_too_little_text_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "short").write_text("too short")
-    ran = yafsdp_cc("demo", "--ranks=1", "--text=short", folder=tmp_path)
-    assert ran.returncode == 1
-    assert "too little text" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    monkeypatch.setattr(sys, "argv", ["demo", f"--text={tmp_path / 'short'}"])
+    with pytest.raises(SystemExit, match="^too little text: "):
+        train.main()
 
 
 @pytest.mark.parametrize("whole_group", [also(False), True], ids=["the launcher alone", "the whole terminal"])

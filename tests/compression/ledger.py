@@ -29,6 +29,20 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
+def step_of(model: Any, step: int) -> None:
+    """Run forward, backward and an optimizer step, after which the next forward counts one more."""
+    loss_of(model, step).backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    model.zero_grad()
+
+
+def set_codecs(model: nn.Module, codecs: list[str]) -> None:
+    """Have the gradients of each unit of a model with ``compression="auto"`` encoded so from now on."""
+    root = root_of(model)
+    assert root.autotuner is not None
+    root.autotuner.set_codecs(root, dict(zip(root.units, codecs, strict=True)))
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
 
