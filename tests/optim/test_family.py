@@ -17,7 +17,7 @@ from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net, unsaid
+from tests.compression.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {

@@ -17,7 +17,7 @@ from tests.optim.lossless import whole
 from tests.optim.paper import Paper
 from tests.ranks import ranks
 from tests.soak import also
-from tests.wire.ledger import unsaid
+from tests.compression.ledger import unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.demo.model import GPT, VOCABULARY
 from yafsdp_cc.optim import OneBitAdam, ReplicatedOneBitAdam

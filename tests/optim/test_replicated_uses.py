@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.optim.lossless import loss_of, sharded
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net
+from tests.compression.ledger import net
 from yafsdp_cc.optim import ReplicatedOneBitAdam
 
 

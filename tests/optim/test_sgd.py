@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net, unsaid
+from tests.compression.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitSGD
 
 FORMS = ("momentum", "gradient")

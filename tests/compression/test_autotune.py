@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.compression_autotune import (
     BackwardTimer,

@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.internals import gradient_codecs, residuals_of
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK
-from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
+from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")

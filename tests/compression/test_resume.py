@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_cc
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsaid
 from yafsdp_cc import Compression
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsaid
+from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 
