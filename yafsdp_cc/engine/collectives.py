@@ -300,8 +300,10 @@ class AllGather(Collective):
 class ReduceScatter(Collective):
     """Sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
 
-    defers = False
-    """Whether ``defer`` can take gradients in now."""
+    @property
+    def defers(self) -> bool:
+        """Whether ``defer`` can take gradients in now."""
+        return False
 
     @abstractmethod
     def start(self, grads: Tensor, async_op: bool) -> Works:
