@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.collectives import ScratchBuffers
+from yafsdp_cc.engine.communicator import ScratchBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
