@@ -36,16 +36,8 @@ from yafsdp_cc.engine.checks import (
     refused_together,
 )
 from yafsdp_cc.engine.collectives import EXACT
-from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.init import (
-    ShardingPlan,
-    assemble,
-    shard_parameters,
-    sharded_as,
-    spec_of,
-    specs_below,
-    state_of,
-)
+from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
+from yafsdp_cc.engine.init import ShardingPlan, assemble, shard_parameters, spec_of, specs_below, state_of
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -56,7 +48,7 @@ from yafsdp_cc.engine.module import (
     share_comm_ctx,
 )
 from yafsdp_cc.engine.offload import HostMemory
-from yafsdp_cc.engine.param_group import Counters
+from yafsdp_cc.engine.spec import Counters
 from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel, local_tensor
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
@@ -66,7 +58,7 @@ from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 
 if TYPE_CHECKING:
-    from yafsdp_cc.engine.collectives import Collectives
+    from yafsdp_cc.engine.protocols import Collectives
 
 __all__ = [
     "UnshardHandle",

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
-from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
 from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.compression_autotune import (
     BackwardTimer,
@@ -358,7 +358,7 @@ def over_replicas() -> None:
     compression_autotune.measure_link = lambda *_: LinkCost(0.0, 10 ** (dist.get_rank() - 5.0))
     for step in range(5):
         step_of(model, step)
-    ledger.before = unsaid(model)
+    ledger.before = unsent(model)
     for step in range(5):
         ledger.step(step)
     set_codecs(model, ["fp32", "int8", "fp32"])

@@ -19,7 +19,7 @@ from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
-from yafsdp_cc.engine.collectives import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.engine.param import Divisor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from yafsdp_cc.plan import check_no_optimizer, find_units
+from yafsdp_cc.plan import find_units
 
 
 def model_with(parameter: torch.Tensor) -> nn.Module:

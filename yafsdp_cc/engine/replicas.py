@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.collectives import ScratchBuffers
+from yafsdp_cc.engine.communicator import ScratchBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from yafsdp_cc.engine.collectives import AllReduce, CommContext
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.protocols import AllReduce
     from yafsdp_cc.engine.streams import CommStream
 
 
