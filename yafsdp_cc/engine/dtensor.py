@@ -32,13 +32,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine import norms
 from yafsdp_cc.engine.mesh import (
+    all_reduce_over,
     all_groups,
     broadcast_from_first,
     shard_group,
     shard_rank,
     to_mesh_device,
 )
-from yafsdp_cc.engine.norms import LazyNorm, Reduction, Summand, all_reduce_over
+from yafsdp_cc.engine.norms import LazyNorm, Reduction, Summand
 from yafsdp_cc.engine.tensor_parallel import joint_mesh
 
 if TYPE_CHECKING:
