@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_cc.engine import dtensor as tensors
-from yafsdp_cc.engine import lanes, ranks
+from yafsdp_cc.engine import dtensor, lanes, ranks
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.host import Host
 from yafsdp_cc.engine.norms import LazyNorm
@@ -236,7 +235,7 @@ def streams() -> Iterator[Streams]:
         (lanes, "lane_for", lanes.CudaLane),
         (Host, "zeros", lambda self, numel, dtype: model.own(zeros(self, numel, dtype))),
         (ranks, "on_mesh", model.on_mesh),
-        (tensors, "on_mesh", model.on_mesh),
+        (dtensor, "on_mesh", model.on_mesh),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, new in replaced:

@@ -28,7 +28,7 @@ from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
 from tests.twins import seeded
-from yafsdp_cc.engine import host, lanes, ranks, tensor
+from yafsdp_cc.engine import dtensor, host, lanes, ranks
 from yafsdp_cc.engine.root import Root
 
 OFFLOADED = CPUOffloadPolicy()
@@ -261,9 +261,9 @@ def _by_way_of_the_device() -> None:
 
         return call
 
-    ranks.on_mesh = tensor.on_mesh = bring
+    ranks.on_mesh = dtensor.on_mesh = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    tensor._all_gather = watched(tensor._all_gather, 1)
+    dtensor.all_gather_single = watched(dtensor.all_gather_single, 1)
     after = _numbers(model, optimizer)
     assert len(brought) > 10
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
@@ -318,6 +318,7 @@ def _checkpoints(folder: Path) -> None:
     assert not full or all(full[name].equal(value) for name, value in truth.items())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     fresh, _ = _job(seed=2, offload_policy=OFFLOADED)
+    yafsdp_cc.patch_torch()
     set_model_state_dict(fresh, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with torch.no_grad(), yafsdp_cc.whole_parameters(fresh, write=True):
         assert all(parameter.equal(truth[name]) for name, parameter in fresh.named_parameters())

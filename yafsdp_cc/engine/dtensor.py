@@ -286,9 +286,10 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         if widest == 0:
             return local.new_empty(spec.shape)
         # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
-        padded = on_mesh(local.view(torch.uint8), spec.mesh)
+        padded = local.view(torch.uint8)
         if local.numel() < widest:
             padded = torch.nn.functional.pad(padded, (0, (widest - local.numel()) * local.itemsize))
+        padded = on_mesh(padded, spec.mesh)
         gathered = padded.new_empty((len(widths), padded.numel()))
         all_gather_single(gathered.view(-1), padded, group=shard_group(spec.mesh))
         rows = gathered.view(local.dtype)
@@ -481,22 +482,34 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     return value
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself: on local tensors, in place or into ``out`` where torch's is."""
-    written = _written(func)
-    in_place = written[:1] == (0,)
-    targets = args[:1] if in_place else tuple(kwargs[func._schema.arguments[i].name] for i in written)
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each element by itself, on local tensors."""
+    target = args[0]
+    if type(target) is not FlatDTensor:
+        _operand(func, None, next(x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor))
+    spec, local = target.shard_spec, target._local_tensor
+    locals_ = [
+        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
+    ]
+    func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
+    increment_version((local,))
+    return target
+
+
+def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each element by itself, into new local tensors or those of ``out``."""
     sharded = [x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
-    if any(type(target) is not FlatDTensor for target in targets):
+    outs = tuple(kwargs[func._schema.arguments[i].name] for i in _written(func)) if kwargs else ()
+    if any(type(out) is not FlatDTensor for out in outs):
         _operand(func, None, sharded[0])
-    spec: Any = args[0].shard_spec if in_place else _largest(x.shard_spec for x in sharded)
+    spec: Any = sharded[0].shard_spec if len(sharded) == 1 else _largest(x.shard_spec for x in sharded)
     locals_ = [
         x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
     ]
     result = func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
-    if targets:
-        increment_version([target._local_tensor for target in targets])
-        return targets[0] if len(targets) == 1 else targets
+    if outs:
+        increment_version([out._local_tensor for out in outs])
+        return outs[0] if len(outs) == 1 else outs
     return type(result)(_wrap(x, spec) for x in result) if isinstance(result, (list, tuple)) else _wrap(result, spec)
 
 
@@ -718,7 +731,9 @@ def _handler_of(func: Any) -> Callable[..., Any]:
         base in _UNTAGGED or any(torch.Tag.pointwise in form.tags for form in forms)
     ):
         return _refused
-    return _foreach if name.startswith("_foreach_") else _elementwise
+    if name.startswith("_foreach_"):
+        return _foreach
+    return _in_place if _written(func)[:1] == (0,) else _out_of_place
 
 
 @functools.cache
