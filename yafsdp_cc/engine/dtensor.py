@@ -218,7 +218,7 @@ class FlatShard(Shard):
     of the right size, but of other elements, would go unnoticed.
     """
 
-    spec: ShardSpec
+    spec: ShardSpec | str = "a parameter"  # of a copy or from a pickle
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
@@ -482,17 +482,20 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     return value
 
 
+def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    locals_ = [
+        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
+    ]
+    return func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
+
+
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each element by itself, on local tensors."""
     target = args[0]
     if type(target) is not FlatDTensor:
         _operand(func, None, next(x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor))
-    spec, local = target.shard_spec, target._local_tensor
-    locals_ = [
-        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
-    ]
-    func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
-    increment_version((local,))
+    _on_locals(func, target.shard_spec, args, kwargs)
+    increment_version((target._local_tensor,))
     return target
 
 
@@ -503,10 +506,7 @@ def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if any(type(out) is not FlatDTensor for out in outs):
         _operand(func, None, sharded[0])
     spec: Any = sharded[0].shard_spec if len(sharded) == 1 else _largest(x.shard_spec for x in sharded)
-    locals_ = [
-        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
-    ]
-    result = func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
+    result = _on_locals(func, spec, args, kwargs)
     if outs:
         increment_version([out._local_tensor for out in outs])
         return outs[0] if len(outs) == 1 else outs
@@ -584,29 +584,35 @@ def _same_where_replicated(local: torch.Tensor, spec: ShardSpec) -> None:
         spec.tensor_parallel.broadcast_first(local)
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``copy_`` from a tensor sharded alike, from any that is whole or of the same shape, or from a number."""
-    target, value, *rest = args
+def _source(func: Any, target: torch.Tensor, value: torch.Tensor) -> Any:
+    """What to copy into the local tensor of ``target``: this rank's elements of ``value``, which is sharded alike,
+    divided by tensor parallelism alike, or whole; or one number."""
     if type(target) is not FlatDTensor:
-        _operand(func, None, value)
-    spec, local = target.shard_spec, target._local_tensor
+        return _operand(func, None, value)
+    spec = target.shard_spec
     if isinstance(value, (FlatDTensor, LazyNorm)):
-        source = _operand(func, spec, value)
-    elif isinstance(value, DTensor) and spec.tensor_parallel is not None and spec.tensor_parallel.holds(value):
-        source = spec.local_of(value._local_tensor)
-    else:
-        # set_model_state_dict makes DTensors of full state dicts; all ranks load the same.
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        source = spec.local_of_full(whole) if whole.shape == spec.global_shape else _operand(func, spec, whole)
-    func(local, source, *rest, **kwargs)
-    increment_version((local,))
-    return cast("FlatDTensor", target)
+        return _operand(func, spec, value)
+    if isinstance(value, DTensor):
+        if spec.tensor_parallel is not None and spec.tensor_parallel.holds(value):
+            return spec.local_of(value._local_tensor)
+        value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load the same
+    return spec.local_of_full(value) if value.shape == spec.global_shape else _operand(func, spec, value)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, value, *rest = args
+    source = _source(func, target, value)
+    func(target._local_tensor, source, *rest, **kwargs)
+    increment_version((target._local_tensor,))
+    return target
 
 
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     targets, values, *rest = args
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value, *rest, **kwargs)
+    sources = [_source(func, target, value) for target, value in zip(targets, values, strict=True)]
+    locals_ = [target._local_tensor if type(target) is FlatDTensor else target for target in targets]
+    func(locals_, sources, *rest, **kwargs)
+    increment_version(locals_)
 
 
 def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
