@@ -62,6 +62,7 @@ class DeltaAllGather(ExactAllGather):
         codec: of the messages.
     """
 
+    has_finish = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:

@@ -113,6 +113,8 @@ class GroupContext:
 
     def wait(self, handle: CommHandle) -> None:
         """Wait for an operation; where that fails, tell what the other ranks were doing."""
+        if not handle.pending:
+            return
         for observer in self.observers:
             observer.before_wait()
         try:
@@ -359,7 +361,8 @@ class ParamGroup:
                 "through those. Use torch.autograd, or an unsharded model"
             )
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
-        buffer.handle.settle()
+        if buffer.handle.pending:
+            buffer.handle.settle()
         # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
         held = buffer.versions if buffer.owner is self else (None,) * len(versions)
         stale = [place for place, version in enumerate(versions) if held[place] != version]
@@ -382,7 +385,8 @@ class ParamGroup:
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
         span = self._gather_span.start() if context.traces else None
-        context.gather_stream.issue(buffer.handle, start, finish, after=buffer.last_use)
+        completes = any(flat.all_gather.has_finish for flat in flats)
+        context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
             self._gather_span.end(span)
         buffer.owner, buffer.versions = self, versions

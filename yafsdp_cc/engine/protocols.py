@@ -95,6 +95,8 @@ class Collective(ABC):
 class AllGather(Collective):
     """Fills the unsharded weights of one ``FlatParam``."""
 
+    has_finish = True
+    """Whether ``finish`` has anything to do."""
     builds_on_held = False
     """Whether ``start`` uses what ``output`` still holds: the weight buffer is a part of its state."""
 

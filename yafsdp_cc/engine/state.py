@@ -722,7 +722,7 @@ class GroupCall:
         self.is_expected = False
         """Whether the backward is to come here on every rank that trains the same parameters."""
         self._fills = unsharded.buffer.fills
-        self._versions = group.versions()
+        self._versions = unsharded.buffer.versions
         # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
         # again when it is needed, and not what this forward has seen.
         self._is_packed = _saved_tensor_hooks(False) is not None
