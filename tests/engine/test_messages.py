@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc.engine import mesh
-from yafsdp_cc.engine.collectives import CommContext, Communicator, ExactReduceScatter, ScratchBuffers
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 17

@@ -15,7 +15,8 @@ from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.config import Compression
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.collectives import CommContext, Communicator, ExactReduceScatter, ScratchBuffers
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
 
