@@ -27,7 +27,7 @@ def test_its_command_and_its_page(name: str) -> None:
 
 
 def test_the_command_as_it_stands() -> None:
-    command = COMMAND.search((EXAMPLES / "compiled_blocks.py").read_text(encoding="utf-8"))
+    command = COMMAND.search((EXAMPLES / "pipeline.py").read_text(encoding="utf-8"))
     assert command is not None
     done = subprocess.run(
         [sys.executable, "-m", "yafsdp_cc", *command[1].split()],
