@@ -54,5 +54,5 @@ $(INSTALLED)-frameworks: $(INSTALLED)-hf
 		|| echo "accelerate, lightning and peft could not be installed: their tests are skipped"
 
 clean:
-	rm -rf $(VENV) build dist runs bench/out *.egg-info yafsdp_cc/wire/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs bench/out *.egg-info yafsdp_cc/compression/*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Builds the native kernels of ``csrc`` where there is a compiler; everything else is in pyproject.toml.
 
-The result is one library, ``yafsdp_cc/wire/_native.so``, that ``yafsdp_cc.wire.native`` loads. It is no Python module
+The result is one library, ``yafsdp_cc/compression/_native.so``, that ``yafsdp_cc.compression.kernels`` loads. It is no Python module
 and uses torch's stable ABI alone, so it belongs to no version of either. ``YAFSDP_CC_NATIVE=0`` builds none; ``1``
 makes a failure an error, where otherwise the package is installed without.
 """
@@ -107,8 +107,8 @@ class Build(build_ext):
         return found
 
     def compiled_by_nvcc(self, nvcc: str, sources: list[str]) -> list[str]:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        release = re.search(r"release ([\d.]+)", said)
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        release = re.search(r"release ([\d.]+)", output)
         version = tuple(map(int, (release[1] if release else "11.0").split(".")))
         known = wanted() or [arch for arch, since in ARCHITECTURES if version >= tuple(map(int, since.split(".")))]
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
@@ -123,7 +123,7 @@ class Build(build_ext):
 
 # `sources` are for distributions; `depends` rebuild it.
 library = Extension(
-    "yafsdp_cc.wire._native",
+    "yafsdp_cc.compression._native",
     sources=["csrc/ops.cpp", "csrc/cpu/cpu.cpp", "csrc/cpu/level.cpp"],
     depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*") if path.is_file()),
     language="c++",

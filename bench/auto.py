@@ -2,13 +2,12 @@
 
     python bench/auto.py                                             # about ten minutes
     python bench/auto.py --bandwidths 1gbit --rounds 5 --steps 4
-    python bench/auto.py --bandwidths 100mbit --ranks 4 --near 2     # two machines of two ranks each
 
-The demo's model (ten million parameters) with AdamW in bf16 on two ranks, each in a network namespace of its own, or on
-several in each; 256 tokens a rank and step; weights are kept whole after the forward, so that a backward sends
-gradients alone. Contestants take turns in rounds whose order rotates; every figure is the median over rounds, of the
-slower rank. Processor milliseconds are those of all threads. *theory* is how many units have to be encoded at least,
-found by trying every choice on what ``auto`` has measured. *alike* is ``auto`` with the same codec between near ranks.
+The demo's model (ten million parameters) with AdamW in bf16 on two ranks, each in a network namespace of its own; 256
+tokens a rank and step; weights are kept whole after the forward, so that a backward sends gradients alone. Contestants
+take turns in rounds whose order rotates; every figure is the median over rounds, of the slower rank. Processor
+milliseconds are those of all threads. *Theory* is how many units have to be encoded at least, found by trying every
+choice on what ``auto`` has measured.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,15 +29,10 @@ import torch.distributed as dist
 
 from yafsdp_cc.bench import machine, trainees
 from yafsdp_cc.bench.turns import in_turns
+from yafsdp_cc.compression_autotune import FIRST, backward_seconds
 from yafsdp_cc.demo.model import VOCABULARY
-from yafsdp_cc.engine.chooser import FIRST
 from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.problem import Problem
 from yafsdp_cc.netlab import Lab, Unavailable
-from yafsdp_cc.wire.choice import seconds
-
-if TYPE_CHECKING:
-    from yafsdp_cc.engine.chooser import Chooser
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -46,7 +40,6 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "int4": {"gradients": "int4"},
     "auto": {"gradients": "auto"},
 }
-ALIKE = "alike"
 SEQUENCES, LENGTH = 2, 128
 
 
@@ -62,18 +55,14 @@ class Found(NamedTuple):
 
     turns: dict[str, list[Turn]]
     chosen: dict[str, str]
-    why: dict[str, str]
-    """Of contestants who choose."""
+    why: str
     theory: int
 
 
-def on_rank(stage: int, rounds: int, steps: int, near: int) -> Found:
+def on_rank(stage: int, rounds: int, steps: int) -> Found:
     """All contestants' turns over the network that there is."""
     torch.set_num_threads(1)
     runs = {name: trainees.ours(zero_stage=stage, **told) for name, told in CONTESTANTS.items()}
-    if near > 1:
-        runs[ALIKE] = trainees.ours(zero_stage=stage, gradients="auto")
-        _chooser(runs[ALIKE]).tries_pairs = False
     draws = torch.Generator().manual_seed(dist.get_rank())
 
     def turn(name: str, count: int) -> Turn:
@@ -90,30 +79,25 @@ def on_rank(stage: int, rounds: int, steps: int, near: int) -> Found:
     turns: dict[str, list[Turn]] = {name: [] for name in runs}
     for _, name in in_turns(list(runs), rounds):
         turns[name].append(turn(name, steps))
-    chosen = dict(root_of(runs["auto"].model).counters.chosen)
-    why = {name: root_of(runs[name].model).counters.why for name in ("auto", ALIKE) if name in runs}
-    return Found(turns, chosen, why, _theory(_chooser(runs["auto"])))
+    counters = root_of(runs["auto"].model).counters
+    return Found(turns, dict(counters.chosen), counters.why, _theory(runs["auto"]))
 
 
-def _chooser(run: trainees.Trainee) -> Chooser:
-    chooser = root_of(run.model).chooser
-    assert chooser is not None
-    return chooser
-
-
-def _theory(chooser: Chooser) -> int:
+def _theory(run: trainees.Trainee) -> int:
     """The least number of units that have to be encoded for what was measured last."""
-    problem = chooser.problem
-    assert isinstance(problem, Problem)
-    every = list(itertools.product(*[range(len(leg.options)) for leg in problem.legs]))
-    took = [seconds(problem.legs, picks) for picks in every]
-    limit = min(took) + problem.tolerance
+    tuner = root_of(run.model).autotuner
+    assert tuner is not None
+    assert tuner.last is not None
+    costs = tuner.last.costs
+    every = list(itertools.product(*[range(len(group.codecs)) for group in costs]))
+    took = [backward_seconds(costs, picks) for picks in every]
+    limit = min(took) + tuner.last.tolerance
     return min(sum(map(bool, picks)) for picks, each in zip(every, took, strict=True) if each <= limit)
 
 
 def measure(bandwidth: str, options: argparse.Namespace) -> dict[str, Any]:
-    with Lab(options.ranks, bandwidth=bandwidth, near=options.near) as lab:
-        found = lab.run(on_rank, options.stage, options.rounds, options.steps, options.near, timeout=3600.0)
+    with Lab(options.ranks, bandwidth=bandwidth) as lab:
+        found = lab.run(on_rank, options.stage, options.rounds, options.steps, timeout=3600.0)
     assert all(each.chosen == found[0].chosen for each in found)
     figures: dict[str, Any] = {}
     for name in found[0].turns:
@@ -129,12 +113,11 @@ def measure(bandwidth: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def show(bandwidth: str, found: dict[str, Any]) -> None:
     each, chosen = found["contestants"], found["chosen"]
-    best = min((name for name in each if name not in found["why"]), key=lambda name: each[name]["seconds"])
+    best = min((name for name in each if name != "auto"), key=lambda name: each[name]["seconds"])
     encoded = [f"{name} {codec}" for name, codec in chosen.items() if codec != "fp32"]
     counts = f"{len(encoded)} of {len(chosen)} units encoded, theory {found['theory']}"
     print(f"\n{bandwidth}: {counts}; {', '.join(encoded)}")
-    for name, why in found["why"].items():
-        print(f"  {name}: {why}")
+    print(f"  {found['why']}")
     for name, figures in each.items():
         beside = figures["seconds"] / each[best]["seconds"]
         spent = figures["processor_ms"] / each["exact"]["processor_ms"]
@@ -150,7 +133,6 @@ def main() -> None:
     parser.add_argument("--bandwidths", default="unshaped,2gbit,1gbit,500mbit,100mbit")
     parser.add_argument("--stage", type=int, default=2, help="zero_stage of all contestants")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--near", type=int, default=1, help="ranks on each machine")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each turn")
     parser.add_argument("--json", type=Path, help="where to write everything measured")

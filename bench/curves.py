@@ -6,9 +6,9 @@
 
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each of four gloo
 ranks takes 128 bytes of text per step. Runs of one seed and learning rate differ in the way alone: a codec of gradients
-with AdamW (``int8/int4``: and one of changes of weights; ``int8, delayed``: its sums land one step late), or an
-optimizer of the 1-bit family. *Gap* is the loss at the end less that of exact sums with the same seed and rate; the
-spread of exact sums over seeds is what a gap is to be held against.
+with AdamW (``int8/int4``: and one of changes of weights), or an optimizer of the 1-bit family. *Gap* is the loss at the
+end less that of exact sums with the same seed and rate; the spread of exact sums over seeds is what a gap is to be held
+against.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo  # by the optimizers, before the fork
 import torch.distributed as dist
+import yafsdp_cc.wire.native
 
 import yafsdp_cc
 import yafsdp_cc.api
-import yafsdp_cc.wire.native
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.demo import data
@@ -48,7 +48,6 @@ LED: dict[str, tuple[Compression, dict[str, Any]]] = {
     "1-bit, weights exact": (replace(BOTH_WAYS, weights=None), {}),
     "1-bit, gradients": (BOTH_WAYS, {"form": "gradient"}),
     "1-bit, never refreshed": (BOTH_WAYS, {"refreshes": 0}),
-    "1-bit, delayed": (replace(BOTH_WAYS, delayed=("*",)), {}),
 }
 """What OneBitAdam is tried with."""
 REPLICATED = "1-bit, replicated"
@@ -70,10 +69,8 @@ def learner(way: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
         yafsdp_cc.shard(model, compression=compression, zero_stage=2)
         more = {"warmup_steps": max(1, steps // 20), "max_grad_norm": CLIP} | more
         return model, OneBitAdam(model.parameters(), **settings, **more)
-    codecs, _, late = way.partition(", ")
-    gradients, _, weights = codecs.partition("/")
-    delayed = ("*",) if late == "delayed" else ()
-    compression = None if way == "fp32" else Compression(gradients, weights or None, delayed=delayed)
+    gradients, _, weights = way.partition("/")
+    compression = None if way == "fp32" else Compression(gradients, weights or None)
     yafsdp_cc.shard(model, compression=compression, zero_stage=2 if weights else 3)
     return model, torch.optim.AdamW(model.parameters(), **settings, fused=True)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
 from yafsdp_cc.wire import codecs, feedback, kernels  # noqa: F401 (codecs registers them)
 from yafsdp_cc.wire.codec import Noise, codec_of
 from yafsdp_cc.wire.feedback import Residual

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
-
 from yafsdp_cc.wire import codecs, kernels
 from yafsdp_cc.wire.codec import Noise, codec_of
 from yafsdp_cc.wire.feedback import Residual

@@ -30,14 +30,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from yafsdp_cc.wire.pace import Pace
 
 import yafsdp_cc
 from bench.llama import SHAPES, Block, Llama
 from bench.spans import joined, without
 from yafsdp_cc.bench import machine
-from yafsdp_cc.bench.modelled import Fabric, begin
+from yafsdp_cc.bench.modelled import Fabric, LinkCost, begin
 from yafsdp_cc.bench.turns import in_turns
-from yafsdp_cc.wire.pace import Pace
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5
@@ -203,7 +203,7 @@ def is_wire(kernel: str) -> bool:
 
 def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
     """In a process of its own, which is a rank of the case's world from then on."""
-    traffic = begin(0, case.world, Fabric(Pace(DELAY, 1 / (case.rate * GIGA)), Pace(DELAY, 1 / (NEAR * GIGA))))
+    traffic = begin(0, case.world, Fabric(LinkCost(DELAY, 1 / (case.rate * GIGA)), LinkCost(DELAY, 1 / (NEAR * GIGA))))
     mesh = init_device_mesh(device, (case.world,), mesh_dim_names=("shard",))
     runs: dict[str, Steps] = {}
     figures: dict[str, dict[str, Any]] = {}

@@ -17,36 +17,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import yafsdp_cc.engine.dispatch  # noqa: F401 - imported lazily by the first operation on a sharded parameter
-from yafsdp_cc.engine import host, lanes, norms, ranks, tensor
-from yafsdp_cc.engine.clip import Clip
-from yafsdp_cc.engine.host import Host
-from yafsdp_cc.engine.lanes import CudaLane, CudaTicket
-from yafsdp_cc.engine.methods import Methods
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.compression.autotune import autotuner_of
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of
+from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.kernels import ops_for
+from yafsdp_cc.compression.schedule import LocalClip
+from yafsdp_cc.compression.state import compressed_sum_of, mean_residuals
+from yafsdp_cc.engine import dtensor, full_params, mesh, norms, offload, streams
+from yafsdp_cc.engine.buffers import Buffer
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.module import ShardedModule, require_state
 from yafsdp_cc.engine.norms import LazyNorm
-from yafsdp_cc.engine.residuals import mean_residuals
-from yafsdp_cc.engine.root import Root
-from yafsdp_cc.engine.slots import Slot
-from yafsdp_cc.engine.tensor import FlatDTensor
-from yafsdp_cc.wire import change
-from yafsdp_cc.wire.codec import Codec, Noise, codec_of
-from yafsdp_cc.wire.native import ops_for
-from yafsdp_cc.wire.pace import Pace
+from yafsdp_cc.engine.offload import HostMemory, HostTransfer, HostTransfers
+from yafsdp_cc.engine.param import unsharded_grad_bytes
+from yafsdp_cc.engine.state import FSDPState
+from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream
 
-__all__ = ["Clip", "Codec", "FlatDTensor", "Noise", "Pace", "codec_of"]
+__all__ = ["Codec", "FlatDTensor", "LocalClip", "Noise", "codec_of"]
 
 # -- the state of a sharded model -------------------------------------------------------------------------------------
 
 
 def state_of(model: nn.Module) -> Any:
     """Return the engine's state of a sharded root module."""
-    return root_of(model)
+    return require_state(model)
 
 
 def groups_of(model: nn.Module) -> tuple[Any, ...]:
     """Return the parameter groups, in module order."""
-    return root_of(model).units
+    return require_state(model).groups
 
 
 def flat_params(model: nn.Module) -> list[Any]:
@@ -73,60 +72,61 @@ def extents_of(flat: Any) -> list[tuple[int, int]]:
 
 def gradient_codecs(model: nn.Module) -> list[str]:
     """Return the names of the codecs that the gradients of each flat parameter are encoded by."""
-    return [flat.codec for flat in flat_params(model)]
+    found = [compressed_sum_of(flat) for flat in flat_params(model)]
+    return ["fp32" if each is None else "auto" if each.is_tuned else each.codec_name for each in found]
 
 
 def owned_range(parameter: Any) -> tuple[int, int]:
     """Return the range of a sharded parameter's elements that this rank owns."""
-    start, stop = parameter._cut.owned
+    start, stop = parameter.shard_spec.local_range()
     return start, stop
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def _weight_slots(model: nn.Module) -> list[Slot]:
-    return [slot for ring in root_of(model).weight_rings.values() for slot in (*ring.slots, *ring.kept)]
+def _weight_buffers(model: nn.Module) -> list[Buffer]:
+    return [buffer for pool in require_state(model).context.weight_pools.values() for buffer in pool.buffers]
 
 
-def _gradient_slots(model: nn.Module) -> list[Slot]:
-    return [slot for ring in root_of(model).reductions.rings.values() for slot in (*ring.slots, *ring.kept)]
+def _grad_buffers(model: nn.Module) -> list[Buffer]:
+    return [buffer for pool in require_state(model).context.grad_pools.values() for buffer in pool.buffers]
 
 
 def buffers_of(model: nn.Module) -> list[Tensor]:
     """Return all preallocated buffers, of unsharded weights and of unsharded gradients."""
-    return [slot.buffer for slot in (*_weight_slots(model), *_gradient_slots(model))]
+    return [buffer.data for buffer in (*_weight_buffers(model), *_grad_buffers(model))]
 
 
 def first_weight_buffer(model: nn.Module) -> Any:
     """Return the object that stands for the buffer that the first group's weights are gathered into."""
-    return groups_of(model)[0].home.slot
+    return groups_of(model)[0].unsharded.buffer
 
 
 def finish_all_gathers(model: nn.Module) -> None:
     """Wait for the all-gathers under way, which hold on to their buffers."""
-    for slot in _weight_slots(model):
-        slot.ready.settle()
+    for buffer in _weight_buffers(model):
+        buffer.handle.settle()
 
 
 def unsharded_weights(group: Any) -> tuple[Tensor, ...]:
     """Return the buffers that a group's weights are gathered into, one per flat parameter."""
-    return tuple(group.home.wholes)
+    return tuple(group.unsharded.flat)
 
 
 def unsharded_params(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the whole weights that the last forward has seen, by full names; replicated ones aside."""
     return {
-        param.cut.name: view.clone()
+        param.spec.name: view.clone()
         for group in groups_of(model)
-        for param, view in zip(group.pieces, group.home.views, strict=True)
+        for param, view in zip(group.params, group.unsharded.views, strict=True)
     }
 
 
 def exact_gather_bytes(model: nn.Module) -> int:
     """Return how many bytes this rank sends when the weights of all groups are gathered without a codec."""
-    gather = root_of(model).gather
-    return sum(gather.sent_bytes(whole) for group in groups_of(model) for whole in group.home.wholes)
+    comm = require_state(model).context.gather.comm
+    return sum(comm.peer_bytes(whole.nbytes) for group in groups_of(model) for whole in group.unsharded.flat)
 
 
 # -- compression ------------------------------------------------------------------------------------------------------
@@ -134,17 +134,18 @@ def exact_gather_bytes(model: nn.Module) -> int:
 
 def residuals_of(model: nn.Module) -> list[Tensor]:
     """Return this rank's residuals as they are stored, one per flat parameter."""
-    return [flat.residual.values for flat in flat_params(model)]
+    return [compressed_sum_of(flat).residual.values for flat in flat_params(model)]  # type: ignore[union-attr]
 
 
 def mean_residuals_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the residuals of all ranks, divided by their number, by full names of parameters. A collective."""
-    return {name: each.full_tensor() for name, each in mean_residuals(root_of(model)).items()}
+    return {name: each.full_tensor() for name, each in mean_residuals(require_state(model)).items()}
 
 
 def has_exact_sum(flat: Any) -> bool:
-    """Tell whether room for an exact sum of a flat parameter's gradients is held besides the encoded one."""
-    return flat.exact is not None
+    """Tell whether an exact sum of a flat parameter's gradients is held besides the encoded one."""
+    compressed = compressed_sum_of(flat)
+    return compressed is not None and compressed.exact_mean is not None
 
 
 def phase_of(optimizer: Any) -> str:
@@ -161,22 +162,22 @@ def phase_at(optimizer: Any, step: int) -> str:
 
 def awaits_exact_step(optimizer: Any) -> bool:
     """Tell whether an optimizer of the 1-bit family makes an exact step next, to learn what to clip by."""
-    waits: bool = optimizer.lead.is_blind
+    waits: bool = optimizer.phases.is_blind
     return waits
 
 
 def replicated_residual(optimizer: Any) -> list[Tensor]:
     """Return what ``ReplicatedOneBitAdam`` has still to send of each parameter, fp64."""
-    pending = optimizer.mean.unsaid().double()
+    pending = optimizer.mean.unsent().double()
     return [pending[each.offset : each.end].view(each.shape) for each in optimizer._layout.extents]
 
 
 def measured_backward(model: nn.Module) -> list[float]:
     """Return the seconds that the codec autotuner has measured of each group's backward, in module order."""
-    chooser = root_of(model).chooser
-    assert chooser is not None
-    assert chooser.problem is not None
-    return [leg.compute for leg in chooser.problem.legs[::-1]]
+    autotuner = autotuner_of(require_state(model))
+    assert autotuner is not None
+    assert autotuner.last is not None
+    return [costs.compute for costs in autotuner.last.costs[::-1]]
 
 
 def has_native_kernels() -> bool:
@@ -186,18 +187,24 @@ def has_native_kernels() -> bool:
 
 def set_delta_part(monkeypatch: Any, numel: int) -> None:
     """Have weight deltas encoded in parts of so many elements."""
-    monkeypatch.setattr(change, "part_of", lambda device: numel)
+    make = DeltaAllGather.__init__
+
+    def make_with_part(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self._part = numel
+
+    monkeypatch.setattr(DeltaAllGather, "__init__", make_with_part)
 
 
 def record_norm_reduces(numels: list[int]) -> None:
     """Append to ``numels`` how many elements each all-reduce of norms has."""
-    reduce = norms.reduce_over
+    reduce = norms.all_reduce_over
 
     def recorded(groups: Any, values: Tensor, *rest: Any) -> Any:
         numels.append(values.numel())
         return reduce(groups, values, *rest)
 
-    norms.reduce_over = recorded
+    norms.all_reduce_over = recorded
 
 
 # -- the public class of sharded modules ------------------------------------------------------------------------------
@@ -205,7 +212,7 @@ def record_norm_reduces(numels: list[int]) -> None:
 
 def module_methods() -> Iterable[str]:
     """Return the names that the class of sharded modules defines itself, rather than inherits from FSDP2's."""
-    return vars(Methods)
+    return vars(ShardedModule)
 
 
 # -- streams and host memory ------------------------------------------------------------------------------------------
@@ -215,7 +222,7 @@ def local_tensor(value: Any) -> Tensor | None:
     """Return the memory behind a sharded tensor or an unfinished norm; None for anything else."""
     if isinstance(value, FlatDTensor):
         return value._local_tensor
-    return value._shares.local if isinstance(value, LazyNorm) else None
+    return value._partials.local if isinstance(value, LazyNorm) else None
 
 
 def modelled_device(own: Callable[[Tensor], Tensor], on_mesh: Callable[..., Tensor]) -> list[tuple[Any, str, Any]]:
@@ -225,58 +232,62 @@ def modelled_device(own: Callable[[Tensor], Tensor], on_mesh: Callable[..., Tens
         own: takes memory that the engine allocates on the host.
         on_mesh: brings a tensor to where collectives want it.
     """
-    zeros = Host.zeros
+    zeros = HostMemory.zeros
     return [
-        (lanes, "lane_for", CudaLane),
-        (Host, "zeros", lambda self, numel, dtype: own(zeros(self, numel, dtype))),
-        (ranks, "on_mesh", on_mesh),
-        (tensor, "on_mesh", on_mesh),
+        (streams, "comm_stream", CudaCommStream),
+        (HostMemory, "zeros", lambda self, numel, dtype: own(zeros(self, numel, dtype))),
+        (mesh, "to_mesh_device", on_mesh),
+        (dtensor, "to_mesh_device", on_mesh),
     ]
 
 
 def set_staging_bytes(count: int) -> None:
     """Give copies between host and device staging buffers of so many bytes."""
-    host.ROOM = count
+    offload.STAGING_BYTES = count
 
 
 def break_buffer_release() -> None:
     """Let buffers be refilled before their last use is over."""
-    Slot.passed = lambda self, lane: None  # type: ignore[method-assign]
+
+    def release(self: Buffer, _: Any) -> None:
+        self.users = max(self.users - 1, 0)
+
+    Buffer.release = release  # type: ignore[method-assign]
 
 
 def break_wait() -> None:
     """Let nobody wait for a collective."""
-    CudaTicket.wait = lambda self: None  # type: ignore[method-assign]
+    CudaCommHandle.wait = lambda self: None  # type: ignore[method-assign]
 
 
 def break_stream_order() -> None:
     """Let communication begin before the caller's stream has made what it sends."""
-    CudaLane.follow = lambda self, marker: None  # type: ignore[method-assign]
+    CudaCommStream.wait_for_caller = lambda self: None  # type: ignore[method-assign]
 
 
 def break_host_wait() -> None:
     """Let the host run on before the device has copied from its memory."""
-    CudaLane.hold_host = lambda self, marker: None  # type: ignore[method-assign]
+    CudaCommStream.synchronize = lambda self, event: None  # type: ignore[method-assign]
 
 
 def break_copy_events() -> None:
     """Let nothing record when a copy between host and device is over."""
-    host.Crossing.mark = lambda self: None  # type: ignore[method-assign]
+    HostTransfer.record = lambda self: None  # type: ignore[method-assign]
 
 
 def break_wait_for_copies() -> None:
     """Let a forward end before the weights that it reads have been copied from the host."""
-    Root.wait_for_copies = lambda self: None  # type: ignore[method-assign]
+    FSDPState.wait_for_transfers = lambda self: None  # type: ignore[method-assign]
 
 
 def break_staging_buffers() -> None:
-    """Let small weights be staged in the buffer of the others."""
-    make = host.Crossings.__init__
+    """Let replicated weights be staged in the buffer of the others."""
+    make = HostTransfers.__init__
 
-    def share(self: Any, weights: Any, gradients: Any, small: Any) -> None:
-        make(self, weights, gradients, weights)
+    def share(self: Any, weights: Any, grads: Any, replicated: Any) -> None:
+        make(self, weights, grads, weights)
 
-    host.Crossings.__init__ = share  # type: ignore[method-assign]
+    HostTransfers.__init__ = share  # type: ignore[method-assign]
 
 
 def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int], Any]) -> None:
@@ -286,9 +297,9 @@ def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int]
         bring: takes a tensor and a mesh.
         watched: takes a collective and the place of its input among the arguments, and returns what to call instead.
     """
-    ranks.on_mesh = tensor.on_mesh = bring
+    mesh.to_mesh_device = dtensor.to_mesh_device = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    tensor._all_gather = watched(tensor._all_gather, 1)
+    dtensor.all_gather_single = full_params.all_gather_single = watched(dtensor.all_gather_single, 1)
 
 
 @contextmanager
@@ -298,31 +309,33 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
     A weight buffer is NaN from the start of its all-gather until that has arrived, a gradient buffer from the end of
     its reduce until it is written again.
     """
-    state, issue = root_of(model), CudaLane.issue
-    weights = {id(slot.ready): slot for slot in _weight_slots(model)}
-    gradients = {id(slot.ready): slot for slot in _gradient_slots(model)}
-    for group in state.units:
-        group.training = tuple(flat for flat in group.flats if flat.trainable)
-    owners = {id(group._gradient_home().slot.ready): group for group in state.units if group.training}
+    state, issue = require_state(model), CudaCommStream.issue
+    weights = {id(buffer.handle): buffer for buffer in _weight_buffers(model)}
+    grads = {id(buffer.handle): buffer for buffer in _grad_buffers(model)}
+    owners = {}
+    for group in state.groups:
+        if flats := [flat for flat in group.flats if flat.trainable]:
+            buffer = state.context.grad_buffer(group.role, group.index, unsharded_grad_bytes(flats))
+            owners[id(buffer.handle)] = group
 
-    def issue_late(self: CudaLane, ticket: Any, start: Any, tail: Any = None, after: Any = None) -> None:
-        def begin(asynchronous: bool) -> Any:
-            if id(ticket) in weights and all(flat.trainable for flat in weights[id(ticket)].owner.flats):  # type: ignore[union-attr,attr-defined]
-                weights[id(ticket)].buffer.fill_(255)  # NaN in every dtype
+    def issue_late(self: CudaCommStream, handle: Any, start: Any, finish: Any = None, after: Any = None) -> None:
+        def begin(async_op: bool) -> Any:
+            if id(handle) in weights and all(flat.trainable for flat in weights[id(handle)].owner.flats):  # type: ignore[union-attr,attr-defined]
+                weights[id(handle)].data.fill_(255)  # NaN in every dtype
             nap()
-            return start(asynchronous)
+            return start(async_op)
 
         def end() -> None:
-            if tail is not None:
-                tail()
-            if id(ticket) in gradients and len(owners[id(ticket)].flats) == 1:
-                gradients[id(ticket)].buffer.fill_(255)
+            if finish is not None:
+                finish()
+            if id(handle) in grads and len(owners[id(handle)].flats) == 1:
+                grads[id(handle)].data.fill_(255)
             nap()
 
-        issue(self, ticket, begin, end, after)
+        issue(self, handle, begin, end, after)
 
-    CudaLane.issue = issue_late  # type: ignore[method-assign]
+    CudaCommStream.issue = issue_late  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CudaLane.issue = issue  # type: ignore[method-assign]
+        CudaCommStream.issue = issue  # type: ignore[method-assign]

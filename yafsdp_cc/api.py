@@ -1,4 +1,8 @@
-"""The way in: ``shard`` turns a plain module into a sharded one, in place."""
+"""The ways in: ``shard`` and ``fully_shard`` turn a plain module into a sharded one, in place.
+
+``fully_shard`` has the names, defaults and meaning of torch's and goes bottom-up; ``shard`` finds the units by itself
+and is ``fully_shard`` on each of them and on the model, after the same checks, which all ranks pass or fail together.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,91 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.arguments import check_hooks, check_modules, check_types, dtypes_of
-from yafsdp_cc.compression import AUTO, EXACT, Compression, check_delayed, check_kept, check_overrides, compression_of
-from yafsdp_cc.engine.agree import broadcast, check_equal, check_settings, refused_together
-from yafsdp_cc.engine.assemble import assemble, second_group
-from yafsdp_cc.engine.compressed import Compressed
-from yafsdp_cc.engine.counters import Counters
-from yafsdp_cc.engine.cutter import Cutter
-from yafsdp_cc.engine.draft import Draft
-from yafsdp_cc.engine.host import Host
-from yafsdp_cc.engine.materialize import materialize, place_buffers
-from yafsdp_cc.engine.module import ShardedModule, adopt, root_of
-from yafsdp_cc.engine.ranks import Ranks, groups
-from yafsdp_cc.engine.tensor_parallel import check_divided, held
-from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, check_no_optimizer, find_units
+from yafsdp_cc.compression.codec import FORMAT
+from yafsdp_cc.compression.collectives import CompressedCollectives
+from yafsdp_cc.compression.config import AUTO, Compression, check_overrides, compression_of
+from yafsdp_cc.compression.config import EXACT as NO_CODEC
+from yafsdp_cc.compression.fallback import fallback_of
+from yafsdp_cc.engine.checks import (
+    broadcast_values,
+    check_equal,
+    check_modules,
+    check_no_hooks,
+    check_settings,
+    check_types,
+    policy_dtypes,
+    refused_together,
+)
+from yafsdp_cc.engine.collectives import EXACT
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.init import (
+    ShardingPlan,
+    assemble,
+    shard_parameters,
+    sharded_as,
+    spec_of,
+    specs_below,
+    state_of,
+)
+from yafsdp_cc.engine.mesh import MeshInfo, all_groups
+from yafsdp_cc.engine.module import (
+    ShardedModule,
+    UnshardHandle,
+    make_sharded,
+    register_forward_method,
+    require_state,
+    share_comm_ctx,
+)
+from yafsdp_cc.engine.offload import HostMemory
+from yafsdp_cc.engine.param_group import Counters
+from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel, local_tensor
+from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
+from yafsdp_cc.plan.materialize import materialize, place_buffers
+from yafsdp_cc.plan.memory import plan_for
+from yafsdp_cc.plan.parameters import check_shardable, survey
+from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
-from yafsdp_cc.wire.codec import FORMAT
-from yafsdp_cc.wire.exchange import Gather, Reduce, rehearse
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.collectives import Collectives
+
+__all__ = [
+    "UnshardHandle",
+    "counters_of",
+    "fully_shard",
+    "plan_of",
+    "register_fsdp_forward_method",
+    "shard",
+    "share_comm_ctx",
+    "watch_loss",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
+Placement = Callable[[nn.Parameter], Any]
+
+
+class _Arguments(NamedTuple):
+    """What both functions take, checked and completed."""
+
+    info: MeshInfo
+    policy: MixedPrecisionPolicy
+    host: HostMemory | None
+    collectives: Collectives
+    keeps_after_forward: bool
+    secondary_ranks: int
+    ignored: frozenset[nn.Parameter]
+
+    def plan(self, prepare: Callable[[Sequence[OwnedParameter]], None], policy: MixedPrecisionPolicy) -> ShardingPlan:
+        return ShardingPlan(self.info, policy, self.collectives, self.host, prepare)
 
 
 def shard(
@@ -52,37 +113,37 @@ def shard(
     separate_reduce_group: bool = False,
     compression: Compression | str | None = None,
 ) -> Model:
-    """Cut ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
+    """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
 
     Afterwards the training loop is the one you had: make the optimizer from ``model.parameters()``, call the model,
-    ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` says what it will cost.
+    ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` tells what it will cost.
 
     Args:
         model: any module; on the meta device it is materialised unit by unit.
-        mesh: the ranks to cut across, or (replicate, shard): cut across the second dimension, the same along the
+        mesh: the ranks to shard across, or (replicate, shard): shard across the second dimension, the same along the
             first, gradients summed over both. Parameters that ``parallelize_module`` has divided across another
-            dimension are cut further. None: cut across all ranks; a process group is started from the launcher's
+            dimension are sharded further. None: shard across all ranks; a process group is started from the launcher's
             environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
         units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
             classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
-        reshard_after_forward: False keeps whole weights until they change: a slot for each unit instead of shared ones,
-            and half of the gathers. None or True drops them. A number cuts them again across so many neighbouring
-            ranks (of one machine, say), and gathers them again from there until they change.
-        zero_stage: what is cut (Rajbhandari et al., "ZeRO", 2020, section 5): 1, optimizer state; 2, gradients too; 3,
-            parameters too. Below 3 every unit keeps its weights whole, gathered once after each optimizer step; at 1
-            every unit has room for its whole gradients as well, so that ``set_requires_gradient_sync(False)``, said for
-            all micro-batches but the last, costs no more.
-        mp_policy: dtypes of the forward, of the gradients on the wire and of the model's output, torch's own class. The
-            parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them (on
-            CPU).
+        reshard_after_forward: False keeps unsharded weights until they change: a buffer for each unit instead of shared
+            ones, and half of the all-gathers. None or True drops them. A number reshards them across so many
+            neighbouring ranks (of one machine, say), and gathers them again from there until they change.
+        zero_stage: what is sharded (Rajbhandari et al., "ZeRO", 2020, section 5): 1, optimizer state; 2, gradients too;
+            3, parameters too. Below 3 every unit keeps its unsharded weights, gathered once after each optimizer step;
+            at 1 every unit has room for its unsharded gradients as well, so that
+            ``set_requires_gradient_sync(False)``, for all micro-batches but the last, costs no more.
+        mp_policy: dtypes of the forward, of the gradients on the network and of the model's output, torch's own class.
+            The parameters that the optimizer sees keep their dtype. Sums are made in fp32 where the engine makes them
+            (on CPU).
         offload_policy: torch's ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host
-            memory, pinned unless it says ``pin_memory=False``. The optimizer then runs on the host.
+            memory, pinned unless ``pin_memory=False``. The optimizer then runs on the host.
         ignored_params: parameters to leave as they are, on every rank, unsynchronised.
         sync_module_states: take rank 0's parameters and buffers; otherwise the ranks' parameters are compared.
         param_init_fn: initialises the parameters that a module on the meta device owns itself.
-        separate_reduce_group: a second communicator for gradients, so that a gather and a reduce can overlap each
+        separate_reduce_group: a second communicator for gradients, so that an all-gather and a reduce can overlap each
             other; costs the memory of a communicator.
-        compression: how gradients and weights are encoded on their way: a codec of gradients by name (``"int8"``,
+        compression: how gradients and weights are encoded on the network: a codec of gradients by name (``"int8"``,
             ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. ``"auto"``: in each unit as few bits
             lost as hide its sum under the backward, measured and chosen as training goes. None: sums are exact.
 
@@ -95,48 +156,39 @@ def shard(
         TypeError: an argument is of the wrong type.
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
-    check_types(
-        model=(model, nn.Module, "an nn.Module"),
-        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
-        mesh=(mesh, (DeviceMesh, type(None)), 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
-        mp_policy=(mp_policy, (MixedPrecisionPolicy, type(None)), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
-        **dtypes_of(mp_policy),
-        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
-        param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
-        ignored_params=ignored_params,
-    )
-    if zero_stage not in (1, 2, 3):
-        raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
-    if zero_stage < 3 and reshard_after_forward not in (None, False):
-        raise ValueError(
-            f"zero_stage={zero_stage} keeps weights whole, reshard_after_forward={reshard_after_forward} does not: "
-            "leave one of them out"
+    mesh = all_ranks() if mesh is None else mesh
+    with refused_together(*_everybody(mesh)):
+        check_types(
+            model=(model, nn.Module, "an nn.Module"),
+            param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
         )
-    config = compression_of(compression)
-    mesh = _check_mesh(mesh) if mesh is not None else all_ranks()
-    ranks = Ranks.of(mesh)
-    compressed = None if config is None else Compressed(config, ranks)
-    group = ranks.group
-    across = groups(mesh)
-    with refused_together(*across):
+        policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
+        _check_shard_mesh(mesh)
+        if zero_stage not in (1, 2, 3):
+            raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
+        if zero_stage < 3 and reshard_after_forward not in (None, False):
+            raise ValueError(
+                f"zero_stage={zero_stage} keeps weights whole, reshard_after_forward={reshard_after_forward} does not: "
+                "leave one of them out"
+            )
         check_modules(model, "shard()")
         _check_not_sharded(model)
-        check_no_optimizer(model, ignored_params or ())
-        division = find_units(model, units, ignored_params or ())
+        division = find_units(model, units, given.ignored)
         owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
-        check_divided(owned, mesh)
-        check_hooks(owned)
+        _check_parameters(owned, mesh)
+        config = compression_of(compression)
         check_overrides(config, [name for name, _ in model.named_parameters()])
-        check_delayed(config, [each.name for unit in division.units for each in unit.parameters])
-        keeps, near = after_forward(reshard_after_forward, mesh)
-        for spec in division.units:
-            if spec.modules != (model,) and not (keeps or near or zero_stage < 3):
-                check_kept(config, spec.name)
-    _warn_of_wholes(mesh, division)
+        keeps = given.keeps_after_forward or zero_stage < 3
+        for unit in division.units:
+            if unit.modules != (model,):
+                given.collectives.check_group(unit.name, keeps)
+    _warn_of_whole_model(mesh, division)
+    info, across = given.info, all_groups(mesh)
     settings = {
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
-        "reshard_after_forward": (keeps, near),
+        "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
@@ -146,79 +198,223 @@ def shard(
     check_settings(settings, across)
     check_equal(owned, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
-    reduce_group = second_group(ranks) if separate_reduce_group else group
-    rehearse(Gather(group, ranks.device), Reduce(reduce_group, ranks.device), ranks.device)
-    policy = mp_policy or MixedPrecisionPolicy()
-    host = Host.of(offload_policy, ranks.device)
-    prepare = _preparation(model, ranks, sync_module_states, param_init_fn)
-    cutter = Cutter(ranks, policy, prepare, host, config)
-    inner = replace(policy, output_dtype=None)  # the model's output is meant
-    blocks = sum(spec.role == "block" for spec in division.units)
-    drafts = [
-        Draft(spec.name, spec.modules, ranks, inner, cutter.flats(spec.parameters), (), spec.role, host)
-        for spec in division.units
-    ]
-    own = drafts.pop() if drafts and drafts[-1].modules == (model,) else None
-    drafts.append(
-        Draft("", (model,), ranks, policy, own.flats if own else (), cutter.small_blocks(division.small), "root", host)
-    )
-    drafts[-1].ignored = frozenset(ignored_params or ())
-    for draft in drafts:
-        draft.compressed = compressed
-        draft.settings.keeps_after_forward = (keeps or zero_stage < 3) and draft.role != "root"
+    prepare = _preparation(model, info, sync_module_states, param_init_fn)
+    inner = given.plan(prepare, replace(policy, output_dtype=None))  # the model's output is meant
+    blocks = sum(unit.role == "block" for unit in division.units)
+    root_params: tuple[OwnedParameter, ...] = ()
+    for unit in division.units:
+        if unit.modules == (model,):
+            root_params = unit.parameters
+            continue
+        spec = shard_parameters(unit.modules, unit.name, unit.parameters, (), inner, unit.role)
+        spec.settings.keeps_after_forward = keeps
+        spec.settings.secondary_ranks = given.secondary_ranks
         if zero_stage == 1:
-            draft.settings.gradient_slots = blocks
-        draft.settings.near = near if draft.role != "root" else 0
-        draft.settings.separate_reduce_group = separate_reduce_group
-        draft.attach()
-        for module in draft.modules:
-            adopt(module)
-    buffers = place_buffers(model, ranks.device, param_init_fn)
+            spec.settings.grad_buffers = blocks
+    root = shard_parameters((model,), "", root_params, division.small, given.plan(prepare, policy), "root")
+    root.ignored = given.ignored
+    if zero_stage == 1:
+        root.settings.grad_buffers = blocks
+    for spec in specs_below(model):
+        spec.settings.separate_reduce_group = separate_reduce_group
+        for module in spec.modules:
+            make_sharded(module)
+    buffers = place_buffers(model, info.device, param_init_fn)
     if sync_module_states:
-        broadcast(buffers, mesh)
-    root = assemble(model)
+        broadcast_values(buffers, mesh)
+    assemble(model)
     if config is not None:
-        _warn_of_residuals(root.plan)
+        _warn_of_residuals(plan_of(model))
     mark_optimizer_steps()
     return model
 
 
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    compression: Compression | str | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Placement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    compression: Compression | str | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Placement | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (torch's own default)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    compression: Compression | str | None = None,
+) -> Any:
+    """Shard the parameters of ``module`` that no earlier call on a part of it has sharded, in place.
+
+    Called bottom-up, as torch's: on every block, then on the model. What the first forward is called on becomes the
+    root; buffers are made then. Until then, and on the meta device, parameters are sharded and hold no more than that.
+    A collective: every rank of the mesh calls it alike.
+
+    Args:
+        module: a module, or a list of modules whose parameters are gathered together.
+        mesh: the ranks to shard across, or (replicate, shard); None: shard across all ranks.
+        reshard_after_forward: whether weights are dropped after forward and gathered again in backward. None: for all
+            but the root. A number: they are resharded across so many neighbouring ranks, and gathered again from there
+            until they change.
+        shard_placement_fn: may return None or ``Shard(0)``. Parameters are sharded into flat ranges, so that no
+            dimension has to be divisible; other placements are refused.
+        mp_policy: dtypes of the forward's weights and inputs, of gradients on the network, and of this module's output.
+        offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
+            Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: refused; parameters that are DTensors across other ranks than those of ``mesh`` are sharded
+            further.
+        compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
+            a model that have one must have the same. Patterns of ``overrides`` are matched against parameter names
+            within ``module``.
+
+    Returns:
+        ``module``, whose class is now a subclass of its own and of ``FSDPModule``.
+
+    Raises:
+        ValueError: the module, the mesh or an argument cannot work.
+        NotImplementedError: an argument has no counterpart here; the message tells why.
+    """
+    mesh = all_ranks() if mesh is None else mesh
+    with refused_together(*_everybody(mesh)):
+        for each in module if isinstance(module, list) and module else [module]:
+            _check_module(each)
+        modules = tuple(dict.fromkeys(module)) if isinstance(module, list) else (module,)
+        given = _check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, compression)
+        if dp_mesh_dims is not None:
+            raise NotImplementedError(
+                "dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp'], and divide parameters across the "
+                "other dimensions alone, parallelize_module(..., mesh['tp'])"
+            )
+        owned = _owned_params(modules, given.ignored)
+        check_shardable(owned)
+        _check_parameters(owned, mesh)
+        if shard_placement_fn is not None:
+            for one in owned:
+                _check_placement(one, shard_placement_fn(one.parameter))
+    info = given.info
+    settings = {"compression": (compression_of(compression), FORMAT), "mp_policy": mp_policy}
+    check_settings(settings, all_groups(mesh), "fully_shard()")
+    check_equal(owned, all_groups(mesh), values=False)
+
+    def prepare(members: Sequence[OwnedParameter]) -> None:
+        for one in members:
+            if given.host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
+                one.parameter.data = one.parameter.data.to(info.device)
+
+    small = [one for one in owned if is_small(one.parameter)]
+    large = [one for one in owned if one not in small]
+    spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy))
+    spec.settings.keeps_after_forward = given.keeps_after_forward
+    spec.settings.secondary_ranks = given.secondary_ranks
+    spec.ignored = given.ignored
+    for inner_spec in specs_below(modules[0]):
+        if (state := state_of(inner_spec.modules[0])) is not None:
+            state.outdated = True
+    for each in modules:
+        for inner in each.modules():
+            for key, buffer in inner._buffers.items():
+                if buffer is not None and buffer.device != info.device and not buffer.is_meta:
+                    inner._buffers[key] = buffer.to(info.device)
+        make_sharded(each)
+    mark_optimizer_steps()
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.<method_name>(...)`` another way into a sharded module; nothing where it is not sharded.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    register_forward_method(module, method_name)
+
+
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of a sharded model: units, slots, bytes on the wire per step, memory per rank; printable.
+    """Return the plan of a sharded model: units, buffers, bytes sent per step, memory per rank; printable.
 
     Raises:
         ValueError: ``model`` is not sharded.
     """
-    return root_of(model).plan
+    return plan_for(require_state(model))
+
+
+def counters_of(model: nn.Module) -> Counters:
+    """Return what the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
+
+    Raises:
+        ValueError: ``model`` is not sharded.
+    """
+    state = require_state(model)
+    plan = plan_for(state)
+    context = state.context
+    beyond = sum(group.kept_grad_bytes for group in state.groups)
+    beyond += sum(buffer.data.nbytes for buffer in context.own_grad_buffers)
+    state.counters.owned_bytes, state.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
+    return state.counters
 
 
 def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
     """Let a compressed model know how its training goes: the loss of this rank's batch, once per step.
 
-    Where losses stay a tenth above the best that there were, all its gradients go back to more bits (``Compression
-    .guard``). Nothing waits for the value here.
+    Where losses stay a tenth above the best that there were, all its gradients go back to more bits
+    (``Compression.fallback``). Nothing waits for the value here.
 
     Args:
         model: sharded with a compression.
         loss: of any device, one element; not multiplied by a scale.
 
     Raises:
-        ValueError: there is no compression, its guard is off, or it has nothing to watch; or there are several losses.
+        ValueError: there is no compression, its fallback is off, or it has nothing to watch; or there are several
+            losses.
         TypeError: ``loss`` is no number.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch_loss takes the model first and then its loss; got {model!r} as the model")
-    compressed = root_of(model).compressed
+    state = require_state(model)
+    collectives, fallback = state.collectives, fallback_of(state)
+    config = collectives.config if isinstance(collectives, CompressedCollectives) else None
     why = ""
-    if compressed is None:
+    if config is None:
         why = "without a compression"
-    elif compressed.guard is None:
-        why = "with Compression(guard=False)"
-    elif compressed.config.named <= {AUTO, EXACT} and compressed.config.weights is None:
-        why = f"with gradients={compressed.config.gradients!r}, which the guard does not watch"
-    if compressed is None or compressed.guard is None or why:
-        off = compressed is not None and compressed.guard is None
-        other = "leave guard=False out" if off else "name a codec, as in shard(model, compression='int8')"
+    elif fallback is None:
+        why = "with Compression(fallback=False)"
+    elif config.named <= {AUTO, NO_CODEC} and config.weights is None:
+        why = f"with gradients={config.gradients!r}, which the fallback does not watch"
+    if fallback is None or why:
+        off = config is not None and fallback is None
+        other = "leave fallback=False out" if off else "name a codec, as in shard(model, compression='int8')"
         raise ValueError(
             f"watch_loss: this {type(model).__name__} is sharded {why}, so nobody would do anything: leave the call "
             f"out, or {other}"
@@ -227,57 +423,14 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
         raise TypeError(f"watch_loss takes a tensor of one element, or a float; got {loss!r}")
     if isinstance(loss, torch.Tensor) and loss.numel() != 1:
         raise ValueError(f"watch_loss takes one number, and this loss has shape {list(loss.shape)}: pass loss.mean()")
-    compressed.guard.tell(loss)
+    fallback.add_loss(loss)
 
 
-def counters_of(model: nn.Module) -> Counters:
-    """What the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
-
-    Raises:
-        ValueError: ``model`` is not sharded.
-    """
-    root = root_of(model)
-    root.counters.owned_bytes, root.counters.host_bytes = root.owned_bytes, root.host_bytes
-    return root.counters
-
-
-def _check_not_sharded(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedModule):
-            where = f"its module '{name}'" if name else "it"
-            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
-
-
-def _warn_of_wholes(mesh: DeviceMesh, division: Division) -> None:
-    """Say so where every rank is left with the whole model."""
-    parallel = any(isinstance(each.parameter, DTensor) for unit in division.units for each in unit.parameters)
-    if mesh.size() == 1 and not parallel:
-        world = dist.get_world_size()
-        what = "start more ranks (--nproc-per-node=2)"
-        if world > 1:
-            what = f"the {world} ranks of this run would each train a model of their own; pass a mesh of several"
-        warnings.warn(f"shard() over one rank cuts nothing: {what}", stacklevel=3)
-    elif not division.units:
-        warnings.warn(
-            "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
-        )
-
-
-def _warn_of_residuals(plan: Plan) -> None:
-    """Say so where what is kept for error feedback outweighs what sharding saves."""
-    sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
-    if plan.residual_bytes > sharded:
-        least = plan.choices[0].residual["int8"]
-        warnings.warn(
-            f"residuals take {plan.residual_bytes:,} bytes per rank, more than the {sharded:,} of the shards and an "
-            f"AdamW: residual='int8' takes {least:,}; a mesh (replicate, shard) divides them by the size of its second "
-            "dimension; int8 and int4 with feedback=False need none",
-            stacklevel=3,
-        )
+# Ranks -------------------------------------------------------------------------------------------------------------
 
 
 def all_ranks() -> DeviceMesh:
-    """A mesh of every rank; starts the process group from the launcher's environment."""
+    """Return a mesh of every rank; starts the process group from the launcher's environment."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RuntimeError(
@@ -299,62 +452,167 @@ def all_ranks() -> DeviceMesh:
     return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
 
 
-def after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
-    """What ``reshard_after_forward`` says: whether weights are kept, and how many near ranks keep a second shard.
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
-    Raises:
-        ValueError: it is neither None, a bool, nor a divisor of the number of ranks.
-    """
+
+def _everybody(mesh: object) -> list[dist.ProcessGroup]:
+    """Return the groups over which arguments are refused together: all ranks, unless the mesh leaves some out."""
+    assert dist.group.WORLD is not None
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    return [] if mesh.ndim > 2 or mesh.get_coordinate() is None else all_groups(mesh)
+
+
+# Checks of arguments -----------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int | None,
+    policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: Collection[nn.Parameter] | None,
+    compression: Compression | str | None,
+) -> _Arguments:
+    check_types(
+        mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
+        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
+        mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        **policy_dtypes(policy),
+        offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
+        ignored_params=ignored_params,
+    )
+    if mesh.ndim > 2:
+        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions{names}: pass (shard) or (replicate, shard), a 1D or 2D DeviceMesh, for "
+            'example init_device_mesh("cpu", (world_size,)), or two dimensions of yours by name, mesh["dp", "fsdp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: make the call on the ranks of the mesh")
+    info = MeshInfo.of(mesh)
+    config = compression_of(compression)
+    collectives = EXACT if config is None else CompressedCollectives(config, mesh)
+    host = HostMemory.of(offload_policy, info.device)
+    keeps, secondary = _after_forward(reshard_after_forward, mesh)
+    return _Arguments(info, policy, host, collectives, keeps, secondary, frozenset(ignored_params or ()))
+
+
+def _after_forward(reshard: bool | int | None, mesh: DeviceMesh) -> tuple[bool, int]:
+    """Return whether weights are kept after the forward, and how many ranks hold a secondary shard; 0 for none."""
     if reshard is None or isinstance(reshard, bool):
         return reshard is False, 0
-    if not isinstance(reshard, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
-        )
     size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
     return reshard == 1, 0 if reshard in (1, size) else reshard
 
 
-def _end_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim > 2:
-        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions{names}: pass (shard) or (replicate, shard), for "
-            'example init_device_mesh("cpu", (world_size,)), or two dimensions of yours by name, mesh["dp", "fsdp"]'
-        )
+def _check_shard_mesh(mesh: DeviceMesh) -> None:
     if mesh.mesh_dim_names == ("shard", "replicate"):
         raise ValueError(
-            "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are cut across: pass "
+            "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are sharded across: pass "
             'init_device_mesh(..., (machines, ranks on each), mesh_dim_names=("replicate", "shard"))'
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: call shard() on the ranks of the mesh")
-    return mesh
+
+
+def _check_parameters(owned: Sequence[OwnedParameter], mesh: DeviceMesh) -> None:
+    check_tensor_parallel(owned, mesh)
+    check_no_hooks(owned)
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            where = f"its module '{name}'" if name else "it"
+            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"fully_shard takes a module or a list of modules, got {module!r}")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+    if spec_of(module) is not None:
+        raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}: shard it once")
+    check_modules(module, "fully_shard()")
+
+
+def _check_placement(owned: OwnedParameter, placement: Any) -> None:
+    if placement is not None and placement != Shard(0):
+        raise NotImplementedError(
+            f"shard_placement_fn returns {placement} for '{owned.name}': parameters are sharded into flat ranges, "
+            "which fit any number of ranks; return None"
+        )
+
+
+def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Parameter]) -> list[OwnedParameter]:
+    """Return what ``modules`` hold beside modules that are sharded already, each parameter once."""
+    found: dict[nn.Parameter, OwnedParameter] = {}
+    for module in modules:
+        for owned, paths in survey(module, ignored).items():
+            if all(any(spec_of(each) is not None for each in path) for path in paths):
+                continue
+            if isinstance(owned.parameter, FlatDTensor):
+                raise ValueError(
+                    f"'{owned.name}' of this {type(module).__name__} was sharded by a call on a module around it: call "
+                    "fully_shard on the inner modules first, on tied ones together, fully_shard([one, other])"
+                )
+            if sharded_as(owned.parameter) is not None:
+                raise ValueError(
+                    f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
+                    "fully_shard([one, other])"
+                )
+            known = found.get(owned.parameter)
+            sites = (*known.sites, *owned.sites) if known is not None else owned.sites
+            name = known.name if known is not None else owned.name
+            found[owned.parameter] = OwnedParameter(name, owned.parameter, tuple(dict.fromkeys(sites)))
+    return list(found.values())
+
+
+def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
+    """Warn where every rank is left with the whole model."""
+    parallel = any(isinstance(each.parameter, DTensor) for unit in division.units for each in unit.parameters)
+    if mesh.size() == 1 and not parallel:
+        world = dist.get_world_size()
+        what = "start more ranks (--nproc-per-node=2)"
+        if world > 1:
+            what = f"the {world} ranks of this run would each train a model of their own; pass a mesh of several"
+        warnings.warn(f"shard() over one rank shards nothing: {what}", stacklevel=3)
+    elif not division.units:
+        warnings.warn(
+            "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
+        )
+
+
+def _warn_of_residuals(plan: Plan) -> None:
+    """Warn where what is kept for error feedback outweighs what sharding saves."""
+    sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
+    if plan.residual_bytes > sharded:
+        least = plan.choices[0].residual["int8"]
+        warnings.warn(
+            f"residuals take {plan.residual_bytes:,} bytes per rank, more than the {sharded:,} of the shards and an "
+            f"AdamW: residual='int8' takes {least:,}; a mesh (replicate, shard) divides them by the size of its second "
+            "dimension; int8 and int4 with feedback=False need none",
+            stacklevel=3,
+        )
 
 
 def _preparation(
-    model: nn.Module,
-    ranks: Ranks,
-    sync: bool,
-    initialize: Callable[[nn.Module], Any] | None,
+    model: nn.Module, info: MeshInfo, sync: bool, initialize: Callable[[nn.Module], Any] | None
 ) -> Callable[[Sequence[OwnedParameter]], None]:
-    """What gives the parameters of one unit their values, the same on every rank."""
+    """Return what gives the parameters of one unit their values, the same on every rank."""
 
     def prepare(owned: Sequence[OwnedParameter]) -> None:
-        fresh = materialize(owned, model, ranks.device, initialize)
+        fresh = materialize(owned, model, info.device, initialize)
         if sync:
             for each in owned:
                 if not isinstance(each.parameter, DTensor):
-                    each.parameter.data = each.parameter.data.to(ranks.device)
-            broadcast([held(each.parameter) for each in owned], ranks.mesh)
+                    each.parameter.data = each.parameter.data.to(info.device)
+            broadcast_values([local_tensor(each.parameter) for each in owned], info.mesh)
         elif fresh:
-            check_equal(owned, groups(ranks.mesh), values=True)
+            check_equal(owned, all_groups(info.mesh), values=True)
 
     return prepare

@@ -1,4 +1,4 @@
-// Tensors as kernels want them, or an error that says what was seen.
+// Tensors as kernels want them, or an error with what was seen.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -113,7 +113,7 @@ inline void require_shape(const char* what, const Rows& seen, int64_t rows, int6
             seen.rows, ", ", seen.columns, "]");
 }
 
-// A codec and the size of what it says.
+// A codec and the size of its messages.
 struct Shape {
     Code codec;
     int64_t n, block;
@@ -122,7 +122,7 @@ struct Shape {
         require(codec >= 0 && codec <= static_cast<int64_t>(Code::topk), "there is no codec number ", codec);
         require(block >= 64 && block <= 4096 && (block & (block - 1)) == 0, "block=", block,
                 ": a block has a power of two of elements, from 64 to 4096");
-        require(n > 0 && n % block == 0, "a message says whole blocks of ", block, ", not ", n, " elements");
+        require(n > 0 && n % block == 0, "a message holds whole blocks of ", block, ", not ", n, " elements");
     }
 
     // Without the padding at the end of a message.

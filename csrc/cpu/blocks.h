@@ -8,9 +8,9 @@ namespace {
 
 // One block on its way into a message.
 struct Block {
-    const float* h;    // what the message should say
-    const float* due;  // what is to be said, now or later
-    float* left;       // due - taken * said: written unless the block cannot be said
+    const float* h;    // what the message should hold
+    const float* due;  // what is to be sent, now or later
+    float* left;       // due - taken * decoded: written unless the block is not finite
     float taken;
     float size;          // how many elements there are, at least 1
     const float* noise;  // for stochastic rounding; null: to nearest

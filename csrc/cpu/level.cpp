@@ -12,7 +12,7 @@
 namespace yafsdp_cc::cpu {
 namespace {
 
-// Random numbers in [0, 1) for elements first, first + 1, ...: see yafsdp_cc.wire.codec.Noise.
+// Random numbers in [0, 1) for elements first, first + 1, ...: see yafsdp_cc.compression.codec.Noise.
 void uniform(uint32_t seed, uint32_t first, int64_t n, float* to) {
     each(n, [=](int64_t i) {
         uint32_t word = (first + static_cast<uint32_t>(i)) ^ seed;
@@ -144,7 +144,7 @@ void sum_tiles(const DecodeSum& job) {
         bool first = true, signed_zeros = true;
         in_order(job, [&](int64_t m) {
             if (m >= 0 && !first && signed_zeros) {
-                // What a message does not mention it says to be 0, and that makes +0 of -0.
+                // An element that a message does not hold is 0, and that makes +0 of -0.
                 each(size, [=](int64_t i) { total[i] += 0.0f; });
                 signed_zeros = false;
             }

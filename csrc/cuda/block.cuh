@@ -1,4 +1,4 @@
-// One block: what is due, what the message says of it, and what the residual keeps (wire/feedback.py).
+// One block: what is due, what the message holds of it, and what the residual keeps (compression/error_feedback.py).
 //
 // Blocks of up to 256 elements stay in registers from the first load to the last store. Larger ones, MANY, are read
 // patch by patch once for every pass, from the cache after the first.
@@ -12,8 +12,8 @@ namespace yafsdp_cc {
 constexpr int PATCH = 256; // elements, of blocks that have many
 
 template <int ROWS> struct Due {
-    float h[ROWS][4];   // what the message should say
-    float due[ROWS][4]; // what the residual would be if it said nothing
+    float h[ROWS][4];   // what the message should hold
+    float due[ROWS][4]; // what the residual would be if it held nothing
 };
 
 template <int ROWS> struct Operands {
@@ -49,7 +49,7 @@ template <int ROWS> DEVICE void read(const EncodeJob& job, const Place& place, i
     add_up(job, place, from, it);
 }
 
-// What is left of a patch when the message has said it; padding is left nothing.
+// What is left of a patch behind the message; padding is left nothing.
 template <class C, int ROWS>
 DEVICE void leave(const EncodeJob& job, const Place& place, int patch, const C& codec,
                   const typename C::Code (&codes)[ROWS][4], Due<ROWS>& it) {
@@ -98,8 +98,8 @@ DEVICE void encode_block(const EncodeJob& job, const Place& place, C& codec) {
         codec.weigh_again(place);
     }
 
-    // A block that is not said keeps the residual that it had.
-    const bool keeps = place.exists && codec.said;
+    // A block that is not finite keeps the residual that it had.
+    const bool keeps = place.exists && codec.finite;
     const Rows& residual = job.residual;
     const bool in_bytes = residual.dtype == Dtype::int8;
     const long long home = place.message * residual.stride + place.element;

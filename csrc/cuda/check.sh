@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Compiles the CUDA kernels wherever nvcc is, GPU or none, and says what registers they take: a check, nothing is kept.
+# Compiles the CUDA kernels wherever nvcc is, GPU or none, and prints what registers they take: a check, nothing is kept.
 #
 #   bash csrc/cuda/check.sh              # for sm_80 and sm_90
 #   ARCHS="90 100" bash csrc/cuda/check.sh
 #
-# Where there is no nvcc it says so and succeeds. Errors, warnings, and spills of more than 64 bytes fail. TORCH=no leaves out ops.cpp, which
+# Where there is no nvcc it prints that and succeeds. Errors, warnings, and spills of more than 64 bytes fail. TORCH=no leaves out ops.cpp, which
 # wants torch's headers; NVCC and PYTHON name others than those that are found.
 set -uo pipefail
 cd "$(dirname "$0")"

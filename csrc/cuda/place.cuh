@@ -38,7 +38,7 @@ struct Place {
 //
 //     open                 a block begins
 //     take, weigh          every element of the block, then the team's verdict; TWICE: and once more, take_again ...
-//     said                 whether the message can say all of the block
+//     finite               whether all of the block is finite: else the message cannot hold it
 //     code, worth          of an element (``at`` is its number in the message), and the number that a code stands for
 //     turn                 the order in which patches are written
 //     write                codes of a patch
@@ -49,7 +49,7 @@ template <class Code_> struct Codec {
     using Code = Code_;
     static constexpr bool TWICE = false;
     static constexpr unsigned TOGETHER = 1;
-    bool said = true;
+    bool finite = true;
 
     DEVICE void open() {}
     DEVICE void take(int, float) {}

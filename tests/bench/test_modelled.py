@@ -18,14 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
 from bench.spans import joined, without
-from tests.internals import Pace
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
-from yafsdp_cc.bench.modelled import Fabric, begin
+from yafsdp_cc.bench.modelled import Fabric, LinkCost, begin
 
 WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
-FABRIC = Fabric(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=4)
+FABRIC = Fabric(far=LinkCost(15e-6, 1 / 25e9), near=LinkCost(5e-6, 1 / 350e9), machine=4)
 
 
 def twins(world: int, device: str) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.internals import measured_backward
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
+from yafsdp_cc.engine.module import root_of
 
 SUM = 0.042
 """Seconds that the sum of a layer's gradients takes at 100 Mbit/s: half of a megabyte to the other rank."""
@@ -65,10 +65,10 @@ def chosen(computes: tuple[float, ...]) -> Found:
         model(torch.randn(4, 512)).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         model.zero_grad()
-    counters = yafsdp_cc.counters_of(model)
+    counters, tuner = yafsdp_cc.counters_of(model), root_of(model).autotuner
     return Found(
         {int(name) for name, codec in counters.chosen.items() if codec != "fp32"},
-        measured_backward(model),
+        [group.compute for group in tuner.last.costs[::-1]],
         counters.why,
     )
 

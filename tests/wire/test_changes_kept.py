@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.internals import unsharded_params
-from tests.ranks import on_ranks, ranks
+from tests.ranks import on_ranks
 from tests.wire.changes import (
     BF16,
     changed_bytes,
     following,
     gathered,
     is_exact,
+    kept,
     look,
     masters,
     told,
@@ -25,6 +25,7 @@ from tests.wire.changes import (
 )
 from tests.wire.ledger import net, sharded
 from yafsdp_cc import Compression
+from yafsdp_cc.engine.module import root_of
 
 # What keeps its weights, and what does not
 
@@ -42,8 +43,7 @@ class Rooted(nn.Sequential):
         return out
 
 
-@ranks(2)
-def test_some_units_may_keep_their_weights_and_others_not() -> None:
+def some_only() -> None:
     compression = Compression(gradients="fp32", weights="int8")
     model = yafsdp_cc.shard(Rooted(), units=[nn.Linear], compression=compression)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,26 +53,30 @@ def test_some_units_may_keep_their_weights_and_others_not() -> None:
     train(model, optimizer, 0)
     now, after = masters(model), look(model)
     assert after["own"].equal(told("int8", now["own"], seen["own"]))
-    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
     model[2].set_reshard_after_forward(False)
     seen = look(model)
     assert seen["2.weight"].equal(masters(model)["2.weight"])
     train(model, optimizer, 1)
     now, after = masters(model), look(model)
     assert after["2.weight"].equal(told("int8", now["2.weight"], seen["2.weight"]))
-    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
 
 
-@ranks(4)
-def test_weights_that_are_dropped_have_no_changes_to_be_told() -> None:
-    why = r"weights='int4', which says how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
+def test_some_units_may_keep_their_weights_and_others_not():
+    on_ranks(2, some_only)
+
+
+def refusals() -> None:
+    why = r"weights='int4', which encodes how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
     with pytest.raises(ValueError, match=why):
         following(zero_stage=3)
-    every = (
-        r"unit '0' are dropped .* the number of all ranks\): .* as reshard_after_forward=8, or weights='int8', which"
-    )
+    every = r"unit '0' are dropped .* the number of all ranks\): .* or weights='int8', which"
     with pytest.raises(ValueError, match=every):
         following(zero_stage=3, reshard_after_forward=dist.get_world_size())
+    few = r"unit '0' are divided among 2 ranks after each forward \(reshard_after_forward=2\): pass zero_stage=2 or"
+    with pytest.raises(ValueError, match=few):
+        following(zero_stage=3, reshard_after_forward=2)
     one = net()
     yafsdp_cc.shard(one, units=[one], compression=Compression("fp32", weights="int4"))  # a root keeps its own
     assert is_exact(one, look(one))
@@ -83,6 +87,32 @@ def test_weights_that_are_dropped_have_no_changes_to_be_told() -> None:
         look(model)
     model[2].set_reshard_after_forward(False)
     assert all(view.equal(seen[name]) for name, view in look(model).items())
+
+
+def test_weights_that_are_dropped_have_no_changes_to_be_told():
+    on_ranks(4, refusals)
+
+
+def rounded_and_divided(policy: Any) -> None:
+    model, twin = (following("int8", zero_stage=3, mp_policy=policy, reshard_after_forward=each) for each in (2, True))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    wire = yafsdp_cc.plan_of(model).wire
+    assert 0 < wire.second == wire.gather_backward
+    for step in range(3):
+        before = gathered(model)
+        losses = [train(each, optimizer, step) for each, optimizer in zip((model, twin), optimizers, strict=True)]
+        assert losses[0] == losses[1]
+        assert gathered(model) - before == wire.gather_forward + wire.gather_backward
+        truth = masters(twin)
+        assert all(one.equal(truth[name]) for name, one in masters(model).items())
+    assert not is_exact(model, look(model))
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+
+
+@pytest.mark.parametrize("policy", [None, BF16])
+def test_rounded_weights_may_be_divided_among_a_few_ranks(policy):
+    """What the few give each other is what all have decoded."""
+    on_ranks(4, rounded_and_divided, policy)
 
 
 # In checkpoints
@@ -97,7 +127,7 @@ def saved(folder: Any, policy: Any) -> None:
         if moment == "seen":
             look(model)
         yafsdp_cc.save(folder / moment, model, optimizer, note=1)
-        held = unsharded_params(model)
+        held = kept(model)
         losses = [train(model, optimizer, step) for step in range(4, 8)]
         ends = masters(model)
         if dist.get_rank() == 0:
@@ -111,7 +141,7 @@ def resumed(folder: Any, policy: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 100)
         assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
-        assert all(view.equal(held[name]) for name, view in unsharded_params(model).items())
+        assert all(view.equal(held[name]) for name, view in kept(model).items())
         before, now = gathered(model), masters(model)
         seen = look(model)
         assert gathered(model) - before == (changed_bytes(model) if moment == "stepped" else 0)
@@ -133,22 +163,21 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_any_number_of_ranks_from_the_same
     on_ranks(readers, resumed, tmp_path, policy)
 
 
-@ranks(2)
-def test_checkpoints_with_and_without_kept_weights_are_exchanged(tmp_path: Any) -> None:
+def from_elsewhere(folder: Any) -> None:
     plain, model = sharded(None, zero_stage=2), following("int4")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0)
     look(model)
     train(model, optimizer, 1)
-    yafsdp_cc.save(tmp_path / "plain", plain)
-    yafsdp_cc.save(tmp_path / "following", model)
-    yafsdp_cc.load(tmp_path / "following", plain)  # what it has no use for is left
+    yafsdp_cc.save(folder / "plain", plain)
+    yafsdp_cc.save(folder / "following", model)
+    yafsdp_cc.load(folder / "following", plain)  # what it has no use for is left
     assert is_exact(plain, look(plain))
-    yafsdp_cc.load(tmp_path / "plain", model)  # as one of an earlier version
+    yafsdp_cc.load(folder / "plain", model)  # as one of an earlier version
     assert is_exact(model, look(model))
     other = following("int8", mp_policy=BF16)  # another codec and dtype
-    yafsdp_cc.load(tmp_path / "following", other)
-    held = unsharded_params(other)
+    yafsdp_cc.load(folder / "following", other)
+    held = kept(other)
     now, seen = masters(other), look(other)
     assert all(seen[name].equal(told("int8", now[name], whole)) for name, whole in held.items())
     with torch.no_grad():
@@ -156,22 +185,29 @@ def test_checkpoints_with_and_without_kept_weights_are_exchanged(tmp_path: Any) 
     assert look(other)["0.weight"].equal(masters(other)["0.weight"].bfloat16())
 
 
-@ranks(2)
-def test_a_run_is_resumed_in_its_warm_up_and_just_after_it(tmp_path: Any) -> None:
+def test_checkpoints_with_and_without_kept_weights_are_exchanged(tmp_path):
+    on_ranks(2, from_elsewhere, tmp_path)
+
+
+def warmed_up(folder: Any) -> None:
     found = []
     for turn in range(2):
         model = sharded(Compression(gradients="fp32", weights="int4", warmup_steps=2), zero_stage=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(6):
             if step in (1, 2, 3) and not turn:
-                yafsdp_cc.save(tmp_path / str(step), model, optimizer)
+                yafsdp_cc.save(folder / str(step), model, optimizer)
             train(model, optimizer, step)
         if not turn:
             found.append(masters(model))
     for start in (1, 2, 3):
         model = sharded(Compression(gradients="fp32", weights="int4", warmup_steps=2), zero_stage=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        yafsdp_cc.load(tmp_path / str(start), model, optimizer)
+        yafsdp_cc.load(folder / str(start), model, optimizer)
         for step in range(start, 6):
             train(model, optimizer, step)
         assert all(each.equal(found[0][name]) for name, each in masters(model).items()), start
+
+
+def test_a_run_is_resumed_in_its_warm_up_and_just_after_it(tmp_path):
+    on_ranks(2, warmed_up, tmp_path)

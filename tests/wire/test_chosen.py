@@ -12,28 +12,37 @@ from torch import nn
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from tests.wire.choosing import AUTO, EVERY, step_of, switch, untold
-from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
+from tests.wire.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
+
+EVERY = ("fp32", "int8", "int4", "onebit", "bf16")
+AUTO = Compression("auto", residual="fp32", candidates=EVERY[1:])
+
+
+def untuned(compression: Any) -> Any:
+    """A sharded model whose codecs change only by ``set_codecs``."""
+    model = sharded(compression)
+    root_of(model).autotuner.next_tuning = 1 << 30
+    return model
 
 
 def switched() -> None:
     draws = random.Random(0)
     for told in ({}, {"carry": 0.5}, {"block": 64}):
         config = Compression("auto", residual="fp32", candidates=EVERY[1:], **told)
-        model = untold(config)
+        model = untuned(config)
         ledger = Ledger(model, sharded(None))
         for step in range(24):
             codecs = [draws.choice(EVERY) for _ in root_of(model).units]
-            switch(model, codecs)
+            set_codecs(model, codecs)
             assert list(yafsdp_cc.counters_of(model).chosen.values()) == codecs
             sent = yafsdp_cc.counters_of(model).reduced_bytes
             ledger.step(step, micro=3 if step % 4 == 1 and not told else 1)
             plan, counters = yafsdp_cc.plan_of(model), yafsdp_cc.counters_of(model)
             if step % 4 != 1:
                 assert counters.reduced_bytes - sent == plan.wire.reduce + plan.wire.small
-        switch(model, ["fp32"] * 3)
+        set_codecs(model, ["fp32"] * 3)
         ledger.step(24)
         ledger.check()
         assert not any(each.any() for each in unsaid(model).values())  # all has been said
@@ -48,14 +57,14 @@ def handed_over() -> None:
     for residual in ("fp32", "bf16", "int8"):
         model, exact = sharded(Compression("auto", residual=residual)), sharded(None)
         before = yafsdp_cc.plan_of(model)
-        switch(model, ["int4"] * 3)
+        set_codecs(model, ["int4"] * 3)
         for step in range(3):
             loss_of(model, step).backward()
         model.zero_grad()
         due, held = unsaid(model), yafsdp_cc.plan_of(model)
         assert any(each.any() for each in due.values())
         assert held.residual_bytes > 0 == before.residual_bytes
-        switch(model, ["fp32"] * 3)
+        set_codecs(model, ["fp32"] * 3)
         assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsaid(model).items())
         for each in (model, exact):
             loss_of(each, 3).backward()
@@ -78,9 +87,9 @@ def test_what_was_still_to_be_said_is_in_the_next_exact_sum():
 def assembled_anew() -> None:
     model = sharded(AUTO)
     ledger = Ledger(model, sharded(None))
-    switch(model, ["onebit", "fp32", "int4"])
+    set_codecs(model, ["onebit", "fp32", "int4"])
     ledger.step(0)
-    switch(model, ["fp32", "onebit", "int4"])
+    set_codecs(model, ["fp32", "onebit", "int4"])
     model.set_reshard_after_forward(False)  # another assembly goes on with the choice, and owes what this one does
     ledger.step(1)
     encoded = [root_of(model).reductions.encoded_of(flat) for unit in root_of(model).units for flat in unit.flats]
@@ -88,7 +97,7 @@ def assembled_anew() -> None:
     assert [each.codec.name for each in encoded[1:]] == ["onebit", "int4"]
     ledger.step(2)
     ledger.check()
-    switch(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
+    set_codecs(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
     due = unsaid(model)
     for each in ledger.models:
         each.requires_grad_(False)
@@ -109,11 +118,11 @@ def test_a_choice_outlives_an_assembly():
 
 
 def saved(folder: Any) -> None:
-    model = untold(AUTO)
-    switch(model, ["onebit", "fp32", "int4"])
+    model = untuned(AUTO)
+    set_codecs(model, ["onebit", "fp32", "int4"])
     for step in range(4):
         step_of(model, step)
-    switch(model, ["fp32", "fp32", "int4"])  # the first one's is owed, the last one's in its residual
+    set_codecs(model, ["fp32", "fp32", "int4"])  # the first one's is owed, the last one's in its residual
     residuals = unsaid(model)
     assert {name for name, each in residuals.items() if each.any()} == {"0.weight", "4.weight"}
     yafsdp_cc.save(folder / "step", model)
@@ -125,7 +134,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
     truth = torch.load(folder / "truth.pt")
     model = sharded(compression)
     if codecs is not None:
-        switch(model, codecs)
+        set_codecs(model, codecs)
         loss_of(model, 100).backward()  # residuals of its own, that are forgotten
         model.zero_grad()
     yafsdp_cc.load(folder / "step", model)
@@ -165,10 +174,10 @@ class Skipping(nn.Module):
 
 def unused() -> None:
     model: Any = yafsdp_cc.shard(Skipping(), units=[Skipping], compression=AUTO)
-    switch(model, ["onebit"])
+    set_codecs(model, ["onebit"])
     model(torch.randn(2, 64), False).square().mean().backward()
     model.zero_grad()
-    switch(model, ["fp32"])
+    set_codecs(model, ["fp32"])
     due = unsaid(model)["second.weight"]
     model(torch.ones(2, 64), True).sum().backward()
     assert torch.allclose(model.second.weight.grad.full_tensor().double(), due, rtol=1e-5, atol=1e-9)
@@ -179,13 +188,13 @@ def unused() -> None:
 
 def owing() -> None:
     model: Any = yafsdp_cc.shard(Skipping(), units=[nn.Linear], compression=AUTO)
-    switch(model, ["onebit", "onebit"])
+    set_codecs(model, ["onebit", "onebit"])
     for number, skips in enumerate((False, True, True, False, False)):
         model(torch.randn(2, 64), skips).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         model.zero_grad()
         if number == 0:
-            switch(model, ["fp32", "fp32"])
+            set_codecs(model, ["fp32", "fp32"])
         model(torch.randn(2, 64), False)
         assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes, number
 

@@ -3,7 +3,7 @@
 Every other rank is a twin, with the same numbers everywhere. So what is gathered, summed and exchanged has the size it
 would have, ranks agree wherever they compare, and weights, put together of as many equal parts, mean nothing.
 
-    fabric = Fabric(far=Pace(15e-6, 1 / 25e9), near=Pace(5e-6, 1 / 350e9), machine=8)
+    fabric = Fabric(far=LinkCost(15e-6, 1 / 25e9), near=LinkCost(5e-6, 1 / 350e9), machine=8)
     begin(0, 256, fabric)                              # in the place of init_process_group
     mesh = init_device_mesh("cuda", (256,))           # and then as ever: shard(model, mesh=mesh), fully_shard(...)
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from yafsdp_cc.bench.paced import SUMMED, Carrier, Terms
-from yafsdp_cc.wire.pace import Pace
+from yafsdp_cc.compression_autotune import LinkCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +39,9 @@ _KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp
 class Fabric(NamedTuple):
     """What carries bytes between ranks, of which each has a link of its own."""
 
-    far: Pace
+    far: LinkCost
     """Between machines."""
-    near: Pace
+    near: LinkCost
     """Within one."""
     machine: int = 8
     """Ranks of each, the first ones on the first."""

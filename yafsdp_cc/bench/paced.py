@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yafsdp_cc.wire.pace import Pace
+    from yafsdp_cc.compression_autotune import LinkCost
 
 THREADS = 512
 PART = 1 << 18
@@ -98,13 +98,13 @@ class Carrier:
     """A link's worth of time, shared by all that crosses it.
 
     Args:
-        pace: of the link.
+        link: whose time it takes.
         device: whose multiprocessors carry.
         blocks: how many of them, as many as NCCL has channels.
     """
 
-    def __init__(self, pace: Pace, device: torch.device, blocks: int = 16) -> None:
-        self._pace, self._blocks = pace, blocks
+    def __init__(self, link: LinkCost, device: torch.device, blocks: int = 16) -> None:
+        self._link, self._blocks = link, blocks
         self._free = torch.zeros(1, dtype=torch.int64, device=device)
         """The time in nanoseconds from which on the link is free."""
 
@@ -128,7 +128,7 @@ class Carrier:
         else:
             raise TypeError(f"the modelled wire sums float32 and bfloat16, not {source.dtype}")
         count = output.nbytes // width
-        nanoseconds = 1e9 * self._pace.per_byte * sent
+        nanoseconds = 1e9 * self._link.per_byte * sent
         turns = max(-(-sent // PART), 1)
         part = -(-count // turns)
         kernel(
@@ -138,7 +138,7 @@ class Carrier:
                 output,
                 source,
                 self._free,
-                *map(float, (count, period, part, *terms, 1e9 * self._pace.delay, nanoseconds / max(count, 1))),
+                *map(float, (count, period, part, *terms, 1e9 * self._link.latency, nanoseconds / max(count, 1))),
             ],
             stream=stream,
         )

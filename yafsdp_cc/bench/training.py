@@ -20,8 +20,8 @@ from yafsdp_cc.bench import trainees
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.compression import AUTO
+from yafsdp_cc.compression_autotune import FIRST
 from yafsdp_cc.demo.model import VOCABULARY
-from yafsdp_cc.engine.chooser import FIRST
 from yafsdp_cc.netlab.rate import UNSHAPED
 
 if TYPE_CHECKING:

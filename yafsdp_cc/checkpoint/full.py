@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.module import root_of
-from yafsdp_cc.engine.tensor import FlatDTensor
-from yafsdp_cc.engine.whole import check_at_rest, first_of, whole_units
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.full_params import check_at_rest, is_first_of_model, whole_params_by_group
+from yafsdp_cc.engine.module import require_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,19 +41,19 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     Raises:
         As ``full_state_dict``, at the first step.
     """
-    root = root_of(model)
-    check_at_rest(root, "a full state dict")
+    state = require_state(model)
+    check_at_rest(state, "a full state dict")
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    is_first = first_of(root)
-    for piece, whole in whole_units(root, everywhere=False):
+    is_first = is_first_of_model(state)
+    for param, whole in whole_params_by_group(state, everywhere=False):
         if whole is None:
             continue
-        if (parallel := piece.cut.parallel) is not None:
-            whole = parallel.around(whole).full_tensor()
+        if (parallel := param.spec.tensor_parallel) is not None:
+            whole = parallel.wrap_unsharded(whole).full_tensor()
         if is_first:
-            yield names[piece.parameter], whole
+            yield names[param.parameter], whole
     if is_first:
         for name, value in model.state_dict().items():
             if isinstance(value, Tensor) and not isinstance(value, FlatDTensor):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from yafsdp_cc.checkpoint import compression
 from yafsdp_cc.checkpoint import extra as extras
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.match import aliases, check_groups, check_model, check_optimizer, check_tied
@@ -17,8 +18,7 @@ from yafsdp_cc.checkpoint.ranks import by_torch, everybody, place_in, ranks_of, 
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
-from yafsdp_cc.checkpoint.wire import owe_wire, restore_whole, restore_wire, room_for_wire
-from yafsdp_cc.engine.whole import check_shows_shards
+from yafsdp_cc.engine.full_params import check_shows_shards
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,16 +70,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         _read(groups, reader, group)
         with together(group):
             check_groups(groups[OPTIMIZER]["param_groups"], model, optimizer, folder)
-    state |= room_for_wire(model, reader.contents, optimizer is not None)
+    state |= compression.empty_state(model, reader.contents, optimizer is not None)
     _read(state, reader, group)
     set_model_state_dict(model, state[MODEL])
     if optimizer is not None:
         restore_optimizer(model, optimizer, state[OPTIMIZER])
     with together(group):
-        fits = restore_wire(model, extra)
+        fits = compression.load_local_state(model, extra)
     if not all(everybody(fits, group)):
-        owe_wire(model, state)
-    restore_whole(model, state, extra)
+        compression.carry_over(model, state)
+    compression.load_kept(model, state, extra)
     return extra
 
 

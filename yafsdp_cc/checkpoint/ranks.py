@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from yafsdp_cc.engine.agree import all_gathered, refused_together
-from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.whole import ranks_of_model
+from yafsdp_cc.engine.checks import all_gather_objects, refused_together
+from yafsdp_cc.engine.full_params import ranks_of_model
+from yafsdp_cc.engine.module import ShardedModule, require_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def ranks_of(model: nn.Module) -> Ranks:
         return Ranks(None, None)
     members = list(range(dist.get_world_size()))
     if isinstance(model, ShardedModule):
-        members = ranks_of_model(root_of(model))
+        members = ranks_of_model(require_state(model))
     world = dist.group.WORLD
     assert world is not None
     known = _known.get(tuple(members))
@@ -68,7 +68,7 @@ def together(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
 
 def everybody(item: T, group: dist.ProcessGroup | None) -> list[T]:
     """Every rank's ``item``."""
-    return [item] if group is None else all_gathered(item, [group])
+    return [item] if group is None else all_gather_objects(item, [group])
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.full import whole_tensors
 from yafsdp_cc.checkpoint.match import aliases, check_shapes, check_tied
 from yafsdp_cc.checkpoint.ranks import place_in, ranks_of, together
-from yafsdp_cc.engine.module import ShardedModule, root_of
-from yafsdp_cc.engine.tensor import FlatDTensor
-from yafsdp_cc.engine.whole import check_shows_shards
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.full_params import check_shows_shards
+from yafsdp_cc.engine.module import ShardedModule, require_state
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 5 * 10**9
@@ -45,7 +45,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         ValueError: ``model`` is not sharded, or there is something at ``path``.
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
-    root_of(model)
+    require_state(model)
     group = ranks_of(model).front
     target = folders.place(path)
     files: Files | None = None

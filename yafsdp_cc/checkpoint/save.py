@@ -14,13 +14,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_map_only
 
+from yafsdp_cc.checkpoint import compression
 from yafsdp_cc.checkpoint import extra as extras
 from yafsdp_cc.checkpoint import folder as folders
 from yafsdp_cc.checkpoint.plain import check_extra
 from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
 from yafsdp_cc.checkpoint.state import state_of
-from yafsdp_cc.checkpoint.wire import check_names, judge_wire, mean_wire_of, wire_of
-from yafsdp_cc.engine.agree import check_settings
+from yafsdp_cc.engine.checks import check_settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -77,12 +77,12 @@ def save(
     target = folders.place(path)
     if ranks.front is not None:
         check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, [ranks.front], "save()")
-    judge_wire(model)  # before any rank may fail by itself
+    compression.judge_messages(model)  # before any rank may fail by itself
     with together(ranks.front):
         check_extra(extra)
-        check_names(extra)
-        state, content = state_of(model, optimizer), extras.packed({**extra, **wire_of(model)})
-    state |= mean_wire_of(model)
+        compression.check_names(extra)
+        state, content = state_of(model, optimizer), extras.packed({**extra, **compression.local_state(model)})
+    state |= compression.sharded_state(model)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         future = _background.submit(_write, target, state, content, ranks.back)

@@ -1,163 +1,256 @@
-"""What is different where shards are in host memory: the same parts of an engine, with copies where those have none."""
+"""Shards in host memory (``CPUOffloadPolicy``), and how they get to the device and back.
+
+    host, pinned    | weights | ─┐                                   ┌─ | gradient so far |  ◄─┐
+    device                       └► staging, cast ► weight buffer    └► staging, add the sum ──┘
+
+Copies are enqueued like everything else on a stream: weights on that of the all-gathers, gradients on that of the
+reduces, behind the sum. The host runs ahead of all of them, so it waits before it gives the memory back to whoever may
+read or write it there: at the end of each forward for the weights that were read, of each backward for the gradients.
+The other way round there is nothing to wait for: what the host has written, it has written before it enqueues a copy.
+
+Casts and additions are the device's. fp32 crosses while the device computes and costs the host nothing. A cast on the
+host would halve these bytes, but is 6 bytes of memory traffic for each element in the thread that launches kernels,
+and a third buffer. A sum on the host would wait for its copy in mid-backward, or keep all of a micro-batch's gradients
+beside those before until the end; on the device it is one more copy, and that in the direction that is idle.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from yafsdp_cc.engine.flat import Flat, Gradients
-from yafsdp_cc.engine.host import Crossing, Crossings
-from yafsdp_cc.engine.small import SmallBlock
-from yafsdp_cc.wire.exchange import Gather
+from yafsdp_cc.engine.param import FlatParam, ShardedGrad
+from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
-    from yafsdp_cc.engine.draft import Draft
-    from yafsdp_cc.engine.flat import Divisor, Piece
-    from yafsdp_cc.engine.host import Host
-    from yafsdp_cc.engine.lanes import Lane
-    from yafsdp_cc.engine.tensor import FlatDTensor
+    from yafsdp_cc.engine.param import Divisor, FSDPParam
+    from yafsdp_cc.engine.streams import CommStream, StreamEvent
+
+STAGING_BYTES = 16 << 20
+"""Bytes that cross at once, at most: enough for a copy to take longer than its launch."""
 
 
-class HostGradients(Gradients):
+class HostTransfer:
+    """Copies that one stream makes, one after the other, and the staging buffer on the device that they pass through.
+
+    Args:
+        stream: of the copies.
+        nbytes: of the largest buffer that passes through the staging buffer.
+    """
+
+    def __init__(self, stream: CommStream, device: torch.device, nbytes: int) -> None:
+        self._stream = stream
+        self._staging = torch.empty(min(nbytes, STAGING_BYTES), dtype=torch.uint8, device=device)
+        self._last: StreamEvent | None = None
+
+    def to_device(self, target: Tensor, source: Tensor) -> None:
+        """Copy ``source``, on the host, to ``target``, on the device, cast there to its dtype."""
+        if source.dtype == target.dtype:
+            target.copy_(source, non_blocking=True)
+        else:
+            for part, staging, cast in self.parts(source, target):
+                staging.copy_(part, non_blocking=True)
+                cast.copy_(staging)
+        self.record()
+
+    def parts(self, on_host: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield ``on_host`` in parts: each, room for it on the device, and the same part of ``beside``."""
+        step = self._staging.numel() // on_host.itemsize
+        for start in range(0, on_host.numel(), step):
+            count = min(step, on_host.numel() - start)
+            staging = self._staging.narrow(0, 0, count * on_host.itemsize).view(on_host.dtype)
+            yield on_host.narrow(0, start, count), staging, beside.narrow(0, start, count)
+
+    def record(self) -> None:
+        """Have ``wait`` wait for what the current stream was given until now."""
+        self._last = self._stream.record(self._last)
+
+    def wait(self) -> None:
+        """Hold the host until all copies are over."""
+        if self._last is not None:
+            self._stream.synchronize(self._last)
+
+    @property
+    def nbytes(self) -> int:
+        return self._staging.nbytes
+
+
+class HostTransfers:
+    """All copies between host memory and the device of one engine."""
+
+    def __init__(self, weights: HostTransfer, grads: HostTransfer, replicated: HostTransfer) -> None:
+        self.weights = weights
+        self.grads = grads
+        self.replicated = replicated
+        """Of replicated parameters, on the caller's stream."""
+
+    def wait(self) -> None:
+        """Hold the host until it may read and write its own memory."""
+        self.weights.wait()
+        self.grads.wait()
+        self.replicated.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the staging buffers, on the device."""
+        return self.weights.nbytes + self.grads.nbytes + self.replicated.nbytes
+
+
+class HostMemory:
+    """Host memory for the shards of a group.
+
+    Args:
+        pinned: whether to allocate it page-locked.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self.transfers: HostTransfers
+        """Those of the engine as it is assembled."""
+
+    @classmethod
+    def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
+        """Return what ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU nothing is pinned.
+
+        Raises:
+            TypeError: it is no policy.
+        """
+        if policy is not None and not isinstance(policy, OffloadPolicy):
+            raise TypeError(f"offload_policy takes OffloadPolicy() or CPUOffloadPolicy(); got {policy!r}")
+        if not isinstance(policy, CPUOffloadPolicy):
+            return None
+        return cls(policy.pin_memory and device.type != "cpu")
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a new buffer."""
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+
+class HostShardedGrad(ShardedGrad):
     """Gradients in host memory: the device divides and adds, the host keeps."""
 
-    def __init__(
-        self, host: Host, buffer: Tensor, pieces: Sequence[Piece], wrap: Callable[[Tensor, Piece], FlatDTensor]
-    ) -> None:
+    def __init__(self, host: HostMemory, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
         self._host = host
-        super().__init__(buffer, pieces, wrap)
+        super().__init__(buffer, params)
 
-    def _fresh(self) -> Tensor:
+    def _new_buffer(self) -> Tensor:
         return self._host.zeros(self.buffer.numel(), self.buffer.dtype)
 
-    def _start(self, gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
-        crossing = self._host.crossings.gradients
-        for part, room, summed in crossing.parts(gradient, total):
-            super()._start(room, summed, divisor)
-            part.copy_(room, non_blocking=True)
-        crossing.mark()
+    def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
+        transfer = self._host.transfers.grads
+        for part, staging, summed in transfer.parts(grad, total):
+            super()._set(staging, summed, divisor)
+            part.copy_(staging, non_blocking=True)
+        transfer.record()
 
-    def _add(self, gradient: Tensor, total: Tensor, divisor: Divisor) -> None:
-        crossing = self._host.crossings.gradients
-        for part, room, summed in crossing.parts(gradient, total):
-            room.copy_(part, non_blocking=True)
-            super()._add(room, summed, divisor)
-            part.copy_(room, non_blocking=True)
-        crossing.mark()
+    def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
+        transfer = self._host.transfers.grads
+        for part, staging, summed in transfer.parts(grad, total):
+            staging.copy_(part, non_blocking=True)
+            super()._add(staging, summed, divisor)
+            part.copy_(staging, non_blocking=True)
+        transfer.record()
 
 
-class HostFlat(Flat):
-    """A flat whose shard, and so whatever an optimizer makes for it, is in host memory."""
+class HostFlatParam(FlatParam):
+    """A ``FlatParam`` whose shard, and so whatever an optimizer makes for it, is in host memory."""
 
-    def __init__(self, host: Host, *rest: Any) -> None:
+    def __init__(self, host: HostMemory, *rest: Any) -> None:
         super().__init__(*rest)
         self._host = host
 
     @property
     def cast_bytes(self) -> int:
         """Bytes that are cast on their way to the device."""
-        return self.master.nbytes if self.master.dtype != self.compute else 0
+        return self.sharded.nbytes if self.sharded.dtype != self.compute_dtype else 0
 
     @property
-    def owned_bytes(self) -> int:
-        """Bytes on the engine's device."""
+    def device_bytes(self) -> int:
         return 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory, beside the device."""
-        return super().owned_bytes
+        return super().device_bytes
 
-    def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
-        """The gradients of this flat, made when its first parameter is to be trained; ``wrap`` makes ``.grad``."""
-        if self.gradients is None:
-            buffer = self._host.zeros(self.master.numel(), self.master.dtype)
-            self.gradients = HostGradients(self._host, buffer, self.pieces, wrap)
-        return self.gradients
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        self._host.transfers.weights.to_device(own, self.sharded)
+        return own
+
+    def read(self, target: Tensor, start: int = 0) -> None:
+        part = self.sharded.narrow(0, start, target.numel())
+        if part.dtype == target.dtype:
+            self._host.transfers.weights.to_device(target, part)
+        else:  # the staging buffer is as large as what is cast to the dtype of the forward needs
+            target.copy_(part)
+
+    def make_sharded_grad(self) -> ShardedGrad:
+        if self.sharded_grad is None:
+            buffer = self._host.zeros(self.sharded.numel(), self.sharded.dtype)
+            self.sharded_grad = HostShardedGrad(self._host, buffer, self.params)
+        return self.sharded_grad
 
 
-class HostBlock(SmallBlock):
-    """Small parameters in host memory; the forward sees copies on the device."""
+class HostReplicatedFlatParam(ReplicatedFlatParam):
+    """Replicated parameters in host memory; the forward sees copies on the device."""
 
-    def __init__(self, host: Host, device: torch.device, *rest: Any) -> None:
+    def __init__(self, host: HostMemory, device: torch.device, *rest: Any) -> None:
         self._host = host
         self._device = device
         super().__init__(*rest)
 
-    def _room(self, master: Tensor) -> Tensor:
-        return torch.empty(master.numel(), dtype=self._dtype, device="meta" if master.is_meta else self._device)
+    def _make_copies(self, values: Tensor) -> Tensor:
+        device = "meta" if values.is_meta else self._device
+        return torch.empty(values.numel(), dtype=self._compute_dtype, device=device)
 
     def _copy(self) -> None:
-        self._host.crossings.small.bring(self.compute, self.master)
+        self._host.transfers.replicated.to_device(self.computed, self.sharded)
 
     @property
     def cast_bytes(self) -> int:
         """Bytes that are cast on their way to the device."""
-        return self.master.nbytes if self.master.dtype != self._dtype else 0
+        return self.sharded.nbytes if self.sharded.dtype != self._compute_dtype else 0
 
     @property
-    def owned_bytes(self) -> int:
-        """Bytes on the engine's device."""
+    def device_bytes(self) -> int:
         return self.copied_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory, beside the device."""
-        return super().owned_bytes - self.copied_bytes
+        return super().device_bytes - self.copied_bytes
 
-    def train(self, wrap: Callable[[Tensor, Piece], FlatDTensor]) -> Gradients:
-        """The gradients of this block, made when its first parameter is to be trained."""
-        if self.gradients is None:
-            buffer = self._host.zeros(self.master.numel(), self.master.dtype)
-            self.gradients = HostGradients(self._host, buffer, self.pieces, wrap)
-        return self.gradients
+    def make_sharded_grad(self) -> ShardedGrad:
+        if self.sharded_grad is None:
+            buffer = self._host.zeros(self.sharded.numel(), self.sharded.dtype)
+            self.sharded_grad = HostShardedGrad(self._host, buffer, self.params)
+        return self.sharded_grad
 
 
-class FromHost(Gather):
-    """Gathers shards in host memory: each rank's own goes right to its place in the slot, the others come there."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, crossing: Crossing) -> None:
-        super().__init__(group, device)
-        self._crossing = crossing
-
-    def send(self, whole: Tensor, shard: Tensor, asynchronous: bool) -> list[dist.Work]:
-        """Fill ``whole`` (world × n) with every rank's ``shard`` (n), cast to the dtype of ``whole``."""
-        return self.exchange(whole, self.brought(whole, shard), asynchronous)
-
-    def brought(self, whole: Tensor, shard: Tensor) -> Tensor:
-        """This rank's range of ``whole``, with the ``shard`` in it, cast."""
-        own = self.own(whole)
-        self._crossing.bring(own, shard)
-        return own
-
-    def bring(self, target: Tensor, shard: Tensor) -> None:
-        """Copy a part of the shard to ``target``, on the device, cast to its dtype."""
-        if shard.dtype == target.dtype:
-            self._crossing.bring(target, shard)
-        else:  # the room is for shards that are cast to the dtype of the forward
-            target.copy_(shard)
-
-
-def crossings_of(drafts: Sequence[Draft], device: torch.device, gathers: Lane, reduces: Lane) -> Crossings | None:
-    """The crossings of an engine of these drafts, which use them from now on; None if all live on the device."""
-    hosts = dict.fromkeys(draft.host for draft in drafts if draft.host is not None)
+def make_transfers(
+    hosts: Iterable[HostMemory],
+    parts: Sequence[FlatParam | ReplicatedFlatParam],
+    device: torch.device,
+    gather_stream: CommStream,
+    reduce_stream: CommStream,
+) -> HostTransfers | None:
+    """Make the transfers of an engine, which ``hosts`` use from now on; None if no shard is in host memory."""
+    hosts = list(hosts)
     if not hosts:
         return None
-    flats = [flat for draft in drafts for flat in draft.flats if isinstance(flat, HostFlat)]
-    blocks = [block for draft in drafts for block in draft.blocks if isinstance(block, HostBlock)]
-    parts: list[HostFlat | HostBlock] = [*flats, *blocks]
-    trained = [part.master.nbytes for part in parts if part.master.is_floating_point()]  # now or later
-    crossings = Crossings(
-        Crossing(gathers, device, max((flat.cast_bytes for flat in flats), default=0)),
-        Crossing(reduces, device, max(trained, default=0)),
-        Crossing(gathers, device, max((block.cast_bytes for block in blocks), default=0)),
+    flats = [part for part in parts if isinstance(part, HostFlatParam)]
+    replicated = [part for part in parts if isinstance(part, HostReplicatedFlatParam)]
+    shards = [flat.sharded for flat in flats] + [flat.sharded for flat in replicated]
+    trained = [shard.nbytes for shard in shards if shard.is_floating_point()]
+    transfers = HostTransfers(
+        HostTransfer(gather_stream, device, max((flat.cast_bytes for flat in flats), default=0)),
+        HostTransfer(reduce_stream, device, max(trained, default=0)),
+        HostTransfer(gather_stream, device, max((flat.cast_bytes for flat in replicated), default=0)),
     )
     for host in hosts:
-        host.crossings = crossings
-    return crossings
+        host.transfers = transfers
+    return transfers

@@ -1,207 +1,107 @@
-"""Sums over replicas: what the shard's ranks have summed, summed once more across those that hold the same part.
+"""Sums over replicas (HSDP): what the ranks of a shard have summed, summed once more over those with the same shard.
 
-    gradient slot ── sum over the shard's ranks ──► partial sum ── all-reduce over replicas ──► divided, into ``.grad``
+    gradient buffer ── reduce-scatter over the shard ──► partial sum ── all-reduce over replicas ──► divided, ``.grad``
 
-Partial sums stay and grow until a backward that is to sum over replicas, so that micro-batches before it cross the
-slow network once. Where replicas make steps by themselves, each has its own sum for that of all.
+Partial sums stay and grow until a backward that is to sum over replicas (``set_requires_all_reduce``), so that
+micro-batches before it cross the slow network once.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions
-
-from yafsdp_cc.engine.compressed import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
-    from yafsdp_cc.engine.compressed import Compressed
-    from yafsdp_cc.engine.flat import Flat
-    from yafsdp_cc.engine.lanes import Lane, Marker, Ticket
-    from yafsdp_cc.wire.shared import SharedSum
+    from yafsdp_cc.engine.collectives import AllReduce, CommContext
+    from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.streams import CommStream
 
 
-class Partial:
-    """The partial sum of one flat (chunk elements, fp32 or fp64), and which of its parameters were used."""
+class PartialReduceOutput:
+    """The partial sum of one ``FlatParam``: [chunk] fp32 or fp64."""
 
-    def __init__(self, flat: Flat, device: torch.device, ticket: Ticket) -> None:
-        dtype = torch.float64 if flat.wire == torch.float64 else torch.float32
-        self.sum = torch.zeros(flat.layout.chunk, dtype=dtype, device=device)
-        self.ticket = ticket
+    def __init__(self, replicas: Replicas, flat: FlatParam, all_reduce: AllReduce) -> None:
+        self.flat = flat
+        self.total = torch.zeros(flat.layout.chunk, dtype=flat.sum_dtype, device=flat.device)
+        self.handle = replicas.stream.handle()
         self.used: list[bool] | None = None
-        """Of each piece, whether this rank has written a gradient; None while the sum is empty."""
+        """Which parameters this rank has written; None while the sum is empty."""
+        self._replicas = replicas
+        self._all_reduce = all_reduce
 
-    def add(self, totals: Iterable[tuple[int, Tensor]], used: list[bool]) -> None:
-        """Take in the sum of one backward, in parts: where each begins, and it."""
-        for start, total in totals:
-            part = self.sum.narrow(0, start, total.numel())
+    def add(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
+        """Take in the sum of one backward; where this backward sums over replicas, issue that."""
+        self.handle.wait()
+        for start, part in parts:
+            target = self.total.narrow(0, start, part.numel())
             if self.used is None:
-                part.copy_(total)
+                target.copy_(part)
             else:
-                part.add_(total)
-        self.used = used if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+                target.add_(part)
+        self.used = list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
+        if self._replicas.sums:
+            self._replicas.stream.issue(self.handle, partial(self._all_reduce.start, self.total), self._finish)
+            self._replicas.count_bytes(self._all_reduce.sent_bytes)
+
+    def _finish(self) -> None:
+        self._all_reduce.finish(self.total)
+        used, self.used = self.used, None
+        assert used is not None
+        self.flat.add_to_grad([(0, self.total)], used)
 
 
 class Replicas:
-    """The ranks that hold the same part, and the partial sums that they have not shared yet."""
+    """The partial sums of a model.
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, lane: Lane, compressed: Compressed | None = None
-    ) -> None:
-        self._compressed = compressed if compressed is not None and compressed.over_replicas else None
-        self._encoded: dict[Flat, SharedSum] = {}
-        self.group = group
-        self.device = device
-        self.world: int = group.size()
+    Args:
+        context: of the replicas' communicator.
+        stream: of the reduces.
+        count_bytes: is told the bytes that this rank sends.
+    """
+
+    def __init__(self, context: CommContext, stream: CommStream, count_bytes: Callable[[int], None]) -> None:
+        self.context = context
+        self.stream = stream
+        self.count_bytes = count_bytes
         self.sums = True
         """Whether a backward sums over replicas, or leaves its partial sums for a later one."""
-        self._lane = lane
-        self._options = AllreduceOptions()
-        self._partials: dict[Flat, Partial] = {}
+        self._outputs: dict[FlatParam, PartialReduceOutput] = {}
 
-    def reserve(self, flat: Flat, rank: int) -> None:
-        """Make the partial sum of ``flat``, if there is none, where this is ``rank`` of the shard."""
-        if flat in self._partials:
-            return
-        self._partials[flat] = Partial(flat, self.device, self._lane.ticket())
-        self._encode(flat, rank)
+    def bind(self, flat: FlatParam) -> None:
+        """Make the partial sum of ``flat``, and have sums over its shard's ranks go there."""
+        all_reduce = flat.all_reduce
+        assert all_reduce is not None
+        all_reduce.bind(self.context)
+        self._outputs[flat] = output = PartialReduceOutput(self, flat, all_reduce)
+        flat.add_sum = output.add
 
-    def _encode(self, flat: Flat, rank: int) -> None:
-        compressed = self._compressed
-        if compressed is not None and compressed.encodes(flat):
-            name, device = flat.pieces[0].cut.name, self.device
-            self._encoded[flat] = compressed.sum_for(flat, self.group, rank, device, name)
+    def wait(self) -> None:
+        """Wait for all sums over replicas that were issued."""
+        for output in self._outputs.values():
+            output.handle.wait()
 
-    def encode_anew(self, flat: Flat, rank: int) -> None:
-        """Let what is now said to be its codec encode the partial sums of ``flat``; nothing is under way."""
-        if (before := self._encoded.get(flat)) is not None:
-            self._encode(flat, rank)
-            self._encoded[flat].owed = before.owed
-
-    def take_over(self, other: Replicas) -> None:
-        """What was said to ``other`` holds here too."""
-        self.sums = other.sums
-        for flat, encoded in other._encoded.items():
-            if flat in self._encoded:
-                self._encoded[flat].owed = encoded.owed
-
-    def take(
-        self,
-        flat: Flat,
-        totals: Iterable[tuple[int, Tensor]],
-        used: list[bool],
-        land: Callable[[Flat, Tensor, list[bool]], None],
-    ) -> int:
-        """Add to the partial sum, and if it is time share it; ``land`` then gets the whole sum. The bytes sent."""
-        partial = self._partials[flat]
-        partial.ticket.wait()
-        partial.add(totals, used)
-        return self.share(flat, partial, land) if self.sums else 0
-
-    def room(self, flat: Flat) -> Partial:
-        """The partial sum of ``flat``, of zeros, for something else than gradients to be shared."""
-        partial = self._partials[flat]
-        partial.ticket.wait()
-        partial.sum.zero_()
-        partial.used = [False] * len(flat.pieces)
-        return partial
-
-    def share(
-        self,
-        flat: Flat,
-        partial: Partial,
-        land: Callable[[Flat, Tensor, list[bool]], None] | None = None,
-        after: Marker | None = None,
-    ) -> int:
-        """Sum over replicas, once the caller's stream has reached ``after``; the bytes sent."""
-        encoded, compressed = self._encoded.get(flat), self._compressed
-        if compressed is None or not compressed.is_warm or self.is_alone:
-            encoded = None
-        exact = None
-        if encoded is not None and compressed is not None and compressed.phase is Phase.BOTH:
-            exact = flat.exact
-        before = exact.clone() if exact is not None and flat.holds_exact else None  # of other sums in this step
-
-        def start(asynchronous: bool) -> list[dist.Work]:
-            if compressed is not None:
-                compressed.prepare(flat, partial.sum)
-            if encoded is None:
-                return self.send(partial.sum, asynchronous)
-            if exact is not None:
-                exact.copy_(partial.sum)
-            works = encoded.send(partial.sum, asynchronous)
-            return works if exact is None else [*works, *self.send(exact, asynchronous)]
-
-        def tail() -> None:
-            wrote, partial.used = partial.used, None
-            assert wrote is not None
-            if encoded is not None:
-                encoded.finish(partial.sum)
-            if exact is not None:
-                exact.div_(flat.divisor.tensor)
-            if exact is not None and before is not None:
-                exact.add_(before)
-            if land is not None:
-                land(flat, partial.sum, wrote)
-
-        sent = 0 if self.is_alone else self.sent_bytes(partial.sum) if encoded is None else encoded.sent_bytes()
-        self._lane.issue(partial.ticket, start, tail, after)
-        return sent if exact is None else sent + self.sent_bytes(exact)
-
-    def send(self, total: Tensor, asynchronous: bool) -> list[dist.Work]:
-        """Sum ``total`` over replicas, in place; where this one is alone, as if all had the same."""
-        if self.is_alone:
-            total.mul_(self.world)
-            return []
-        self._options.asyncOp = asynchronous
-        work = self.group.allreduce([total], self._options)
-        return [] if work is None else [work]
-
-    def settle(self) -> None:
-        """See all that was shared through."""
-        for partial in self._partials.values():
-            partial.ticket.wait()
-
-    def forget(self) -> None:
-        """Drop partial sums, those under way too."""
-        for partial in self._partials.values():
-            partial.ticket.abandon()
-            partial.used = None
-        for encoded in self._encoded.values():
-            encoded.forget()
-
-    def sent_bytes(self, total: Tensor) -> int:
-        """Bytes that this rank sends to sum ``total``: it is cut among the replicas, summed and put together again."""
-        return 2 * total.nbytes // self.world * (self.world - 1)
+    def reset(self) -> None:
+        """Drop partial sums, those in flight too."""
+        for output in self._outputs.values():
+            output.handle.abandon()
+            output.used = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no partial sum that was not shared."""
-        return all(partial.used is None for partial in self._partials.values())
+        """Whether there is no partial sum that was not summed over replicas."""
+        return all(output.used is None for output in self._outputs.values())
+
+    def planned_bytes(self) -> int:
+        """Return the bytes that this rank sends to sum all partial sums once, after any warm-up."""
+        return sum(flat.all_reduce.planned_bytes() for flat in self._outputs if flat.all_reduce is not None)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether this replica makes the steps of now by itself."""
-        return self._compressed is not None and self._compressed.phase is Phase.LOCAL
-
-    @property
-    def owned_bytes(self) -> int:
-        encoded = sum(each.owned_bytes for each in self._encoded.values())
-        return encoded + sum(partial.sum.nbytes for partial in self._partials.values())
-
-    def encoded_of(self, flat: Flat) -> SharedSum | None:
-        """How the partial sums of ``flat`` are shared once the warm-up is over, if they are encoded then."""
-        return self._encoded.get(flat)
-
-    def wire_bytes(self) -> int:
-        """Bytes that this rank sends to sum all partial sums once, when nothing is in its warm-up any more."""
-        return sum(
-            self._encoded[flat].planned_bytes() if flat in self._encoded else self.sent_bytes(partial.sum)
-            for flat, partial in self._partials.items()
-        )
+    def nbytes(self) -> int:
+        """Bytes of the partial sums."""
+        return sum(output.total.nbytes for output in self._outputs.values())

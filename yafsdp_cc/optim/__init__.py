@@ -1,4 +1,4 @@
-"""Optimizers that lead the wire: exact sums for a short while, then encoded ones of about a bit for each element."""
+"""Optimizers of the 1-bit family: exact sums for a short while, then encoded ones of about a bit per element."""
 
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.lamb import OneBitLamb

@@ -8,36 +8,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.adamw import adamw
 
-from yafsdp_cc.engine.compressed import Phase
-from yafsdp_cc.engine.elementwise import grown
-from yafsdp_cc.optim.leading import Form, Leading
-from yafsdp_cc.optim.local import check_settings, local_of, width_of
+from yafsdp_cc.compression.schedule import Phase
+from yafsdp_cc.engine.dtensor import increment_version
+from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, check_settings, local_of, width_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
 
-class OneBitAdam(Leading):
-    """AdamW whose gradients cross the network encoded, by what ``Compression(gradients=...)`` names.
+class OneBitAdam(OneBitOptimizer):
+    """AdamW whose gradients are encoded for the network, by the codec that ``Compression(gradients=...)`` names.
 
     Tang et al., "1-bit Adam", 2021: exact Adam first, then a second moment that changes rarely and a first one that is
     encoded with error feedback. Where the paper encodes a momentum that every rank holds whole, this encodes
 
-    - ``form="momentum"``: each rank's own momentum, which is what its messages have left unsaid at the same time
-      (``wire.momentum``). ``.grad`` is then the first moment itself, so that clipping it limits the update. Memory
-      beyond AdamW's: the residuals, 1 byte for each element and rank with ``Compression(residual="int8")``, 2 with
-      bf16; divided by the ranks of a shard where only sums over replicas are encoded.
-    - ``form="gradient"``: each rank's gradient, with what was left unsaid; the owner of a chunk makes the first moment
-      from what it decodes. As much memory. Works for several backwards per step without ``no_sync``, and learns less
-      well from a single bit.
+    - ``form="momentum"``: each rank's own momentum, which is its residual at the same time. ``.grad`` is then the first
+      moment itself, so that clipping it limits the update. Memory beyond AdamW's: the residuals, 1 byte for each
+      element and rank with ``Compression(residual="int8")``, 2 with bf16; divided by the ranks of a shard where only
+      sums over replicas are encoded.
+    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from
+      what it decodes. As much memory. Works for several backwards per step without ``no_sync``, and learns less well
+      from a single bit.
 
-    Parameters that are never encoded (the small group, ``overrides`` with "fp32") go through exact AdamW throughout,
+    Parameters that are never encoded (replicated ones, ``overrides`` with "fp32") go through exact AdamW throughout,
     and so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
     Adam's can (Kingma & Ba, "Adam", 2015, section 2.1), however small its second moment was when it was last seen.
 
-    A state dict is that of ``torch.optim.AdamW``: either can load the other's, at any number of ranks. What messages
-    have left unsaid is saved beside it by ``yafsdp_cc.save``.
+    A state dict is that of ``torch.optim.AdamW``: either can load the other's, at any number of ranks. Residuals are
+    saved beside it by ``yafsdp_cc.save``.
 
     Args:
         params: of a model that was sharded with a compression, or groups of them: all that are trained.
@@ -86,24 +85,20 @@ class OneBitAdam(Leading):
         super().add_param_group(param_group)
         if any(tuple(group["betas"]) != tuple(self.param_groups[0]["betas"]) for group in self.param_groups):
             self.param_groups.pop()
-            raise ValueError("OneBitAdam takes the same betas in all groups: the wire has one momentum")
+            raise ValueError("OneBitAdam takes the same betas in all groups: residuals are one momentum")
 
-    def _begin(self, parameter: Tensor) -> None:
+    def _init_state(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0))
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
-        if self._rests(parameter):  # AdamW's own has seen as many gradients as steps
+        if self._is_encoded(parameter):  # AdamW's own has seen as many gradients as steps
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of ``ZeroOneAdam`` with local steps
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of a checkpoint where it was encoded
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
         self._share_moment(parameter, "exp_avg")
-
-    def _rests(self, parameter: Tensor) -> bool:
-        """Whether the second moment of a parameter is to see some gradients only."""
-        return self._is_encoded(parameter)
 
     @property
     def phase(self) -> Phase:
@@ -115,7 +110,7 @@ class OneBitAdam(Leading):
         )
         return Phase.BOTH if new else phase
 
-    def _refresh(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+    def _update_variance(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
         beta2 = self.param_groups[0]["betas"][1]
         for parameter, gradient in gradients:
             self._local(parameter, "exp_avg_sq").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -125,11 +120,11 @@ class OneBitAdam(Leading):
         beta1, beta2 = group["betas"]
         owned = []
         for parameter in parameters:
-            if self._rests(parameter):
+            if self._is_encoded(parameter):
                 state = self.state[parameter]
                 if state["variance_step"] != state["step"]:  # once more, long after the warm-up
                     gradient = local_of(parameter.grad).to(width_of(parameter))
-                    self._refresh([(parameter, gradient)])
+                    self._update_variance([(parameter, gradient)])
                     self._move(group, parameter, self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1))
                     continue
                 state["variance_step"] += 1
@@ -138,8 +133,8 @@ class OneBitAdam(Leading):
             else:
                 self.state[parameter]["step"] += 1
         # The fused kernel does not count what it changes. What a rank has nothing of has changed, too: all ranks are to
-        # gather it anew.
-        grown([local_of(parameter) for parameter in parameters])
+        # all-gather it anew.
+        increment_version([local_of(parameter) for parameter in parameters])
         if not owned:
             return
         kept = [

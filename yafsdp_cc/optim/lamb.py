@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.norms import LazyNorm
-from yafsdp_cc.engine.tensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.optim.adam import OneBitAdam
-from yafsdp_cc.optim.local import local_of, width_of
+from yafsdp_cc.optim.one_bit import local_of, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from yafsdp_cc.engine.compressed import Phase
-    from yafsdp_cc.optim.leading import Form
+    from yafsdp_cc.compression.schedule import Phase
+    from yafsdp_cc.engine.dtensor import FlatDTensor
+    from yafsdp_cc.optim.one_bit import Form
 
 _REMEMBERED = 0.9
 """β₃: how much of the average trust ratio a step of the warm-up keeps."""
@@ -35,20 +36,20 @@ class Ready(NamedTuple):
     update: Tensor
     """This rank's range of m̂ / (√v̂ + ε) + λ·x."""
     largest: Any = None
-    """The largest √v̂ / √v̂_fresh, still in shares; None where gradients are exact."""
+    """The largest √v̂ / √v̂_fresh, still spread over ranks; None where gradients are exact."""
     bare: Any = None
-    """The norm of the update without λ·x, still in shares; None where there is no λ or gradients are exact."""
+    """The norm of the update without λ·x, still spread over ranks; None where there is no λ or gradients are exact."""
 
 
 class OneBitLamb(OneBitAdam):
-    """LAMB whose gradients cross the network encoded, by what ``Compression(gradients=...)`` names.
+    """LAMB whose gradients are encoded for the network, by the codec that ``Compression(gradients=...)`` names.
 
     LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020, algorithm 2) is Adam whose step of each
     parameter is multiplied by a trust ratio, ‖x‖ / ‖update‖. After the warm-up that ratio would follow the errors of
     encoded sums. In Li et al., "1-bit LAMB", 2021, algorithm 1, it is the average over the warm-up, times a factor that
-    follows the second moment as messages show it:
+    follows the second moment that decoded gradients have:
 
-        g̃ = (m − β₁·m₋₁) / (1 − β₁)                   the gradient that decoded momenta tell
+        g̃ = (m − β₁·m₋₁) / (1 − β₁)                   the gradient, from decoded momenta
         w ← β₂·w + (1 − β₂)·g̃²                        a fresh second moment, w = v at first
         factor = max over elements of √v / √w         from 0.5 to 4, and within a tenth of the one before
 
@@ -105,8 +106,8 @@ class OneBitLamb(OneBitAdam):
             max_grad_norm=max_grad_norm,
         )
 
-    def _begin(self, parameter: Tensor) -> None:
-        super()._begin(parameter)
+    def _init_state(self, parameter: Tensor) -> None:
+        super()._init_state(parameter)
         state = self.state[parameter]
         if not self._is_encoded(parameter):
             return
@@ -117,9 +118,9 @@ class OneBitLamb(OneBitAdam):
             state.setdefault("exp_avg_before", state["exp_avg"].clone())
 
     @torch.no_grad()
-    def _advance(self, phase: Phase) -> None:
+    def _update_all(self, phase: Phase) -> None:
         ready = []
-        for group, exact, encoded in self._shares(self._parameters, phase):
+        for group, exact, encoded in self._group_updates(self._parameters, phase):
             ready += [self._ready_exactly(group, each) for each in exact]
             ready += [self._ready(group, each) for each in encoded]
         if not ready:
@@ -140,7 +141,7 @@ class OneBitLamb(OneBitAdam):
                 coefficient = self._adapted_trust_of(each.parameter, next(ratios) * share + 1 - share)
             each.update.mul_(each.group["lr"] * coefficient)
         moves = {id(each.parameter): each.update for each in ready}
-        for members in self.lead.by_unit():
+        for members in self.phases.by_group():
             for parameter in members:
                 if id(parameter) in moves:
                     local_of(parameter).sub_(moves[id(parameter)])
@@ -166,24 +167,24 @@ class OneBitLamb(OneBitAdam):
         return Ready(parameter, group, update.add_(local_of(parameter), alpha=group["weight_decay"]))
 
     def _ready(self, group: dict[str, Any], parameter: Tensor) -> Ready:
-        """The moment and the gradient that what was decoded says."""
+        """The moment, and the gradient by which it has changed."""
         beta1, _ = group["betas"]
-        state, said = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
+        state, decoded = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
         state["step"] += 1
         if self.form == "gradient":
-            moment = self._local(parameter, "exp_avg").lerp_(said, 1 - beta1)
-            told = said
+            moment = self._local(parameter, "exp_avg").lerp_(decoded, 1 - beta1)
+            gradient = decoded
         else:
-            moment, before = said, self._local(parameter, "exp_avg_before")
-            told = moment.sub(before, alpha=beta1).div_(1 - beta1)
+            moment, before = decoded, self._local(parameter, "exp_avg_before")
+            gradient = moment.sub(before, alpha=beta1).div_(1 - beta1)
             before.copy_(moment)
-        return self._ready_with(group, parameter, moment, told)
+        return self._ready_with(group, parameter, moment, gradient)
 
-    def _ready_with(self, group: dict[str, Any], parameter: Tensor, moment: Tensor, told: Tensor) -> Ready:
+    def _ready_with(self, group: dict[str, Any], parameter: Tensor, moment: Tensor, gradient: Tensor) -> Ready:
         """The update of 1-bit Adam, and what the factor is made of (Li et al., 2021, algorithm 1)."""
         beta1, beta2 = group["betas"]
         state = self.state[parameter]
-        fresh = self._local(parameter, "exp_avg_sq_fresh").mul_(beta2).addcmul_(told, told, value=1 - beta2)
+        fresh = self._local(parameter, "exp_avg_sq_fresh").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if not state["variance_step"]:  # trained for the first time: the next step brings an exact gradient
             return Ready(parameter, group, torch.zeros_like(moment))
         root = self._local(parameter, "exp_avg_sq") / (1 - beta2 ** float(state["variance_step"]))
@@ -217,12 +218,12 @@ class OneBitLamb(OneBitAdam):
 
 
 def _known(norms: Sequence[Any]) -> list[float]:
-    """What all ranks agree on, of norms that are still in shares: one all-reduce."""
+    """Return norms that are still spread over ranks, by one all-reduce."""
     if not norms:
         return []
     joined = torch.stack(list(norms))
-    return list((joined.full_tensor() if isinstance(joined, LazyNorm) else joined).tolist())
+    return list((joined.full_tensor() if isinstance(joined, DTensor) else joined).tolist())
 
 
 def _like(parameter: Any, local: Tensor) -> FlatDTensor:
-    return flat_dtensor(local, parameter._cut)
+    return flat_dtensor(local, parameter.shard_spec)

@@ -1,4 +1,4 @@
-"""1-bit Adam as the paper has it: every rank holds the whole model, its momentum and its errors."""
+"""1-bit Adam as in the paper: every rank holds the whole model, its momentum and its residuals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from yafsdp_cc.engine.agree import all_gathered, checksum
+from yafsdp_cc.compression.all_reduce import CompressedMean
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.engine.checks import all_gather_objects, checksum
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.optim.local import check_settings
-from yafsdp_cc.wire.codec import BLOCK, codec_of
-from yafsdp_cc.wire.mean import EncodedMean
+from yafsdp_cc.optim.one_bit import check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import Extent
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+_RESIDUAL = "unsaid"
+"""The name of residuals in state dicts."""
 
 
 class ReplicatedOneBitAdam(Optimizer):
@@ -36,17 +38,18 @@ class ReplicatedOneBitAdam(Optimizer):
         m   = the mean of m_w, encoded by every rank and by the owner of each chunk, with both their errors added first
         x   = x − lr · m̂ / (√v̂ + ε)          with the second moment v of the end of the warm-up
 
-    (``wire.mean``). ``OneBitAdam`` is what makes it fit a sharded model; this one is what that is held against, and for
-    models that need no sharding. Other than in the paper, each block has a scale of its own, and both moments are
-    corrected for their start at zero, as those of ``torch.optim.AdamW`` are, whose steps the warm-up makes. No element
-    moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section 2.1): after the warm-up rows of an
-    embedding that were never seen have no second moment, and share blocks with others that were.
+    (``compression.all_reduce.CompressedMean``). ``OneBitAdam`` is what makes it fit a sharded model; this one is what
+    that is held against, and for models that need no sharding. Other than in the paper, each block has a scale of its
+    own, and both moments are corrected for their start at zero, as those of ``torch.optim.AdamW`` are, whose steps the
+    warm-up makes. No element moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section 2.1):
+    after the warm-up rows of an embedding that were never seen have no second moment, and share blocks with others that
+    were.
 
     Gradients stay those of the rank, and ``step`` is a collective: every rank calls it, with the weights of all alike.
     Where a parameter's ``.grad`` is None it counts as zeros. What is clipped is each rank's own gradient. Under a
     ``GradScaler`` all ranks skip a step where one of them has a gradient that is not finite, and nothing is lost.
 
-    A state dict is that of ``torch.optim.AdamW``, and what messages have left unsaid as ``"unsaid"`` of each parameter;
+    A state dict is that of ``torch.optim.AdamW``, with the residuals as ``"unsaid"`` of each parameter;
     call ``settle()`` on all ranks before ``state_dict()``. Any number of ranks can load it, AdamW too.
 
     Memory of each rank: m, v, its errors, the buffer of means, in fp32: 16 bytes for each element, and 4 for each of
@@ -99,7 +102,7 @@ class ReplicatedOneBitAdam(Optimizer):
         self._layout = layout = Layout.of(shapes, ranks.size(), block)
         device = self._parameters[0].device
         places = [(extent.offset, extent.end) for extent in layout.extents]
-        self.mean = EncodedMean(ranks, device, kind, layout.numel, places)
+        self.mean = CompressedMean(ranks, device, kind, layout.numel, places)
         self._flats = {
             name: torch.zeros(layout.numel, dtype=torch.float32, device=device) for name in ("exp_avg", "exp_avg_sq")
         }
@@ -146,23 +149,22 @@ class ReplicatedOneBitAdam(Optimizer):
         return loss
 
     def settle(self) -> None:
-        """Even out what messages have left unsaid: every rank has the mean of it afterwards. A collective."""
-        unsaid = self.mean.unsaid()
-        self.mean.owe(unsaid)
+        """Even out the residuals: every rank has the mean of them afterwards. A collective."""
+        unsent = self.mean.unsent()
+        self.mean.carry_over(unsent)
         for parameter, extent in self._places():
-            self.state[parameter]["unsaid"] = _part(unsaid, extent).clone()
+            self.state[parameter][_RESIDUAL] = _part(unsent, extent).clone()
         self._is_settled = True
 
     def state_dict(self) -> dict[str, Any]:
         """As of ``torch.optim.AdamW``, the same on all ranks.
 
         Raises:
-            RuntimeError: messages have left something unsaid since the last ``settle``.
+            RuntimeError: residuals have changed since the last ``settle``.
         """
         if not self._is_settled:
             raise RuntimeError(
-                "ranks differ in what their messages have left unsaid: call optimizer.settle() on all of them before "
-                "optimizer.state_dict()"
+                "residuals differ between ranks: call optimizer.settle() on all of them before optimizer.state_dict()"
             )
         state: dict[str, Any] = super().state_dict()
         return state
@@ -173,11 +175,11 @@ class ReplicatedOneBitAdam(Optimizer):
         super().load_state_dict(state_dict)
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
         self.steps = max(steps, default=0)
-        unsaid = torch.zeros_like(self._whole)
+        unsent = torch.zeros_like(self._whole)
         for parameter, extent in self._places():
-            if "unsaid" in self.state[parameter]:
-                _part(unsaid, extent).copy_(self.state[parameter]["unsaid"])
-        self.mean.owe(unsaid)
+            if _RESIDUAL in self.state[parameter]:
+                _part(unsent, extent).copy_(self.state[parameter][_RESIDUAL])
+        self.mean.carry_over(unsent)
         self._is_settled = True
         self._begin()
 
@@ -204,7 +206,7 @@ class ReplicatedOneBitAdam(Optimizer):
         """Raise where the parameters are not what this can train, on all ranks where they differ."""
         names = _names_of(self.param_groups)
         if any(tuple(group["betas"]) != tuple(self.param_groups[0]["betas"]) for group in self.param_groups):
-            raise ValueError("ReplicatedOneBitAdam takes the same betas in all groups: the wire has one momentum")
+            raise ValueError("ReplicatedOneBitAdam takes the same betas in all groups: all ranks share one momentum")
         for name, parameter in zip(names, self._parameters, strict=True):
             if isinstance(parameter, DTensor):
                 raise ValueError(f"{name} is sharded: take yafsdp_cc.optim.OneBitAdam for it")
@@ -214,7 +216,7 @@ class ReplicatedOneBitAdam(Optimizer):
                     f"on one device, such as {self._parameters[0].device}"
                 )
         mine = [(tuple(each.shape), str(each.dtype), checksum(each.detach())) for each in self._parameters]
-        everybody = all_gathered(mine, [self._group])
+        everybody = all_gather_objects(mine, [self._group])
         for index, name in enumerate(names):
             if len({theirs[index] if index < len(theirs) else None for theirs in everybody}) > 1:
                 raise ValueError(
@@ -280,7 +282,7 @@ class ReplicatedOneBitAdam(Optimizer):
                     parameter.copy_(updated)
 
     def _update(self) -> None:
-        """Make the step that the momentum says."""
+        """Make the step along the momentum."""
         beta1, beta2 = self.param_groups[0]["betas"]
         furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
         corrections = 1 - beta1**self.steps, 1 - beta2**self.warmup_steps

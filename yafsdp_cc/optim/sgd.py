@@ -7,33 +7,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim.sgd import sgd
 
-from yafsdp_cc.optim.leading import Form, Leading
-from yafsdp_cc.optim.local import local_of, width_of
+from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, local_of, width_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
 
-class OneBitSGD(Leading):
-    """SGD with momentum whose gradients cross the network encoded, by what ``Compression(gradients=...)`` names.
+class OneBitSGD(OneBitOptimizer):
+    """SGD with momentum whose gradients are encoded for the network, by ``Compression(gradients=...)``.
 
     Its update is linear in the gradients, so it needs none of what makes 1-bit Adam difficult: error feedback alone
     keeps its rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and no second moment wants
     exact sums. A warm-up is there for those whose first steps are large. The forms are those of ``OneBitAdam``:
 
-    - ``form="momentum"``: each rank's own momentum is encoded, which is what its messages have left unsaid at the same
-      time (``wire.momentum``). ``.grad`` is then the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it
-      limits the update.
-    - ``form="gradient"``: each rank's gradient, with what was left unsaid; the owner of a chunk makes the momentum from
-      what it decodes. Works for several backwards per step without ``no_sync``.
+    - ``form="momentum"``: each rank's own momentum is encoded, which is its residual at the same time. ``.grad`` is
+      then the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
+    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the momentum from what it
+      decodes. Works for several backwards per step without ``no_sync``.
 
     Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
     no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum,
     ``torch.optim.SGD`` itself is what the gradient form would be.
 
     A state dict is that of ``torch.optim.SGD`` with the number of steps beside it: either can load the other's, at any
-    number of ranks. What messages have left unsaid is saved beside it by ``yafsdp_cc.save``.
+    number of ranks. Residuals are saved beside it by ``yafsdp_cc.save``.
 
     Args:
         params: of a model that was sharded with a compression, or groups of them: all that are trained.
@@ -84,9 +82,9 @@ class OneBitSGD(Leading):
         super().add_param_group(param_group)
         if any(group["momentum"] != self.param_groups[0]["momentum"] for group in self.param_groups):
             self.param_groups.pop()
-            raise ValueError("OneBitSGD takes the same momentum in all groups: the wire has one")
+            raise ValueError("OneBitSGD takes the same momentum in all groups: residuals are one")
 
-    def _begin(self, parameter: Tensor) -> None:
+    def _init_state(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0))
         if state.get("momentum_buffer") is None:
@@ -120,11 +118,11 @@ class OneBitSGD(Leading):
         for parameter in parameters:
             self.state[parameter]["step"] += 1
             local, buffer = local_of(parameter), self._local(parameter, "momentum_buffer")
-            said = local_of(parameter.grad).to(width_of(parameter))
+            decoded = local_of(parameter.grad).to(width_of(parameter))
             if decay:
-                said = said.add(local, alpha=decay)
+                decoded = decoded.add(local, alpha=decay)
             if self.form == "gradient":
-                said = buffer.mul_(group["momentum"]).add_(said)
+                decoded = buffer.mul_(group["momentum"]).add_(decoded)
             elif decay:
-                buffer.add_(local, alpha=decay)  # the owner's part of the momentum, which the wire carries on
-            local.sub_(said, alpha=group["lr"])
+                buffer.add_(local, alpha=decay)  # the owner's part of the momentum, which the compressed sum carries on
+            local.sub_(decoded, alpha=group["lr"])

@@ -4,7 +4,7 @@
 units, and ``report`` is the printed plan. Nothing here imports ``torch.distributed``: a plan needs no process group.
 """
 
-from yafsdp_cc.plan.parameters import OwnedParameter, check_no_optimizer
+from yafsdp_cc.plan.parameters import OwnedParameter
 from yafsdp_cc.plan.report import (
     Plan,
     PlannedChoice,
@@ -29,6 +29,5 @@ __all__ = [
     "Role",
     "UnitSpec",
     "Units",
-    "check_no_optimizer",
     "find_units",
 ]

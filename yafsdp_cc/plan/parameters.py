@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -94,31 +92,6 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             by_storage[part.untyped_storage()._cdata].append((*_extent(part), owned))
     for tenants in by_storage.values():
         _check_apart(tenants)
-
-
-def check_no_optimizer(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise a ``ValueError`` if a live optimizer holds parameters that sharding is about to replace."""
-    parameters = {id(owned.parameter) for owned in survey(model, ignored)}
-    if _optimizer_of(parameters) is None:
-        return
-    gc.collect()  # what was found may be garbage in a reference cycle
-    if found := _optimizer_of(parameters):
-        kind, count = found
-        raise ValueError(
-            f"{kind} holds {count} of this model's parameters, and was made before shard() or fully_shard(): "
-            "make it after"
-        )
-
-
-def _optimizer_of(parameters: set[int]) -> tuple[str, int] | None:
-    for candidate in gc.get_objects():
-        kind = type(candidate)  # not isinstance(): a proxy may answer for __class__ with anything, or raise
-        if issubclass(kind, Optimizer):
-            groups = getattr(candidate, "param_groups", ())
-            held = {id(parameter) for group in groups for parameter in group["params"]} & parameters
-            if held:
-                return kind.__name__, len(held)
-    return None
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -128,8 +128,6 @@ class Plan:
     second_shard_bytes: int = 0
     residual_bytes: int = 0
     """What encoded gradients have still to say."""
-    late_bytes: int = 0
-    """What stays of sums that land one backward late, and their messages."""
     choices: tuple[PlannedChoice, ...] = ()
     """Where gradients are encoded, what each codec would cost instead."""
     change_bytes: int = 0
@@ -163,7 +161,6 @@ class Plan:
             "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
             "receive buffer": self.receive_bytes,
             **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
-            **({"sums that land late": self.late_bytes} if self.late_bytes else {}),
             **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
             **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
             **({"room for changes": self.change_bytes} if self.change_bytes else {}),

@@ -23,10 +23,10 @@ import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Kind = Literal["gather", "forward", "backward", "reduce", "small", "clip", "step", "choice", "change"]
+Kind = Literal["gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice"]
 
 
-class _Deaf:
+class _NoTool:
     """In place of NVTX where it is not installed: no tool listens."""
 
     def get_event_attributes(self, **_: object) -> None:
@@ -43,7 +43,7 @@ _domain: Any
 try:
     import nvtx
 except ImportError:
-    _domain = _Deaf()
+    _domain = _NoTool()
 else:
     _domain = nvtx.get_domain("yafsdp_cc")
 
@@ -55,11 +55,10 @@ _COLORS: dict[Kind, str] = {
     "forward": "green",
     "backward": "orange",
     "reduce": "red",
-    "small": "purple",
+    "replicated": "purple",
     "clip": "yellow",
     "step": "cyan",
     "choice": "white",
-    "change": "blue",
 }
 
 

@@ -1,4 +1,4 @@
-// fp32 and bf16: see yafsdp_cc/wire/codecs/floats.py.
+// fp32 and bf16: see yafsdp_cc/compression/codecs/floats.py.
 #pragma once
 
 #include "../blocks.h"
@@ -13,10 +13,10 @@ struct Floats {
     static bool encode(const Block& x, const Place& to) {
         auto* numbers = reinterpret_cast<Stored*>(to.message) + to.b * to.block;
         each(x.n, [=, h = x.h](int64_t i) { numbers[i] = G::store(h[i] == h[i] ? h[i] : float_of(0x7fc00000)); });
-        alignas(64) float said[kLargestBlock];
-        each(x.n, [&](int64_t i) { said[i] = G::load(numbers[i]); });
-        if (!is_finite(largest_of(said, x.n))) return false;
-        each(x.n, [&, left = x.left, due = x.due, taken = x.taken](int64_t i) { left[i] = due[i] - taken * said[i]; });
+        alignas(64) float decoded[kLargestBlock];
+        each(x.n, [&](int64_t i) { decoded[i] = G::load(numbers[i]); });
+        if (!is_finite(largest_of(decoded, x.n))) return false;
+        each(x.n, [&, left = x.left, due = x.due, taken = x.taken](int64_t i) { left[i] = due[i] - taken * decoded[i]; });
         return true;
     }
 

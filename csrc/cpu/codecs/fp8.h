@@ -1,4 +1,4 @@
-// fp8: see yafsdp_cc/wire/codecs/fp8.py.
+// fp8: see yafsdp_cc/compression/codecs/fp8.py.
 #pragma once
 
 #include "steps.h"
@@ -10,7 +10,7 @@ struct FP8 {
     static bool encode(const Block& x, const Place& to) {
         const Step step = step_of(largest_of(x.h, x.n), 448.0f);
         uint8_t* codes = to.payload() + to.b * to.block;
-        if (cannot_be_said(to.scale(), step.scale)) {
+        if (mark_nonfinite(to.scale(), step.scale)) {
             std::memset(codes, 0, static_cast<size_t>(x.n));
             return false;
         }

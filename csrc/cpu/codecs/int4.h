@@ -1,4 +1,4 @@
-// int4: see yafsdp_cc/wire/codecs/int4.py.
+// int4: see yafsdp_cc/compression/codecs/int4.py.
 #pragma once
 
 #include "steps.h"
@@ -9,13 +9,13 @@ namespace {
 struct Int4 {
     static bool encode(const Block& x, const Place& to) {
         alignas(64) int8_t codes[kLargestBlock];
-        const bool said = whole_steps(x, 7.0f, to.scale(), codes);
+        const bool finite = whole_steps(x, 7.0f, to.scale(), codes);
         const int64_t half = x.n / 2;
         uint8_t* bytes = to.payload() + to.b * half;
         halves(half, [&](int64_t j) {
             bytes[j] = static_cast<uint8_t>((codes[j] & 15) | static_cast<uint8_t>(codes[half + j]) << 4);
         });
-        return said;
+        return finite;
     }
 
     template <class Sink>

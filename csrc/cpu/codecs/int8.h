@@ -1,4 +1,4 @@
-// int8: see yafsdp_cc/wire/codecs/int8.py.
+// int8: see yafsdp_cc/compression/codecs/int8.py.
 #pragma once
 
 #include "steps.h"

@@ -1,4 +1,4 @@
-// onebit: see yafsdp_cc/wire/codecs/onebit.py.
+// onebit: see yafsdp_cc/compression/codecs/onebit.py.
 #pragma once
 
 #include "../masks.h"
@@ -12,7 +12,7 @@ struct OneBit {
         const float* h = x.h;
         const float scale = block_sum(x.n, [=](int64_t i) { return magnitude(h[i]); }) / x.size;
         uint8_t* bytes = to.payload() + to.b * (to.block / 8);
-        if (cannot_be_said(to.scale(), scale)) {
+        if (mark_nonfinite(to.scale(), scale)) {
             std::memset(bytes, 0, static_cast<size_t>(x.n / 8));
             return false;
         }

@@ -6,7 +6,7 @@
 namespace yafsdp_cc::cpu {
 namespace {
 
-inline bool cannot_be_said(uint8_t* scale, float value) {
+inline bool mark_nonfinite(uint8_t* scale, float value) {
     if (is_finite(value)) {
         write_float(scale, value);
         return false;
@@ -17,7 +17,7 @@ inline bool cannot_be_said(uint8_t* scale, float value) {
 
 inline bool whole_steps(const Block& x, float levels, uint8_t* scale_to, int8_t* codes) {
     const Step step = step_of(largest_of(x.h, x.n), levels);
-    if (cannot_be_said(scale_to, step.scale)) {
+    if (mark_nonfinite(scale_to, step.scale)) {
         std::memset(codes, 0, static_cast<size_t>(x.n));
         return false;
     }

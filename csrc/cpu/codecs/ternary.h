@@ -1,4 +1,4 @@
-// ternary: see yafsdp_cc/wire/codecs/ternary.py.
+// ternary: see yafsdp_cc/compression/codecs/ternary.py.
 #pragma once
 
 #include "steps.h"
@@ -11,8 +11,8 @@ struct Ternary {
 
     static bool encode(const Block& x, const Place& to) {
         alignas(64) int8_t codes[kLargestBlock];  // -1, 0 or 1
-        const bool said = x.noise ? drawn(x, to.scale(), codes) : kept(x, to.scale(), codes);
-        if (!said) std::memset(codes, 0, static_cast<size_t>(x.n));
+        const bool finite = x.noise ? drawn(x, to.scale(), codes) : kept(x, to.scale(), codes);
+        if (!finite) std::memset(codes, 0, static_cast<size_t>(x.n));
         // The first of the five puts down the digits of those that the last five lack.
         const int64_t k = to.b % kFive;
         uint32_t digits = 0;
@@ -24,7 +24,7 @@ struct Ternary {
         } else {
             each(x.n, [&](int64_t i) { bytes[i] = static_cast<uint8_t>(bytes[i] + codes[i] * times + plus); });
         }
-        return said;
+        return finite;
     }
 
     template <class Sink>
@@ -51,7 +51,7 @@ struct Ternary {
     static bool kept(const Block& x, uint8_t* scale_to, int8_t* codes) {
         const float* h = x.h;
         const float threshold = block_sum(x.n, [=](int64_t i) { return magnitude(h[i]); }) / x.size * 0.7f;
-        if (cannot_be_said(scale_to, threshold)) return false;
+        if (mark_nonfinite(scale_to, threshold)) return false;
         int32_t count = 0;
         const float total = block_sum(x.n, [=](int64_t i) {
             const float size = magnitude(h[i]);
@@ -59,7 +59,7 @@ struct Ternary {
         });
         for (int64_t i = 0; i < x.n; ++i) count += magnitude(h[i]) > threshold;
         const float scale = total / static_cast<float>(count > 1 ? count : 1);
-        if (cannot_be_said(scale_to, scale)) return false;
+        if (mark_nonfinite(scale_to, scale)) return false;
         each(x.n, [=, due = x.due, left = x.left, taken = x.taken](int64_t i) {
             const int32_t code = magnitude(h[i]) > threshold ? 1 - 2 * static_cast<int32_t>(bits_of(h[i]) >> 31) : 0;
             codes[i] = static_cast<int8_t>(code);
@@ -70,7 +70,7 @@ struct Ternary {
 
     static bool drawn(const Block& x, uint8_t* scale_to, int8_t* codes) {
         const float largest = largest_of(x.h, x.n);
-        if (cannot_be_said(scale_to, largest)) return false;
+        if (mark_nonfinite(scale_to, largest)) return false;
         each(x.n, [=, h = x.h, noise = x.noise](int64_t i) {
             const bool kept = noise[i] < magnitude(h[i]) / largest;
             codes[i] = static_cast<int8_t>(kept ? 1 - 2 * static_cast<int32_t>(bits_of(h[i]) >> 31) : 0);

@@ -1,4 +1,4 @@
-// topk: see yafsdp_cc/wire/codecs/topk.py. Its unit is a tile, not a block.
+// topk: see yafsdp_cc/compression/codecs/topk.py. Its unit is a tile, not a block.
 #pragma once
 
 #include "../blocks.h"
@@ -42,10 +42,10 @@ struct TopK {
             choice.choose(size, kept);
             for (int64_t i = 0; i < kept; ++i) {
                 const uint16_t position = choice.positions[i], rounded = to_bf16(h[position]);
-                const uint16_t said = rounded == 0x8000 ? 0 : rounded;
+                const uint16_t sent = rounded == 0x8000 ? 0 : rounded;
                 write(positions, i, position);
-                write(positions + 2 * kept, i, said);
-                due[position] -= job.taken * from_bf16(said);
+                write(positions + 2 * kept, i, sent);
+                due[position] -= job.taken * from_bf16(sent);
             }
             if (!remembers) continue;
             for (int64_t at = 0; at < size; at += job.block) {
@@ -56,7 +56,7 @@ struct TopK {
         }
     }
 
-    // Calls sparse(position, value) for what tile `tile` says.
+    // Calls sparse(position, value) for each element that tile `tile` holds.
     template <class Sink>
     static void decode(const uint8_t* message, int64_t n, int64_t tile, Sink sparse) {
         const int64_t start = tile * kTile, size = n - start < kTile ? n - start : kTile, kept = kept_of(size);

@@ -1,4 +1,4 @@
-// int8 and fp8: a byte an element (wire/codecs/int8.py and fp8.py); and the whole steps that int4 shares.
+// int8 and fp8: a byte an element (compression/codecs/int8.py and fp8.py); and the whole steps that int4 shares.
 #pragma once
 
 #include "../place.cuh"
@@ -16,7 +16,7 @@ template <int LEVELS, class Code> struct Stepped : Codec<Code> {
     DEVICE void take(int, float h) { largest.take(h); }
     DEVICE void weigh(const EncodeJob&, const Place& place) {
         step = step_of(largest.of_team(), SHARE);
-        this->said = is_finite(step.scale);
+        this->finite = is_finite(step.scale);
         place.write_scale(step.scale);
     }
 };
@@ -30,7 +30,7 @@ template <int LEVELS, bool NOISY> struct Whole : Stepped<LEVELS, int> {
     DEVICE int code(float h, unsigned at) const {
         const float steps = mul(h, this->step.inverse);
         const int whole = NOISY ? __float2int_rd(add(steps, noise(first + at, seed))) : __float2int_rn(steps);
-        return this->said ? clamped(whole, LEVELS) : 0;
+        return this->finite ? clamped(whole, LEVELS) : 0;
     }
     DEVICE float worth(int code) const { return mul(float(code), this->step.scale); }
 };
@@ -50,7 +50,7 @@ struct FP8 : Stepped<448, int> {
     DEVICE FP8(const EncodeJob&, unsigned) {}
     DEVICE int code(float h, unsigned) const {
         const float steps = fminf(fmaxf(mul(h, step.inverse), -448.0f), 448.0f);
-        return said ? int(as_fp8(steps)) : 0;
+        return finite ? int(as_fp8(steps)) : 0;
     }
     DEVICE float worth(int code) const { return mul(of_fp8(unsigned(code)), step.scale); }
     template <int ROWS, bool MANY>

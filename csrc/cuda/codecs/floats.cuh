@@ -1,4 +1,4 @@
-// fp32 and bf16: the numbers themselves, or rounded (wire/codecs/floats.py).
+// fp32 and bf16: the numbers themselves, or rounded (compression/codecs/floats.py).
 #pragma once
 
 #include "../place.cuh"
@@ -15,7 +15,7 @@ template <bool HALF> struct Float : Codec<float> {
     }
     DEVICE void open() { largest = Largest(); }
     DEVICE void take(int, float h) { largest.take(HALF ? as_bf16(h) : h); } // rounding can overflow
-    DEVICE void weigh(const EncodeJob&, const Place&) { said = largest.of_team() < INFINITE; }
+    DEVICE void weigh(const EncodeJob&, const Place&) { finite = largest.of_team() < INFINITE; }
     DEVICE float code(float h, unsigned) const { return HALF ? as_bf16(h) : h; }
     DEVICE float worth(float code) const { return code; }
     template <int ROWS, bool MANY> DEVICE void write(const Place& place, int patch, const float (&codes)[ROWS][4]) {

@@ -1,4 +1,4 @@
-// int4: 15 levels, elements half a block apart in one byte (wire/codecs/int4.py).
+// int4: 15 levels, elements half a block apart in one byte (compression/codecs/int4.py).
 #pragma once
 
 #include "bytes.cuh"

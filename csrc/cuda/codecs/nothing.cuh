@@ -12,7 +12,7 @@ struct Nothing : Codec<float> {
     DEVICE Nothing(const EncodeJob&, unsigned) {}
     DEVICE void open() { largest = Largest(); }
     DEVICE void take(int, float h) { largest.take(h); }
-    DEVICE void weigh(const EncodeJob&, const Place&) { said = largest.of_team() < INFINITE; }
+    DEVICE void weigh(const EncodeJob&, const Place&) { finite = largest.of_team() < INFINITE; }
     DEVICE float code(float, unsigned) const { return 0.0f; }
     DEVICE float worth(float code) const { return code; }
     template <int ROWS, bool MANY> DEVICE void write(const Place&, int, const float (&)[ROWS][4]) const {}

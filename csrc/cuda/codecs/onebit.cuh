@@ -1,4 +1,4 @@
-// onebit: signs, and the mean magnitude (wire/codecs/onebit.py).
+// onebit: signs, and the mean magnitude (compression/codecs/onebit.py).
 #pragma once
 
 #include "bytes.cuh"
@@ -14,10 +14,10 @@ struct OneBit : Codec<bool> {
     DEVICE void take(int lane, float h) { sum.take(lane, h); }
     DEVICE void weigh(const EncodeJob&, const Place& place) {
         scale = quotient(sum.of_team(), place.size());
-        said = is_finite(scale);
+        finite = is_finite(scale);
         place.write_scale(scale);
     }
-    DEVICE bool code(float h, unsigned) const { return said && __float_as_uint(h) >> 31; }
+    DEVICE bool code(float h, unsigned) const { return finite && __float_as_uint(h) >> 31; }
     DEVICE float worth(bool code) const { return code ? -scale : scale; }
 
     // A thread has four bits of each row. Two threads make a byte of each, eight of those the row's two words.

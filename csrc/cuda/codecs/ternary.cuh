@@ -1,4 +1,4 @@
-// ternary: -scale, 0 or scale, the digits of five blocks in one byte (wire/codecs/ternary.py).
+// ternary: -scale, 0 or scale, the digits of five blocks in one byte (compression/codecs/ternary.py).
 #pragma once
 
 #include "bytes.cuh"
@@ -14,7 +14,7 @@ struct Digits : Codec<int> {
 
     DEVICE void open() { weight = weight == 0 ? 1 : 3 * weight; }
     DEVICE void weigh_up(const Place& place) {
-        said = is_finite(scale);
+        finite = is_finite(scale);
         place.write_scale(scale);
     }
     DEVICE float worth(int code) const { return mul(float(code), scale); }
@@ -70,7 +70,7 @@ template <> struct Ternary<false> : Digits {
         weigh_up(place);
     }
     DEVICE int code(float h, unsigned) const {
-        return said && fabsf(h) > threshold ? (__float_as_uint(h) >> 31 ? -1 : 1) : 0;
+        return finite && fabsf(h) > threshold ? (__float_as_uint(h) >> 31 ? -1 : 1) : 0;
     }
 };
 
@@ -91,7 +91,7 @@ template <> struct Ternary<true> : Digits {
     }
     DEVICE int code(float h, unsigned at) const {
         const bool keeps = noise(first + at, seed) < quotient(fabsf(h), scale);
-        return said && keeps ? (__float_as_uint(h) >> 31 ? -1 : 1) : 0;
+        return finite && keeps ? (__float_as_uint(h) >> 31 ? -1 : 1) : 0;
     }
 };
 

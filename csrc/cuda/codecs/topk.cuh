@@ -1,9 +1,9 @@
-// topk: of each tile of 65,536 elements the largest hundredth (wire/codecs/topk.py). One thread block has one tile.
+// topk: of each tile of 65,536 elements the largest hundredth (compression/codecs/topk.py). One thread block has one tile.
 //
 // Encoding goes over the tile three times, and only the first time is it likely to come from memory:
-//     1. how many elements there are in each of 2,048 buckets of magnitude, which tells the threshold;
+//     1. how many elements there are in each of 2,048 buckets of magnitude, which gives the threshold;
 //     2. in the order of positions, who is above the threshold, and who of those at it still has a place: a count of
-//        both over the threads of the block says where each goes;
+//        both over the threads of the block gives the place of each;
 //     3. what is left of each block, as after any other codec (block.cuh).
 #pragma once
 
@@ -30,7 +30,7 @@ struct Tile {
     }
 };
 
-// What step 3 takes for a codec: said is what a bit is set for.
+// What step 3 takes for a codec: finite is what a bit is set for.
 struct Chosen : Codec<float> {
     const unsigned* bits;
 

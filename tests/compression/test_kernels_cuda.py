@@ -1,0 +1,154 @@
+"""The CUDA kernels on a GPU, against the plain-torch definitions there and on the CPU, to the bit.
+
+Written where there was no GPU, and so far run on none; the same source is held to the same definitions, emulated, by
+``test_cuda_emulated.py``. What is added here is what an emulator cannot show: large grids, streams, capture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compression.twins import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
+from yafsdp_cc.compression.error_feedback import Recursion
+from yafsdp_cc.compression.kernels import ops_for
+
+OPS = ops_for(torch.device("cuda")) if torch.cuda.is_available() else None
+pytestmark = pytest.mark.skipif(OPS is None, reason="no CUDA device, or no native extension for it")
+
+PART = 327_680
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def twins(request: pytest.FixtureRequest) -> Twins:
+    return Twins(OPS, "cuda", reference=request.param)
+
+
+def elements(block: int) -> int:
+    """Some tiles and many blocks, no whole number of either."""
+    return (3 * 65_536 + 5_000) // block * block + block
+
+
+@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_encode(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+    for seed, block in enumerate(BLOCKS):
+        for kind in ("usual", KINDS[seed % len(KINDS)]):
+            gradients = numbers(kind, 3, elements(block), GRADIENTS[seed % 3], seed)
+            twins.encode(name, block, Case(gradients, residual=residual, scale=0.37))
+
+
+@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_encode_with_tails_at_odd_addresses(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+    for seed, block in enumerate(BLOCKS):
+        n = elements(block)
+        counts = some_counts(2, n // block, block, seed)
+        gradients = numbers("ragged", 2, n, GRADIENTS[seed % 3], seed)
+        twins.encode(name, block, Case(gradients, counts, residual, Recursion(0.9, 0.95)), odd=True)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
+def test_encode_at_random(twins: Twins, name: str) -> None:
+    for block in BLOCKS:
+        gradients = numbers("ragged", 3, elements(block), torch.bfloat16, block)
+        twins.encode(name, block, Case(gradients, noise=Noise(0xDEADBEEF, 2**32 - 700)))
+
+
+@pytest.mark.parametrize("dtype", RESIDUALS[1:], ids=str)
+def test_accumulate(twins: Twins, dtype: torch.dtype) -> None:
+    for seed, block in enumerate(BLOCKS):
+        for kind in KINDS:
+            gradients = numbers(kind, 2, elements(block), GRADIENTS[seed % 3], seed)
+            twins.accumulate(gradients, dtype, block, 0.37)
+
+
+def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
+    codec = codec_of(name, block)
+    message = torch.zeros(3, codec.message_bytes(n), dtype=torch.uint8)
+    error_feedback.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
+    return message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode(twins: Twins, name: str) -> None:
+    for block in (64, 256, 1024):
+        n = PART + 3 * 4096
+        for kind in ("zeros", "bad"):
+            message = messages_of(name, block, kind, n)
+            for dtype in GRADIENTS:
+                twins.decode(name, block, message, n, dtype)
+            own = numbers("zeros", 1, n, torch.bfloat16, 6)[0]
+            for mine, place in ((None, 0), (own, 0), (own.float(), 2), (own, 3)):
+                twins.decode_sum(name, block, message, n, mine, place, PART)
+
+
+@pytest.mark.parametrize("processors", ["1", "7", "100000"])
+def test_any_grid_gives_the_same(monkeypatch: pytest.MonkeyPatch, processors: str) -> None:
+    monkeypatch.setenv("YAFSDP_CC_CUDA_SMS", processors)
+    for name in NAMES:
+        gradients = numbers("usual", 4, 10 * 65_536, torch.bfloat16, 3)
+        Twins(OPS, "cuda").encode(name, 256, Case(gradients, residual=torch.bfloat16))
+
+
+class Run:
+    """An encode, and a sum of its messages, of one set of tensors."""
+
+    def __init__(self, name: str) -> None:
+        self.codec, n = codec_of(name), 2_048_000
+        self.gradients = torch.zeros(2, n, dtype=torch.bfloat16, device="cuda")
+        self.residual = torch.zeros(2, n, device="cuda")
+        self.scales = torch.zeros(2, 0, device="cuda")
+        self.message = torch.zeros(2, self.codec.message_bytes(n), dtype=torch.uint8, device="cuda")
+        self.total = torch.zeros(n, device="cuda")
+        self.fresh = numbers("usual", 2, n, torch.bfloat16, 1).cuda()
+
+    def __call__(self) -> None:
+        ops: Any = OPS
+        number, block, stream = NAMES.index(self.codec.name), self.codec.block, torch.cuda.current_stream().cuda_stream
+        self.gradients.copy_(self.fresh)
+        ops.encode(
+            self.gradients, self.message, number, block, None, self.residual, self.scales, 1.0, 1.0, 1.0, -1, 0, stream
+        )
+        ops.decode_sum(self.message, number, block, self.total.numel(), None, 0, self.total, 0, stream)
+
+    def expected(self) -> Tensor:
+        message = torch.zeros_like(self.message, device="cpu")
+        error_feedback.encode(self.codec, self.fresh.cpu(), message)
+        total = torch.zeros_like(self.total, device="cpu")
+        error_feedback.decode_sum(self.codec, message, None, 0, total)
+        return total
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_run_on_the_stream_they_are_given(name: str) -> None:
+    run, side = Run(name), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # what follows on any other stream would find zeros
+        run()
+    assert not side.query(), "the host waited"
+    side.synchronize()
+    assert run.total.cpu().equal(run.expected())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_allocate_nothing_and_are_captured(name: str) -> None:
+    """A wait would not let them be."""
+    run = Run(name)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    run()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    run.residual.zero_()
+    run.total.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert run.total.cpu().equal(run.expected())

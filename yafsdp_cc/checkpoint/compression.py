@@ -1,0 +1,135 @@
+"""Compression in a checkpoint: residuals and kept weights, for any number of ranks and as they are for the same ones.
+
+Kept weights are those that deltas build on (``compression.delta``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from yafsdp_cc.compression.fallback import fallback_of
+from yafsdp_cc.compression.schedule import CompressionSchedule, schedule_of
+from yafsdp_cc.compression.state import (
+    carry_over_residuals,
+    empty_kept_weights,
+    empty_residuals,
+    kept_weights,
+    load_kept_weights,
+    load_local_residuals,
+    local_residuals,
+    mean_residuals,
+)
+from yafsdp_cc.engine.module import ShardedModule, require_state
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from yafsdp_cc.engine.state import FSDPState
+
+# Names in files: they stay as they are, or checkpoints of earlier versions would not load.
+RESIDUALS, KEPT = "residuals", "kept_weights"
+LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
+FALLBACK, CLIP = "_wire_guard", "_wire_clip"
+"""In each rank's extra file; all but ``LOCAL`` and ``CLIP`` are alike on all ranks."""
+
+
+def check_names(extra: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` where users' names are taken."""
+    if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP) if name in extra]:
+        raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
+
+
+def judge_messages(model: nn.Module) -> None:
+    """Have the fallback judge what it has measured, which has no place in a checkpoint. A collective."""
+    if (found := _compressed(model)) is not None and (fallback := fallback_of(found[0])) is not None:
+        fallback.judge()
+
+
+def local_state(model: nn.Module) -> dict[str, Any]:
+    """Return what this rank's extra file holds of compression; nothing of a model without."""
+    if (found := _compressed(model)) is None:
+        return {}
+    state, schedule = found
+    schedule.count_step()  # of the last optimizer step, which no forward has followed
+    _, behind = kept_weights(state)
+    saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
+    if (fallback := fallback_of(state)) is not None:
+        saved[FALLBACK] = fallback.state()
+    if schedule.clip is not None:
+        saved[CLIP] = schedule.clip.state()
+    return saved
+
+
+def sharded_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the checkpoint's state holds of compression. A collective."""
+    if (found := _compressed(model)) is None:
+        return {}
+    state, _ = found
+    saved = {RESIDUALS: mean_residuals(state), KEPT: kept_weights(state)[0]}
+    return {name: tensors for name, tensors in saved.items() if tensors}
+
+
+def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
+    """Return what torch loads the checkpoint's ``sharded_state`` into: of parameters for which the model has it, too.
+
+    Where training is to go on, a warning names those for which it has not.
+    """
+    found = _compressed(model)
+    paths = (contents.planner_data or {}).values()
+    residuals, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
+    saved, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, KEPT))
+    residuals, weights = (
+        {name: each for name, each in empty.items() if name in names}
+        for empty, names in ((residuals, saved), (weights, kept))
+    )
+    if trains and (lost := sorted(saved - residuals.keys())):
+        warnings.warn(
+            f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
+            stacklevel=3,
+        )
+    return {**({RESIDUALS: residuals} if residuals else {}), **({KEPT: weights} if weights else {})}
+
+
+def load_local_state(model: nn.Module, extra: dict[str, Any]) -> bool:
+    """Take this rank's own out of ``extra``; return whether it fits, so that nothing else is to be done."""
+    local, steps, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, FALLBACK, CLIP))
+    if (found := _compressed(model)) is None:
+        return True
+    state, schedule = found
+    if steps is not None:
+        schedule.resume(steps)
+        state.outdated |= not schedule.phase.encodes  # scratch for exact sums may not be there any more
+    if fallen is not None and (fallback := fallback_of(state)) is not None:
+        fallback.load_state(fallen)
+    # An exact step, from which clipping is learned, is one of a whole first moment: none of it may be in residuals.
+    ready = clip is not None or schedule.clip is None
+    fits = ready and local is not None and load_local_residuals(state, local)
+    schedule.resume_clip(clip if fits else None, state.device)
+    return fits
+
+
+def carry_over(model: nn.Module, loaded: dict[str, Any]) -> None:
+    """Start with empty residuals, and add those of the checkpoint to the next sums."""
+    if (found := _compressed(model)) is not None:
+        state, _ = found
+        carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
+
+
+def load_kept(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Let ranks have the unsharded weights that they kept, once the shards have their own."""
+    behind = extra.pop(BEHIND, [])
+    if (found := _compressed(model)) is not None and KEPT in loaded:
+        load_kept_weights(found[0], loaded[KEPT], behind)
+
+
+def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | None:
+    """Return the engine and the schedule of a model that is sharded with a compression."""
+    if not isinstance(model, ShardedModule):
+        return None
+    state = require_state(model)
+    schedule = schedule_of(state)
+    return None if schedule is None else (state, schedule)

@@ -1,0 +1,243 @@
+"""The compressed all-reduce over replicas, and the compressed mean of whole buffers. All ranks get the same bits.
+
+``CompressedAllReduce``: every rank sends its message to all others, and all decode the same messages in rank order.
+``CompressedMean`` (for ``ReplicatedOneBitAdam``) encodes twice:
+
+    worker w    m_w + e_w   | 0 | 1 | 2 |     one message for each owner of a chunk, its own too; e_w: what is lost
+                              ▼   ▼   ▼
+    owner of 1         mean of messages + e_s    one message for all; e_s: what is lost
+                              ▼   ▼   ▼
+    every rank  mean        | 0 | 1 | 2 |     decoded from the same bytes
+
+Both errors are those of Tang et al., "1-bit Adam", 2021, algorithm 1. Summed over calls, the means fall short of exact
+ones by the mean over workers of e_w, and e_s: less than a call's worth, whatever the codec.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.codec import counts_of
+from yafsdp_cc.compression.compressed_sum import RECEIVED, CompressedSum, Encoder, Feedback, kept_of_noise
+from yafsdp_cc.compression.config import LOW_RANK
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.compression.powersgd import SharedFactors
+from yafsdp_cc.engine.collectives import AllReduce, Communicator, ExactAllReduce
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yafsdp_cc.compression.codec import Codec
+    from yafsdp_cc.compression.compressed_sum import SummedBuffer
+    from yafsdp_cc.compression.schedule import CompressionSchedule
+    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
+
+
+class CompressedAllReduce(CompressedSum, AllReduce):
+    """Sums partial sums [chunk] over replicas by encoded messages, with error feedback on every rank."""
+
+    def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
+        self._exact_reduce = ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+        self._before: Tensor | None = None
+        super().__init__(flat, schedule, codec)
+
+    @property
+    def _exact(self) -> ExactAllReduce:
+        return self._exact_reduce
+
+    @property
+    def _rows(self) -> int:
+        return 1
+
+    def _make_encoder(self, codec: str) -> Encoder:
+        config, flat = self.schedule.config, self.flat
+        if codec == LOW_RANK:
+            return SharedFactors(flat.layout, flat.rank, config.matrix_rank, config.block, flat.name, flat.device)
+        return SharedMessages(config.make(codec), flat.layout, flat.rank, flat.device)
+
+    def start(self, total: Tensor, async_op: bool) -> Works:
+        self._latch(total)
+        if not self._encodes:
+            works = self._exact.start(total, async_op)
+            self.sent_bytes = self._exact.sent_bytes
+            return works
+        assert self._encoder is not None
+        self.sent_bytes = self._encoder.sent_bytes()
+        if not self._keeps_exact:
+            return self._encoder.start(total, self._feedback(), async_op)
+        assert self.exact_mean is not None
+        self._before = self.exact_mean.clone() if self._adds_exact else None
+        self.exact_mean.copy_(total)
+        works = [
+            *self._encoder.start(total, self._feedback(), async_op),
+            *self._exact.start(self.exact_mean, async_op),
+        ]
+        self.sent_bytes += self._exact.sent_bytes
+        return works
+
+    def finish(self, total: Tensor) -> None:
+        if not self._encodes:
+            if self._keeps_exact:
+                self._keep_exact(total, 0)
+            self._complete(total, 0)
+            self._end(None)
+            return
+        assert self._encoder is not None
+        summed = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+        self._encoder.decode(None, 0, summed)
+        self._complete(summed, 0)
+        self._end(None)
+        if summed is not total:
+            total.copy_(summed)
+        if self._keeps_exact and self.exact_mean is not None:
+            self.exact_mean.div_(self.flat.divisor.tensor)
+            if self._before is not None:
+                self.exact_mean.add_(self._before)
+
+    def unsent(self) -> Tensor:
+        """Return what this rank has not sent yet, and its part of what is carried over, [chunk] fp32."""
+        total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+        if self.residual is not None:
+            total += self.residual.load()[0]
+        return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
+
+    def _hand_over(self, residual: Residual) -> Tensor:
+        total = residual.load()[0]
+        for work in self.context.comm.all_reduce(total, async_op=False):
+            work.wait()
+        return total
+
+
+class SharedMessages(Encoder):
+    """Encodes a rank's partial sum by a codec; every rank gets every message."""
+
+    def __init__(self, codec: Codec, layout: Layout, rank: int, device: torch.device) -> None:
+        self.codec = codec
+        self._chunk = layout.chunk
+        self._size = codec.message_bytes(layout.chunk)
+        extents = [(extent.offset, extent.end) for extent in layout.extents]
+        counts = counts_of(extents, layout.numel, codec.block, device)
+        self._counts = None if counts is None else counts.view(layout.world, -1)[rank : rank + 1]
+
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        context.scratch.reserve(RECEIVED, context.comm.world * self._size)
+
+    @property
+    def kept(self) -> float:
+        return kept_of_noise(self.codec.name, self.codec.block)
+
+    @property
+    def step(self) -> int:
+        return self._chunk
+
+    def sent_bytes(self) -> int:
+        return self._size * (self.context.comm.world - 1)
+
+    def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
+        messages = self._messages()
+        own = messages.narrow(0, self.context.comm.rank, 1)
+        kernels.encode(
+            self.codec,
+            values.unsqueeze(0),
+            own,
+            counts=self._counts,
+            residual=feedback.residual,
+            recursion=feedback.recursion,
+            noise=feedback.noise if self.codec.rounds_randomly else None,
+        )
+        if feedback.error is not None and feedback.residual is not None:
+            feedback.error.observe(self.codec, own, feedback.residual)
+        return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
+
+    def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
+        kernels.decode_sum(self.codec, self._messages(), self._chunk, None, 0, total, start)
+
+    def _messages(self) -> Tensor:
+        world = self.context.comm.world
+        return self.context.scratch.take(RECEIVED, world * self._size, torch.uint8).view(world, -1)
+
+
+class CompressedMean:
+    """Averages whole buffers of one size over ranks, encoded on the way there and on the way back.
+
+    Args:
+        group: the ranks.
+        device: of the buffers.
+        codec: of the messages, both ways.
+        numel: elements of a buffer, a multiple of the ranks times the codec's block.
+        extents: half-open ranges of it in order, each from a block of its own on; it is zero between them.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        codec: Codec,
+        numel: int,
+        extents: Sequence[tuple[int, int]],
+    ) -> None:
+        self.world: int = group.size()
+        self.rank: int = group.rank()
+        self.chunk = numel // self.world
+        self.worker = Residual(self.world, self.chunk, torch.float32, codec.block, device)
+        """[world, chunk], what this rank's messages to the owner of each chunk have lost."""
+        self.server = Residual(1, self.chunk, torch.float32, codec.block, device)
+        """[1, chunk], what this rank's messages of the mean of its own chunk have lost."""
+        self._group = group
+        self._comm = Communicator(group, device)
+        self._codec = codec
+        counts = counts_of(extents, numel, codec.block, device)
+        self._counts = None if counts is None else counts.view(self.world, -1)
+        ends, starts = [0, *(end for _, end in extents)], [*(start for start, _ in extents), numel]
+        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        size = codec.message_bytes(self.chunk)
+        self._sent = torch.zeros(self.world, size, dtype=torch.uint8, device=device)
+        self._received = torch.zeros_like(self._sent)
+        self._total = torch.zeros(1, self.chunk, dtype=torch.float32, device=device)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to others in a call."""
+        return 2 * (self.world - 1) * self._sent[0].nbytes
+
+    @torch.no_grad()
+    def average(self, buffer: Tensor) -> None:
+        """Overwrite ``buffer`` [numel] fp32 with the compressed mean. A collective."""
+        chunks, codec, counts = buffer.view(self.world, -1), self._codec, self._counts
+        kernels.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
+        dist.all_to_all_single(self._received.view(-1), self._sent.view(-1), group=self._group)
+        # Not in parts, so that a codec without native kernels can do it too.
+        kernels.decode_sum(codec, self._received, self.chunk, None, 0, self._total[0])
+        self._total.div_(self.world)
+        first = self.rank * self.chunk
+        for start, end in self._gaps:  # a codec need not decode padding to zero
+            if max(start, first) < min(end, first + self.chunk):
+                self._total[0, max(start - first, 0) : end - first] = 0
+        own = self._sent[self.rank : self.rank + 1]
+        own_counts = None if counts is None else counts[self.rank : self.rank + 1]
+        kernels.encode(codec, self._total, own, counts=own_counts, residual=self.server)
+        for work in self._comm.all_gather(self._sent.view(-1), own.view(-1), async_op=False):
+            work.wait()
+        kernels.decode(codec, self._sent, chunks)
+        for start, end in self._gaps:
+            buffer[start:end].zero_()
+
+    @torch.no_grad()
+    def unsent(self) -> Tensor:
+        """Return by how much means have fallen short of exact ones, summed over calls, [numel] fp32. A collective."""
+        left = self.worker.load()
+        left[self.rank].add_(self.server.load()[0], alpha=self.world)
+        dist.all_reduce(left, group=self._group)
+        return left.view(-1).div_(self.world)
+
+    def carry_over(self, unsent: Tensor) -> None:
+        """Let every rank send ``unsent`` [numel], the same on all of them, in place of what it had not sent before."""
+        self.server.clear()
+        self.worker.store(unsent.view(self.world, -1))

@@ -1,0 +1,258 @@
+"""Codecs: how a chunk of numbers becomes fewer bytes, and back. One file each in ``codecs``; a new one is one more.
+A user's own is a subclass in a file of the user's (docs/compression.md, "A codec of your own").
+
+    values    [messages, n] fp32        n is a multiple of the block
+    message   [messages, bytes] uint8   one row for each rank that is sent one
+
+A codec's ``encode`` and ``decode`` are plain torch and define its format to the byte; native kernels give the same
+bytes and bits (``kernels``). Nothing here communicates, and nothing knows of error feedback (``error_feedback``).
+
+Formats are little-endian, of version ``FORMAT``, and of a size known from ``n`` alone. A codec with scales has one fp32
+for each block, all of them first. A block whose statistic is not finite gets the scale NaN, which decodes to NaN
+throughout the block.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT = 1
+"""Version of all message formats: ranks compare it before they exchange anything."""
+
+BLOCK = 256
+"""Elements that share a scale by default."""
+
+BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""The sizes that a block may have."""
+
+_ROW = 64
+"""Bytes: every message is padded to a multiple."""
+
+_LANES = 64
+"""Running sums that a block's sum is made of: part of the format, so that every machine adds in one order."""
+
+ELSEWHERE = ("powersgd", "auto")
+"""Stand in place of a codec's name for gradients without being one: one needs whole matrices, one is a choice."""
+
+_codecs: dict[str, type[Codec]] = {}
+
+
+class Noise(NamedTuple):
+    """Random numbers of stochastic rounding, from a counter rather than a generator with a state."""
+
+    seed: int
+    """32 bits: of the parameters' name, the rank and the number of the message."""
+    first: int = 0
+    """Index of the first element in the whole buffer."""
+
+    def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements ``first``, ``first + 1``, ... in row-major order."""
+        index = torch.arange(self.first, self.first + shape.numel(), device=device).bitwise_and_(_WORD)
+        return (hashed(index ^ self.seed) >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def hashed(words: Tensor) -> Tensor:
+    """Mix 32-bit words (int64 in, int64 out): two multiplications between three xor-shifts."""
+    words = words ^ (words >> 16)
+    words = (words * 0x7FEB352D) & _WORD
+    words = words ^ (words >> 15)
+    words = (words * 0x846CA68B) & _WORD
+    return words ^ (words >> 16)
+
+
+class Codec(ABC):
+    """A format of numbers in fewer bytes.
+
+    A subclass with a ``name`` registers itself, and is then found by it. Subclasses from before ``is_finite`` had that
+    name define ``is_said``, which still works and warns.
+
+    Args:
+        block: elements that share a scale, a power of two from 64 to 4,096.
+
+    Raises:
+        ValueError: ``block`` is not.
+    """
+
+    name: ClassVar[str]
+    rounds_randomly: ClassVar[bool] = False
+    """Whether ``encode`` takes noise, and then is right on average."""
+    needs_feedback: ClassVar[bool] = False
+    """Whether what a message loses is a large part of the gradient, and wrong in the same way every time."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        if block not in BLOCKS:
+            raise ValueError(f"block={block}: a block has a power of two of elements, from 64 to 4096")
+        self.block = block
+
+    def __init_subclass__(cls) -> None:
+        if "is_said" in cls.__dict__ and "is_finite" not in cls.__dict__:
+            warnings.warn(
+                f"{cls.__qualname__}.is_said is deprecated: rename it to is_finite", DeprecationWarning, stacklevel=2
+            )
+            cls.is_finite = cls.__dict__["is_said"]  # type: ignore[method-assign]
+        if "name" in cls.__dict__:
+            known = _codecs.get(cls.name)
+            # The same class again is a module that is loaded again.
+            if cls.name in ELSEWHERE or (known is not None and _path(known) != _path(cls)):
+                raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
+            _codecs[cls.name] = cls
+
+    @abstractmethod
+    def body_bytes(self, n: int) -> int:
+        """Return the bytes that encode ``n`` elements."""
+
+    def message_bytes(self, n: int) -> int:
+        """Return the bytes of a message of ``n`` elements, padding at its end included."""
+        return -(-self.body_bytes(n) // _ROW) * _ROW
+
+    @abstractmethod
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        """Write ``values`` into ``message``.
+
+        Args:
+            values: [messages, n] fp32; zero where there is no element.
+            counts: [messages, blocks] int32, how many elements each block has (its first ones); None: all.
+            message: [messages, message_bytes(n)] uint8.
+            noise: for stochastic rounding, if ``rounds_randomly``; None: to nearest.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        """Fill ``values`` [messages, n] fp32 from ``message`` [messages, message_bytes(n)] uint8."""
+
+    @abstractmethod
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        """Return [messages, blocks] bool: whether a message holds a block, which had nothing in it but finite numbers.
+
+        A block that is not held decodes to NaN somewhere, and error feedback leaves its residual as it was.
+        """
+
+
+def kind_of(name: str) -> type[Codec]:
+    """Return the class of the codec of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import yafsdp_cc.compression.codecs  # noqa: F401  (they register themselves, and import this module)
+
+    if name not in _codecs:
+        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
+    return _codecs[name]
+
+
+def codec_of(name: str, block: int = BLOCK) -> Codec:
+    """Return the codec of a name.
+
+    Raises:
+        ValueError: there is none, or it cannot have this block.
+    """
+    return kind_of(name)(block)
+
+
+def _path(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+# What codecs share -------------------------------------------------------------------------------------------------
+
+
+class Scaled(Codec):
+    """A codec whose message is ``[scales | payload]``, one fp32 scale for each block."""
+
+    @abstractmethod
+    def payload_bytes(self, n: int) -> int:
+        """Return the bytes of the payload of ``n`` elements."""
+
+    def body_bytes(self, n: int) -> int:
+        return 4 * (n // self.block) + self.payload_bytes(n)
+
+    def parts(self, message: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Return the scales [messages, blocks] fp32 and the payload [messages, bytes] uint8 of messages."""
+        first = 4 * (n // self.block)
+        return message[:, :first].view(torch.float32), message[:, first : first + self.payload_bytes(n)]
+
+    def blocks(self, values: Tensor) -> Tensor:
+        """Return ``values`` as [messages, blocks, block]."""
+        blocks: Tensor = values.unflatten(1, (-1, self.block))
+        return blocks
+
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        scales, _ = self.parts(message, n)
+        finite: Tensor = scales.isnan().logical_not_()
+        return finite
+
+
+def block_sum(magnitudes: Tensor) -> Tensor:
+    """Sum over the last dimension of [..., block], in the order of the format.
+
+    64 lanes: lane l adds elements l, l + 64, l + 128, ... one after another; then the upper half of the lanes is added
+    to the lower half until one is left.
+    """
+    lanes = magnitudes.unflatten(-1, (-1, _LANES))
+    total = lanes[..., 0, :]
+    for row in range(1, lanes.shape[-2]):
+        total = total + lanes[..., row, :]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    summed: Tensor = total[..., 0]
+    return summed
+
+
+def sizes(blocks: Tensor, counts: Tensor | None) -> Tensor:
+    """Return how many elements each block has, as fp32, at least 1."""
+    if counts is None:
+        return blocks.new_full(blocks.shape[:-1], float(blocks.shape[-1]))
+    return counts.clamp(min=1).to(torch.float32)
+
+
+_SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+
+def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
+    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 where it would be denormal."""
+    scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32)
+    scale = torch.where(scale < _SMALLEST, 0.0, scale)
+    return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+def largest_of(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block; not finite if one of them is not."""
+    bits = blocks.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    largest: Tensor = bits.amax(-1).view(torch.float32)
+    return largest
+
+
+def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and codes as they are to be sent: NaN and zeros where the scale is not finite."""
+    bad = scale.isfinite().logical_not_()
+    return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
+
+
+def counts_of(extents: Sequence[tuple[int, int]], numel: int, block: int, device: torch.device) -> Tensor | None:
+    """Return how many elements of a buffer's parameters each block has, [blocks] int32; None: each is full.
+
+    Args:
+        extents: of the parameters, half-open ranges, each from a block of its own on.
+        numel: elements of the buffer, a multiple of ``block``.
+        block: elements that share a scale.
+        device: of the result.
+    """
+    blocks = torch.arange(0, numel, block)
+    counts = torch.zeros_like(blocks)
+    for start, end in extents:
+        inside = (blocks >= start) & (blocks < end)
+        counts += inside * (end - blocks).clamp(max=block)
+    return None if bool((counts == block).all()) else counts.to(torch.int32).to(device)

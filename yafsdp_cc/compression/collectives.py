@@ -1,0 +1,170 @@
+"""The factory that gives the engine compressed collectives, and the ways in to what hangs on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, RoundedAllGather
+from yafsdp_cc.compression.all_reduce import CompressedAllReduce
+from yafsdp_cc.compression.autotune import CodecAutotuner
+from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK, ROUNDING
+from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.powersgd import matrices_of, numel_of
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.engine.collectives import Collectives
+from yafsdp_cc.engine.mesh import replicate_group
+from yafsdp_cc.engine.param import FlatParam
+from yafsdp_cc.plan.report import PlannedChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from yafsdp_cc.compression.config import Compression
+    from yafsdp_cc.engine.collectives import AllGather, AllReduce, FlatShard, Observer, ReduceScatter
+
+COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
+"""Codecs of gradients whose cost a plan compares, besides those in use."""
+
+
+class CompressedCollectives(Collectives):
+    """Makes the collectives of a model that is sharded with a ``Compression``.
+
+    Args:
+        config: the user's settings.
+        mesh: that the model is sharded across.
+
+    Raises:
+        ValueError: the settings do not fit the mesh.
+    """
+
+    def __init__(self, config: Compression, mesh: DeviceMesh) -> None:
+        replicas = replicate_group(mesh)
+        if config.scope == "replicate" and replicas is None:
+            raise ValueError(
+                "compression has scope='replicate', and the mesh has no replicas: pass a mesh (replicate, shard), or "
+                "scope='auto'"
+            )
+        over_replicas = replicas is not None and config.scope != "shard"
+        if over_replicas and AUTO in config.named:
+            raise ValueError(
+                "compression='auto' on a mesh (replicate, shard): which sums over replicas are exposed is not known "
+                "here. Name a codec for those, or pass scope='shard' to choose for the sums within each replica"
+            )
+        self.config = config
+        self._ranks = mesh.size(0 if over_replicas else mesh.ndim - 1)
+        """Of each encoded sum."""
+        self.alignment = max(Collectives.alignment, config.block)
+        self.schedule = CompressionSchedule(config, over_replicas=over_replicas)
+        self.fallback = CodecFallback(self.schedule) if config.fallback else None
+        self.autotuner = CodecAutotuner(self.schedule) if AUTO in config.named else None
+
+    def flat_key(self, name: str) -> Hashable:
+        return self.config.codec_for(name)
+
+    def check_group(self, name: str, keeps_unsharded: bool) -> None:
+        codec = self.config.weights
+        if codec is not None and codec not in ROUNDING and not keeps_unsharded:
+            raise ValueError(
+                f"compression has weights={codec!r}, which encodes how weights have changed that every rank keeps, but "
+                f"those of unit '{name}' are resharded after each forward (zero_stage=3, reshard_after_forward=True or "
+                "a number of ranks): pass zero_stage=2 or reshard_after_forward=False, by which every rank keeps them, "
+                "or weights='int8', which rounds them"
+            )
+
+    def join(self, other: Collectives) -> None:
+        theirs = other.config if isinstance(other, CompressedCollectives) else None
+        if theirs != self.config:
+            raise ValueError(
+                f"parts of one model are sharded with different compressions, {self.config} and {theirs}: pass the "
+                "same one to each fully_shard, and name exceptions in its overrides, as in "
+                'Compression(overrides={"head*": "fp32"})'
+            )
+
+    def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
+        name = self.config.weights
+        if name is None or flat.layout.world == 1 or flat.compute_dtype not in ENCODED_DTYPES:
+            return super().all_gather(flat, keeps_unsharded)
+        known = getattr(flat, "all_gather", None)
+        if keeps_unsharded and isinstance(known, DeltaAllGather):
+            return known  # it knows which steps have led to the present weights
+        kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
+        return kind(_flat_param(flat), self.schedule, self.config.make(name))
+
+    def reduce_scatter(self, flat: FlatShard, has_replicas: bool) -> ReduceScatter:
+        codec = self._codec_of(flat)
+        if codec == EXACT or self.schedule.over_replicas:
+            return super().reduce_scatter(flat, has_replicas)
+        reduce_scatter = CompressedReduceScatter(_flat_param(flat), self.schedule, codec)
+        self.schedule.adopt(reduce_scatter)
+        return reduce_scatter
+
+    def all_reduce(self, flat: FlatShard) -> AllReduce:
+        codec = self._codec_of(flat)
+        if codec == EXACT or not self.schedule.over_replicas:
+            return super().all_reduce(flat)
+        all_reduce = CompressedAllReduce(_flat_param(flat), self.schedule, codec)
+        self.schedule.adopt(all_reduce)
+        return all_reduce
+
+    def observers(self) -> Sequence[Observer]:
+        return [each for each in (self.schedule, self.fallback, self.autotuner) if each is not None]
+
+    def planned_choices(self, flats: Sequence[FlatShard]) -> Sequence[PlannedChoice]:
+        encoded = [param for flat in flats if self._codec_of(param := _flat_param(flat)) != EXACT]
+        names = dict.fromkeys((*COMPARED, *self.config.codecs))
+        return [self._planned_choice(encoded, name) for name in names if name != EXACT]
+
+    def describe_choice(self) -> str:
+        return "" if self.autotuner is None else self.autotuner.summary
+
+    def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
+        """Return what it would cost to encode the gradients of all ``flats`` with a codec."""
+        messages = 1 if self.schedule.over_replicas else self._ranks - 1
+        kept = messages * sum(flat.layout.chunk for flat in flats)
+        if codec == LOW_RANK:
+            sent = sum(map(self._low_rank_bytes, flats))
+        else:
+            made = self.config.make(codec)
+            sent = (self._ranks - 1) * sum(made.message_bytes(flat.layout.chunk) for flat in flats)
+        return PlannedChoice(
+            codec=codec,
+            reduce=sent,
+            residual={"fp32": 4 * kept, "bf16": 2 * kept, "int8": kept + 4 * kept // self.config.block},
+        )
+
+    def _low_rank_bytes(self, flat: FlatParam) -> int:
+        """Return the bytes that a rank sends, on average, to all-reduce a factor of each matrix of ``flat``."""
+        layout, matrix_rank = flat.layout, self.config.matrix_rank
+        first, last = 0, layout.numel
+        if self.schedule.over_replicas:
+            first, last = flat.rank * layout.chunk, (flat.rank + 1) * layout.chunk
+        matrices = matrices_of(layout.places, matrix_rank, first, last)
+        factors = [4 * numel_of(*matrices, matrix_rank, is_right) for is_right in (False, True)]
+        return sum(2 * nbytes // self._ranks * (self._ranks - 1) for nbytes in factors) // 2
+
+    def _codec_of(self, flat: FlatShard) -> str:
+        """Return the codec of the gradients of ``flat``.
+
+        Raises:
+            ValueError: ``flat`` was laid out when its parameters had other names, by which one codec fit them all.
+        """
+        codecs = {param.spec.name: self.config.codec_for(param.spec.name) for param in _flat_param(flat).params}
+        (first, codec), *others = codecs.items()
+        for name, other in others:
+            if other != codec:
+                raise ValueError(
+                    f"the gradients of '{first}' and '{name}' share a buffer, and overrides="
+                    f"{dict(self.config.overrides)} encode one by {codec!r} and the other by {other!r}: patterns must "
+                    "fit the names that parameters have in the module that fully_shard was called on, too, or call "
+                    "shard(model), which knows all names"
+                )
+        return codec
+
+
+def _flat_param(flat: FlatShard) -> FlatParam:
+    assert isinstance(flat, FlatParam)
+    return flat

@@ -1,0 +1,270 @@
+"""The user's settings of compression: one frozen value, or just the name of a codec."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import field, fields
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from yafsdp_cc.compression.codec import BLOCK, Codec, Scaled, codec_of, kind_of
+
+EXACT = "fp32"
+"""Stands for no codec at all; the engine sums in fp32."""
+
+LOW_RANK = "powersgd"
+"""Names no codec but a collective of its own (``compression.powersgd``)."""
+
+AUTO = "auto"
+"""Names the least lossy of some codecs, or none, that hides the reduce (``compression.autotune``)."""
+ROUNDING = ("int8", "fp8")
+"""Codecs precise enough for weights themselves; others encode only how weights have changed."""
+
+_CANDIDATES = ("int8", "int4")
+_RENAMED = {"guard": "fallback"}
+"""Arguments of earlier versions, and what they are called now."""
+
+Scope: TypeAlias = Literal["auto", "shard", "replicate"]
+
+_T = TypeVar("_T")
+
+
+def _in_plain_words(kind: type[_T]) -> type[_T]:
+    """Let a class raise a ``ValueError`` of one line without pydantic's words, and accept arguments by old names."""
+    init = kind.__init__
+
+    @wraps(init)
+    def plain_init(self: _T, *arguments: Any, **named: Any) -> None:
+        for old, new in _RENAMED.items():
+            if old in named and new not in named:
+                warnings.warn(f"{old}= is {new}= now", DeprecationWarning, stacklevel=2)
+                named[new] = named.pop(old)
+        try:
+            init(self, *arguments, **named)
+        except ValidationError as error:
+            raise ValueError("; ".join(_line_of(kind, each) for each in error.errors())) from None
+
+    setattr(kind, "__init__", plain_init)  # noqa: B010  (mypy forbids the assignment)
+    return kind
+
+
+def _line_of(kind: type, error: Any) -> str:
+    names = [each.name for each in fields(kind)]  # pydantic gives the number of what came by position
+    where = [names[each] if index == 0 and isinstance(each, int) else each for index, each in enumerate(error["loc"])]
+    name = ".".join(map(str, where))
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{kind.__name__} has no {name!r}, only {', '.join(names)}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "string_type":
+        none = "; 'fp32' for none" if name == "gradients" else ""
+        return f"{name}={error['input']!r}: takes the name of a codec, such as 'int8'{none}"
+    if error["type"] == "tuple_type":
+        return f"{name}={error['input']!r}: write several in parentheses, and one as ('int8',)"
+    return f"{name}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+@_in_plain_words
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Compression:
+    """How gradients and weights are encoded for the network.
+
+    Raises:
+        ValueError: a name is no codec's, or the combination cannot work; the message names it.
+    """
+
+    gradients: str = "int8"
+    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix.
+
+    ``"auto"``: for each unit the least lossy of ``candidates`` that hides its reduce under the backward, chosen anew as
+    training goes.
+    """
+    weights: str | None = None
+    """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
+    them (``compression.delta``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
+    scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
+    feedback: bool = True
+    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
+    rounding is stochastic where the codec can do that."""
+    residual: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
+    carry: float = 1.0
+    """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
+    scope: Scope = "auto"
+    """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
+    warmup_steps: int = 0
+    """Optimizer steps before anything is encoded."""
+    block: int = BLOCK
+    """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
+    matrix_rank: int = 8
+    """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
+    candidates: tuple[str, ...] = _CANDIDATES
+    """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
+    error_budget: float | None = None
+    """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
+    for all has 0.00005, int4 for all 0.016. None: unbounded."""
+    fallback: bool = True
+    """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
+    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
+
+    @field_validator("gradients", "overrides")
+    @classmethod
+    def _are_codecs(cls, value: str | Mapping[str, str], info: ValidationInfo) -> str | Mapping[str, str]:
+        if isinstance(value, str):
+            check_name(value, f"{info.field_name}={value!r}")
+        else:
+            for pattern, name in value.items():
+                check_name(name, f"{info.field_name}={{{pattern!r}: {name!r}}}")
+        return value
+
+    @field_validator("candidates")
+    @classmethod
+    def _may_be_chosen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("candidates=(): name the codecs that 'auto' may choose, such as int8 and int4")
+        for name in value:
+            if name == EXACT:
+                raise ValueError(f"candidates={value!r}: exact sums are always among them, leave {EXACT!r} out")
+            if name == LOW_RANK:
+                raise ValueError(
+                    f"candidates={value!r}: 'powersgd' sums factors that all ranks share, and keeps them from step to "
+                    "step; it cannot take turns with codecs. Name it in overrides, for the parameters it is to have"
+                )
+            check_name(name, f"candidates={value!r}")
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _fits_weights(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        if value == AUTO:
+            raise ValueError(f"weights={value!r}: codecs are chosen for gradients alone: {_FIT}")
+        try:
+            check_name(value, f"weights={value!r}")
+        except ValueError as error:
+            raise ValueError(f"{error}; {_FIT}") from None
+        if value == LOW_RANK or not issubclass(kind_of(value), Scaled):
+            raise ValueError(f"weights={value!r}: {_UNFIT.get(value, _NO_SCALES)}: {_FIT}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Compression:
+        codec_of(EXACT, self.block)
+        if self.matrix_rank < 1:
+            raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
+        if not 0 < self.carry <= 1:
+            raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
+        if self.error_budget is not None and not 0 < self.error_budget <= 1:
+            raise ValueError(f"error_budget={self.error_budget}: a share of gradients' squares: more than 0, up to 1")
+        if AUTO not in self.named and (self.error_budget is not None or self.candidates != _CANDIDATES):
+            idle = "error_budget" if self.error_budget is not None else "candidates"
+            raise ValueError(
+                f"{idle}={getattr(self, idle)!r} limits what 'auto' chooses, and gradients="
+                f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
+            )
+        biased = [name for name in self.codecs if _needs_feedback(name)]
+        if biased and not self.feedback:
+            raise ValueError(
+                f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
+                "the same way. Leave feedback on, or take int8, int4 or ternary, which round at random without it"
+            )
+        return self
+
+    @property
+    def residual_dtype(self) -> torch.dtype | None:
+        """The dtype of residuals; None without error feedback."""
+        return _DTYPES[self.residual] if self.feedback else None
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The codecs of gradients as the user named them, ``"auto"`` by this name."""
+        return frozenset((self.gradients, *self.overrides.values()))
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """All codecs that gradients may be encoded with: candidates in the place of ``"auto"``."""
+        names = (self.gradients, *self.overrides.values())
+        return tuple(dict.fromkeys(each for name in names for each in (self.candidates if name == AUTO else (name,))))
+
+    def codec_for(self, name: str) -> str:
+        """Return the codec of the gradient of the parameter with this full name."""
+        pattern = self._pattern_for(name)
+        return self.gradients if pattern is None else self.overrides[pattern]
+
+    def idle_overrides(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that decide about none of the parameters with these full names."""
+        deciding = {self._pattern_for(name) for name in names}
+        return [pattern for pattern in self.overrides if pattern not in deciding]
+
+    def _pattern_for(self, name: str) -> str | None:
+        return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
+
+    def bits(self, codec: str) -> float:
+        """Return the bits per element of a large gradient; 0 for ``"powersgd"``, which goes by the shape."""
+        return 0.0 if codec == LOW_RANK else 8 * self.make(codec).message_bytes(1 << 20) / (1 << 20)
+
+    def make(self, codec: str) -> Codec:
+        """Make the codec of a name other than ``"powersgd"`` and ``"auto"``, with this block."""
+        return codec_of(codec, self.block)
+
+
+_FIT = "take int8, fp8, int4, ternary or onebit, or None for the weights' own dtype"
+_NO_SCALES = "deltas of weights are encoded by codecs with a scale for each block, subclasses of Scaled"
+_UNFIT = {
+    "fp32": "None sends weights as they are",
+    "bf16": "MixedPrecisionPolicy(param_dtype=torch.bfloat16) sends weights so, and computes with them",
+    "topk": "99 of 100 weights would stay as they were for some hundred steps",
+    LOW_RANK: "factors are of whole matrices, and no rank holds the change of one",
+}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def _needs_feedback(name: str) -> bool:
+    return name == LOW_RANK or kind_of(name).needs_feedback
+
+
+def check_name(name: str, argument: str) -> None:
+    """Raise a ``ValueError`` that begins with ``argument`` if no codec has this name."""
+    if name not in (LOW_RANK, AUTO):
+        try:
+            kind_of(name)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
+
+
+def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
+    """Raise a ``ValueError`` if a pattern of ``overrides`` decides about none of the parameters of these ``names``."""
+    for pattern in () if compression is None else compression.idle_overrides(names):
+        if any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"overrides={{{pattern!r}: ...}} comes too late: patterns before it hold wherever it fits")
+        some = ", ".join(map(repr, list(names)[:3]))
+        raise ValueError(
+            f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands for "
+            f"anything), such as {some}"
+        )
+
+
+def compression_of(value: Compression | str | None) -> Compression | None:
+    """Return the ``Compression`` that an argument of this name stands for; None for none.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it names no codec.
+    """
+    if isinstance(value, str):
+        check_name(value, f"compression={value!r}")
+        value = Compression(gradients=value)
+    if value is not None and not isinstance(value, Compression):
+        raise TypeError(f"compression takes a Compression, the name of a codec such as 'int8', or None; got {value!r}")
+    return value

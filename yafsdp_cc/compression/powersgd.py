@@ -1,0 +1,371 @@
+"""Low rank: the gradient of a matrix as a product of two thin factors, of which each message is one.
+
+    M = G + E                     [n, m], what a message should hold
+    message 0, 2, …    P = M·Q    [n, r], Q orthonormal, made of the message before
+    message 1, 3, …    Q = Mᵀ·P   [m, r], P orthonormal, made of the message before
+    E = M − P·Qᵀ                  the residual
+
+All ranks share the factor that is not sent, so the sum of their messages is the message of their sum: one all-reduce.
+This is PowerSGD (Vogels et al., 2019, algorithm 1) with the halves of its power iteration taken in turns (ACP-SGD,
+Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023), and each rank
+keeps as residual what its own message has lost, not what the mean has.
+
+    message    P or Q of every matrix, row by row | elements that are in no matrix         fp32
+
+A matrix with something in it that is not finite is sent as NaN, and keeps the E that it had.
+
+    gradients + residual ──► P (or Q) of each matrix, and the rest ── all-reduce ──► sum
+                                                                                     │
+    reduce-scatter, rank 0: own chunk, exact, and the product of the sum less its own message, of that chunk
+
+Over replicas, whose sums have to be alike, nothing stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT, Encoder, Feedback, other_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
+
+_GRADIENTS = "fp32 gradients"
+
+
+class Matrix(NamedTuple):
+    """``rows`` × ``columns`` elements that lie in a buffer one row after another, from ``offset``."""
+
+    offset: int
+    rows: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.rows * self.columns
+
+    def thin(self, is_right: bool, rank: int) -> int:
+        """Return the elements of one of its factors."""
+        return rank * (self.columns if is_right else self.rows)
+
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """Return the range of its elements in ``first`` to ``last`` of the buffer; bounds of an empty one are equal."""
+        start = min(max(self.offset, first), self.end) - self.offset
+        return start, max(min(self.end, last) - self.offset, start)
+
+
+def fold(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a tensor as a matrix: its first dimensions by its last, as square as can be."""
+    cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(len(shape) + 1)]
+    return min(cuts, key=sum)
+
+
+def matrices_of(
+    extents: Iterable[tuple[int, Sequence[int]]], rank: int, first: int, last: int
+) -> tuple[tuple[Matrix, ...], tuple[tuple[int, int], ...]]:
+    """Return what of a buffer is sent as factors of ``rank``, and which ranges of it are sent as they are.
+
+    Args:
+        extents: where each tensor begins, and its shape.
+        rank: r; a matrix whose factors are more than half of it is sent as it is.
+        first, last: the range of the buffer to send; of a matrix that extends beyond it, the whole rows within.
+    """
+    matrices, rest = [], []
+    for offset, shape in extents:
+        rows, columns = fold(shape)
+        start, end = Matrix(offset, rows, columns).within(first, last)
+        if start == end:
+            continue
+        top, bottom = -(-start // columns), end // columns
+        inner = Matrix(offset - first + top * columns, bottom - top, columns)
+        if 2 * rank * (inner.rows + columns) > inner.rows * columns:
+            rest.append((offset - first + start, offset - first + end))
+            continue
+        matrices.append(inner)
+        edges = ((offset - first + start, inner.offset), (inner.end, offset - first + end))
+        rest += [edge for edge in edges if edge[0] < edge[1]]
+    return tuple(matrices), tuple(rest)
+
+
+def numel_of(matrices: Iterable[Matrix], rest: Iterable[tuple[int, int]], rank: int, is_right: bool) -> int:
+    """Return the elements of a message of P, or of Q."""
+    thin = sum(matrix.thin(is_right, rank) for matrix in matrices)
+    return thin + sum(last - first for first, last in rest)
+
+
+class LowRank:
+    """The factors of one buffer, which all ranks hold alike, and which of the two is sent next.
+
+    Args:
+        matrices, rest: of ``matrices_of``.
+        rank: r.
+        name: of the buffer, for the random factors of the first message.
+        device: of the buffer.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        rest: Sequence[tuple[int, int]],
+        rank: int,
+        name: str,
+        device: torch.device,
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self.rest = tuple(rest)
+        self.rank = rank
+        self._name = name
+        sizes = [size for matrix in self.matrices for size in (matrix.thin(False, rank), matrix.thin(True, rank))]
+        self.factors = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        """P and Q of one matrix after another, orthonormal, fp32."""
+        parts = [part.view(-1, rank) for part in self.factors.split(sizes)]
+        self._pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        self.sends_right = False
+        """Whether the next message is Q."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the factors of the beginning."""
+        draws = torch.Generator().manual_seed(zlib.crc32(self._name.encode()))
+        for pair in self._pairs:
+            for factor in pair:
+                drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32)
+                factor.copy_(torch.linalg.qr(drawn).Q)
+        self.sends_right = False
+
+    def numel(self, is_right: bool) -> int:
+        """Return the elements of a message of P, or of Q."""
+        return numel_of(self.matrices, self.rest, self.rank, is_right)
+
+    def encode(self, due: Tensor, message: Tensor) -> None:
+        """Write the next message of ``due``, the whole buffer in fp32."""
+        for matrix, sent, held in self._parts(message):
+            whole = due[matrix.offset : matrix.end].view(matrix.rows, matrix.columns)
+            torch.mm(whole.t() if self.sends_right else whole, held, out=sent)
+            sent.masked_fill_(sent.isfinite().all().logical_not_(), float("nan"))
+        for sent, (first, last) in self._tail(message):
+            sent.copy_(due[first:last])
+
+    def subtract(self, due: Tensor, message: Tensor, taken: float, is_finite: Tensor, block: int) -> None:
+        """Subtract ``taken`` times what ``message`` decodes to from ``due``.
+
+        Writes to ``is_finite`` [blocks] bool which blocks of the buffer the message holds.
+        """
+        is_finite.fill_(True)
+        for matrix, sent, held in self._parts(message):
+            left, right = (held, sent) if self.sends_right else (sent, held)
+            whole = due[matrix.offset : matrix.end].view(matrix.rows, matrix.columns)
+            whole.addmm_(left, right.t(), alpha=-taken)
+            is_finite[matrix.offset // block : -(-matrix.end // block)] &= sent[0, 0].isfinite()
+        for sent, (first, last) in self._tail(message):
+            due[first:last].sub_(sent, alpha=taken)
+            is_finite[first // block : -(-last // block)] &= sent.isfinite().all()
+
+    def add(self, message: Tensor, total: Tensor, first: int) -> None:
+        """Add to ``total`` what ``message`` decodes to, as many elements of the buffer from ``first`` on."""
+        last = first + total.numel()
+        for matrix, sent, held in self._parts(message):
+            start, end = matrix.within(first, last)
+            if start < end:
+                left, right = (held, sent) if self.sends_right else (sent, held)
+                into = total.narrow(0, matrix.offset + start - first, end - start)
+                _add_product(left, right, start, end, into)
+        for sent, (start, end) in self._tail(message):
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                total[low - first : high - first].add_(sent[low - start : high - start])
+
+    def advance(self, total: Tensor) -> None:
+        """Make the factor that the next message holds fixed of the sum of all messages, unless it is not finite."""
+        for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
+            factor = pair[self.sends_right]
+            finite = sent[0, 0].isfinite()
+            fresh = torch.linalg.qr(torch.where(finite, sent, 0.0)).Q
+            factor.copy_(torch.where(finite, fresh, factor))
+        self.sends_right = not self.sends_right
+
+    def _parts(self, message: Tensor) -> list[tuple[Matrix, Tensor, Tensor]]:
+        """Return for every matrix the factor that a message sends, and the one that ranks hold."""
+        sizes = [matrix.thin(self.sends_right, self.rank) for matrix in self.matrices]
+        sent = [part.view(-1, self.rank) for part in message[: sum(sizes)].split(sizes)]
+        held = [pair[not self.sends_right] for pair in self._pairs]
+        return list(zip(self.matrices, sent, held, strict=True))
+
+    def _tail(self, message: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
+        """Return what a message sends as it is, in parts, and where each lies in the buffer."""
+        place = sum(matrix.thin(self.sends_right, self.rank) for matrix in self.matrices)
+        parts = message[place:].split([last - first for first, last in self.rest])
+        return list(zip(parts, self.rest, strict=True))
+
+
+def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:
+    """Add elements ``start`` to ``end`` of ``left · rightᵀ``: the end of a row, whole rows, and the start of one."""
+    columns = right.shape[0]
+    top, bottom = -(-start // columns), end // columns
+    if top > bottom:  # within one row
+        into.addmv_(right[start % columns : end - bottom * columns], left[bottom])
+        return
+    if head := top * columns - start:
+        into[:head].addmv_(right[columns - head :], left[top - 1])
+    if top < bottom:
+        body = into.narrow(0, head, (bottom - top) * columns)
+        body.view(-1, columns).addmm_(left[top:bottom], right.t())
+    if tail := end - bottom * columns:
+        into[into.numel() - tail :].addmv_(right[:tail], left[bottom])
+
+
+class _FactorEncoder(Encoder):
+    """Encodes a whole buffer as the factors of its matrices.
+
+    Args:
+        places: where each tensor begins, and its shape.
+        first, last: the range of them that the buffer holds.
+        matrix_rank: r.
+        block: of the residual.
+        name: of the buffer, for the random factors of the first message.
+        device: of the buffer.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[tuple[int, Sequence[int]]],
+        first: int,
+        last: int,
+        matrix_rank: int,
+        block: int,
+        name: str,
+        device: torch.device,
+    ) -> None:
+        self.factors: LowRank = LowRank(*matrices_of(places, matrix_rank, first, last), matrix_rank, name, device)
+        self._numel = last - first
+        self._block = block
+        self._is_finite = torch.empty(self._numel // block, dtype=torch.bool, device=device)
+        self._room = 4 * max(self.factors.numel(False), self.factors.numel(True))
+
+    @property
+    def kept(self) -> float:
+        return self._message_numel / self._numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.factors.factors.nbytes + self._is_finite.nbytes
+
+    def sent_bytes(self) -> int:
+        return self.context.comm.all_reduce_bytes(4 * self._message_numel)
+
+    def planned_bytes(self) -> int:
+        comm, factors = self.context.comm, self.factors
+        return sum(comm.all_reduce_bytes(4 * factors.numel(is_right)) for is_right in (False, True)) // 2
+
+    def restart(self) -> None:
+        self.factors.restart()  # some ranks may have made the next factors already
+
+    @property
+    def _message_numel(self) -> int:
+        return self.factors.numel(self.factors.sends_right)
+
+    def _message(self, buffer: str) -> Tensor:
+        return self.context.scratch.take(buffer, self._message_numel, torch.float32)
+
+    @abstractmethod
+    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        """Return what of a whole buffer has a residual, as rows, with the number of the first row of each part."""
+
+    def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
+        """Write ``message`` of gradients ``due`` fp32, which is used up, and keep what is lost in the residual."""
+        residual, recursion = feedback.residual, feedback.recursion
+        assert residual is not None
+        parts = [(residual.rows(first, first + len(rows)), rows) for first, rows in self._rows(due)]
+        for kept, rows in parts:
+            rows.add_(kept.load(), alpha=recursion.carry)
+        self.factors.encode(due, message)
+        if recursion.carry != 1:
+            for kept, rows in parts:
+                rows.add_(kept.load(), alpha=1 - recursion.carry)
+        before = None if feedback.error is None else due.clone()
+        self.factors.subtract(due, message, recursion.taken, self._is_finite, self._block)
+        for (kept, rows), (_, finite) in zip(parts, self._rows(self._is_finite), strict=True):
+            kept.store(rows, finite)
+        if feedback.error is not None and before is not None:
+            for (_, left), (_, was) in zip(parts, self._rows(before), strict=True):
+                # h − D(m), h and D(m), where E = h − a·D(m) is ``left`` of what ``was`` due
+                decoded = (was - left) / recursion.taken
+                feedback.error.add(was - decoded, was, decoded)
+
+
+class ChunkFactors(_FactorEncoder):
+    """Encodes the gradients of a reduce-scatter: of the product of summed factors, each rank takes its own chunk."""
+
+    def __init__(
+        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
+    ) -> None:
+        super().__init__(layout.places, 0, layout.numel, matrix_rank, block, name, device)
+        self._rank = rank
+        self._layout = layout
+
+    @property
+    def step(self) -> int:
+        return self._layout.chunk
+
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        context.scratch.reserve(SENT, self._room)
+        context.scratch.reserve(RECEIVED, self._room)
+        context.scratch.reserve(_GRADIENTS, 4 * self._numel)
+
+    def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
+        due = self.context.scratch.take(_GRADIENTS, self._numel, torch.float32).copy_(values)
+        message = self._message(SENT)
+        self._encode(due, message, feedback)
+        return self.context.comm.all_reduce(self._message(RECEIVED).copy_(message), async_op)
+
+    def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
+        assert own is not None
+        summed = self._message(RECEIVED)
+        others = self._message(SENT).neg_().add_(summed)
+        total.copy_(own)
+        self.factors.add(others, total, self._rank * self._layout.chunk + start)
+        self.factors.advance(summed)
+
+    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        return other_chunks(buffer, self._layout.world, self._rank)
+
+
+class SharedFactors(_FactorEncoder):
+    """Encodes the partial sums of an all-reduce: all ranks make the same product of the same summed factors."""
+
+    def __init__(
+        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
+    ) -> None:
+        first, last = rank * layout.chunk, (rank + 1) * layout.chunk
+        super().__init__(layout.places, first, last, matrix_rank, block, f"{name}/{rank}", device)
+
+    @property
+    def step(self) -> int:
+        return self._numel
+
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        context.scratch.reserve(SENT, self._room)
+
+    def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
+        message = self._message(SENT)
+        self._encode(values.to(torch.float32), message, feedback)  # fp32, as it nearly always is, in place
+        return self.context.comm.all_reduce(message, async_op)
+
+    def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
+        message = self._message(SENT)
+        self.factors.add(message, total.zero_(), 0)
+        self.factors.advance(message)
+
+    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        return [(0, buffer.view(1, -1))]

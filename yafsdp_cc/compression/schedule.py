@@ -1,0 +1,319 @@
+"""When gradients are summed exactly and when encoded: warm-up, or the phases that an optimizer sets.
+
+Also what all compressed sums of a model share: the momentum form of an optimizer, clipping before they are sent, and
+the loss scale. One ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from yafsdp_cc.compression.error_feedback import Recursion
+from yafsdp_cc.engine.collectives import Observer
+from yafsdp_cc.engine.module import require_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from yafsdp_cc.compression.config import Compression
+    from yafsdp_cc.engine.state import FSDPState
+
+_FEW_BITS = 4
+"""Bits per element below which other optimizers than those of the 1-bit family learn less well."""
+
+
+class Phase(Enum):
+    """How gradients that have a codec are summed."""
+
+    EXACT = "exact"
+    KEPT = "kept"
+    """Exactly, and their mean is kept in ``exact_mean`` as it was before anybody clips it."""
+    ENCODED = "encoded"
+    BOTH = "both"
+    """Encoded, and exactly besides, into ``exact_mean``."""
+
+    @property
+    def encodes(self) -> bool:
+        return self in (Phase.ENCODED, Phase.BOTH)
+
+    @property
+    def keeps_exact(self) -> bool:
+        """Whether sums leave the exact mean gradient in ``exact_mean``."""
+        return self in (Phase.KEPT, Phase.BOTH)
+
+
+class PhaseController(Protocol):
+    """Sets the phase of every backward for an optimizer (``optim.one_bit``)."""
+
+    def update_phase(self) -> None:
+        """Set the phase again, as what clips gradients has changed."""
+
+
+class ScaledSum(Protocol):
+    """A compressed sum, as far as its schedule knows it."""
+
+    schedule: CompressionSchedule
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients that it keeps for later sums."""
+
+
+class CompressionSchedule(Observer):
+    """The phase of one model's compressed sums, and what they share.
+
+    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then
+    on. A forward counts a step where weights have changed since the forward before.
+
+    Args:
+        config: the user's settings.
+        over_replicas: whether sums over replicas are encoded, and those over the ranks of a shard exact.
+    """
+
+    def __init__(self, config: Compression, *, over_replicas: bool = False) -> None:
+        self.config = config
+        self.over_replicas = over_replicas
+        self.phase = Phase.EXACT if config.warmup_steps else Phase.ENCODED
+        """Of the next backward; latched by the ``start`` of each sum."""
+        self.steps = 0
+        """Optimizer steps of the warm-up so far; not counted once it is over."""
+        self.controller: weakref.ref[PhaseController] | None = None
+        """Sets ``phase`` for an optimizer; None: there never was one."""
+        self.beta = 0.0
+        """Decay of the momentum that residuals are besides; 0: they are not (gradient form)."""
+        self.share = 1.0
+        """Share of a gradient that the momentum takes in: 1 - beta of an average, 1 of a sum."""
+        self.clip: LocalClip | None = None
+        """Clips gradients before they are encoded, in the momentum form."""
+        self.loss_scale = 1.0
+        """Factor of the losses, and so of gradients and residuals."""
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._state: weakref.ref[FSDPState] | None = None
+        self._versions: tuple[tuple[int, ...], ...] = ()
+        self._has_warned = False
+        self._sums: weakref.WeakSet[ScaledSum] = weakref.WeakSet()
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether an optimizer sets the phase."""
+        return self.controller is not None
+
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether a later backward may sum exactly what has a codec."""
+        return self.is_controlled or not self.phase.encodes
+
+    @property
+    def recursion(self) -> Recursion:
+        """The recursion of residuals."""
+        return Recursion(self.config.carry, taken=1 - self.beta)
+
+    @property
+    def follows_scaler(self) -> bool:
+        """Whether ``loss_scale`` is that of a ``GradScaler``."""
+        return self._scaler is not None
+
+    def units(self, divisor_factor: float) -> float:
+        """Return the ratio of a sum over ranks to the mean gradient of an unscaled loss."""
+        return divisor_factor * self.loss_scale
+
+    def adopt(self, compressed: ScaledSum) -> None:
+        """Become the schedule of a compressed sum."""
+        compressed.schedule = self
+        self._sums.add(compressed)
+
+    def set_controller(
+        self, controller: PhaseController, beta: float, share: float, max_grad_norm: float | None
+    ) -> None:
+        """Let an optimizer set the phase from now on. The engine must be assembled anew: exact sums need scratch.
+
+        Args:
+            controller: kept weakly.
+            beta, share: of its momentum; 0 and 1 in the gradient form.
+            max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
+        """
+        self.controller, self.phase, self.beta, self.share = weakref.ref(controller), Phase.EXACT, beta, share
+        self.clip = LocalClip(max_grad_norm) if beta and max_grad_norm is not None else None
+
+    def clip_gradients(self, name: str, grads: Tensor) -> None:
+        """Clip the gradients of the flat parameter ``name`` in place, before they are encoded."""
+        if self.clip is not None:
+            self.clip.clip(name, grads, self.loss_scale)
+
+    # Observer
+
+    def assembled(self, state: object) -> None:
+        self._state = weakref.ref(cast("FSDPState", state))
+
+    def before_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self._follow_scaler()
+            self._warn_of_few_bits()
+        self.count_step()
+
+    def count_step(self) -> None:
+        """Count a step of the warm-up if weights have changed since the last call."""
+        state = None if self._state is None else self._state()
+        if self.is_controlled or self.phase.encodes or state is None:
+            return
+        versions = tuple(group.versions() for group in state.groups)
+        if self._versions and versions != self._versions:
+            self.advance()
+        self._versions = versions
+
+    def advance(self) -> None:
+        """Count a step of the warm-up."""
+        self.resume(self.steps + 1, self._versions)
+
+    def resume(self, steps: int, versions: tuple[tuple[int, ...], ...] = ()) -> None:
+        """Go on after so many optimizer steps, with weights that were loaded and so are no step's."""
+        self.steps, self._versions = steps, versions
+        if not self.is_controlled:
+            self.phase = Phase.ENCODED if steps >= self.config.warmup_steps else Phase.EXACT
+
+    def resume_clip(self, state: Mapping[str, float] | None, device: torch.device) -> None:
+        """Go on with a state of ``clip``; None: learn the limits anew."""
+        controller = None if self.controller is None else self.controller()
+        if self.clip is not None and controller is not None:
+            self.clip.load_state(state, device)
+            controller.update_phase()
+
+    # The loss scale
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Take the loss scale from ``scaler``, now and before each forward. The scaler is kept weakly."""
+        self._scaler = weakref.ref(scaler)
+        self._follow_scaler()
+
+    @torch.no_grad()
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Rescale residuals, exactly for powers of two. Nothing may be in flight."""
+        factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
+        for each in self._sums:
+            each.rescale(factor)
+
+    def _follow_scaler(self) -> None:
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is not None and (scale := scaler.get_scale()) != self.loss_scale:
+            self.set_loss_scale(scale)
+
+    def _warn_of_few_bits(self) -> None:
+        """Warn once, at the first forward with a graph, where an optimizer is to learn from too few bits."""
+        if self._has_warned or self.is_controlled:
+            return
+        self._has_warned = True
+        few = [codec for codec in self.config.codecs if self.config.bits(codec) < _FEW_BITS]
+        if few:
+            warnings.warn(
+                f"gradients={few[0]!r} and no optimizer of the 1-bit family: with fewer than 4 bits Adam's loss falls "
+                "more slowly. A million parameters ended 0.02 nats per byte above exact sums with 'ternary', 0.04 with "
+                "'onebit', 0.006 with 'int4' (docs/measurements.md). yafsdp_cc.optim.OneBitAdam is made for few bits",
+                stacklevel=2,
+            )
+
+
+def schedule_of(state: FSDPState) -> CompressionSchedule | None:
+    """Return the schedule of a model; None where it is sharded without compression."""
+    found = (each for each in state.context.observers if isinstance(each, CompressionSchedule))
+    return next(found, None)
+
+
+def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """Rescale the residuals of ``model`` whenever the scale of its losses changes.
+
+    Call it once, before the first scaled backward. Without it, residuals count by the new scale after each change. Each
+    forward that is to be trained reads ``scaler.get_scale()``, which waits for the device on a GPU.
+
+    Args:
+        model: sharded with a compression.
+        scaler: of its losses; it is not changed, and kept weakly.
+
+    Raises:
+        ValueError: ``model`` is sharded without a compression.
+    """
+    schedule = schedule_of(require_state(model))
+    if schedule is None:
+        raise ValueError(f"follow_scaler: this {type(model).__name__} is sharded without a compression")
+    schedule.follow(scaler)
+
+
+# Clipping ----------------------------------------------------------------------------------------------------------
+
+_LEARNING_RATE = 0.3
+"""Weight of the last exact step in the average that kappa is."""
+
+
+class LocalClip:
+    """Clip gradients on each rank before they are encoded, in the momentum form.
+
+    There no training loop can clip gradients any more: what it sees is the momentum. So every rank clips its own
+    gradient g_w of each flat parameter to its usual share of the limit c, by the norm of the whole model's mean
+    gradient:
+
+        kappa = E |g_w| / |g|
+        g_w  <- g_w * min(1, c * kappa / |g_w|)
+
+    A step whose gradients are k times the limit everywhere is divided by k, as clipping the mean by its norm would; one
+    that is far off in a single flat parameter or rank is clipped there alone. kappa is learned in exact steps.
+
+    Args:
+        limit: c, of the norm of the mean gradient of an unscaled loss.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._norms: dict[str, Tensor] = {}
+        """Of what this rank has sent since it learned last, by flat parameter; 0: nothing. The communication stream
+        writes them, so each tensor stays."""
+        self._shares: dict[str, Tensor] = {}
+        """kappa of each flat parameter."""
+        self.is_blind = True
+        """Whether no kappa is known, and nothing is clipped; the same on all ranks."""
+
+    @torch.no_grad()
+    def clip(self, name: str, grads: Tensor, loss_scale: float) -> None:
+        """Clip the gradients of the flat parameter ``name`` in place."""
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grads, dtype=wide).to(torch.float32)
+        if (share := self._shares.get(name)) is not None:
+            factor = (self._limit * loss_scale * share / norm).clamp_(max=1.0)
+            factor.masked_fill_(~norm.isfinite(), 1.0)  # the codec deals with non-finite blocks one by one
+            if grads.device.type != "cpu" or float(factor) < 1:  # reading the factor would synchronize a GPU
+                grads.mul_(factor)
+                norm *= factor
+        norm = norm / loss_scale
+        if (kept := self._norms.get(name)) is None:
+            self._norms[name] = norm
+        else:
+            kept.copy_(norm)
+
+    def learn(self, total: float) -> None:
+        """Learn from the last step, in which the mean gradient had the norm ``total``."""
+        if not 0 < total < torch.inf:
+            return
+        self.is_blind = False
+        for name, norm in self._norms.items():
+            share, known = norm / total, self._shares.get(name)
+            fits = norm.isfinite() & (norm > 0)  # 0: not used in this step
+            if known is not None:
+                self._shares[name] = torch.where(fits, known.lerp(share, _LEARNING_RATE), known)
+            elif fits:
+                self._shares[name] = share
+            norm.zero_()
+
+    def state(self) -> dict[str, float] | None:
+        """Return kappa by flat parameter, for a checkpoint of this rank; None while nothing is known."""
+        return None if self.is_blind else {name: float(share) for name, share in self._shares.items()}
+
+    def load_state(self, state: Mapping[str, float] | None, device: torch.device) -> None:
+        """Go on from what ``state`` returned."""
+        self.is_blind = state is None
+        self._shares = {name: torch.tensor(share, device=device) for name, share in (state or {}).items()}
+        for norm in self._norms.values():
+            norm.zero_()

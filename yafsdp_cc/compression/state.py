@@ -1,0 +1,204 @@
+"""Residuals and kept weights as state: sharded like the parameters, and, for the same number of ranks, as they are.
+
+A residual is what one rank has still to send to another; its division among ranks means nothing. So what is saved is
+its sum over ranks at the owner of each element, divided by their number: a tensor sharded like the parameter. Whoever
+loads it starts with empty residuals and adds it to the next sum, multiplied by its own number of ranks: nothing is
+lost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from yafsdp_cc.compression.compressed_sum import CompressedSum
+from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.engine.dtensor import flat_dtensor
+from yafsdp_cc.engine.mesh import all_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor
+
+    from yafsdp_cc.engine.dtensor import FlatDTensor
+    from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.state import FSDPState
+
+
+def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
+    """Return what sums the gradients of ``flat`` encoded: its reduce-scatter or its all-reduce; None where exact."""
+    collectives: tuple[object, ...] = (flat.reduce_scatter, flat.all_reduce)
+    return next((each for each in collectives if isinstance(each, CompressedSum)), None)
+
+
+def compressed_sums(state: FSDPState) -> Iterator[tuple[FlatParam, CompressedSum]]:
+    """Yield the flat parameters whose gradients have a codec, in module order; not those that were never trained."""
+    for flat in state.flats:
+        compressed = compressed_sum_of(flat)
+        if compressed is not None and flat.sharded_grad is not None:
+            yield flat, compressed
+
+
+def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGather]]:
+    """Yield the flat parameters that are all-gathered by deltas, in module order."""
+    for flat in state.flats:
+        if isinstance(flat.all_gather, DeltaAllGather):
+            yield flat, flat.all_gather
+
+
+# Residuals ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
+    """Return by full names what all ranks have still to send of each parameter, per rank, fp32. A collective.
+
+    In units of gradients of an unscaled loss.
+    """
+    found = {}
+    for flat, compressed in compressed_sums(state):
+        if compressed.residual is None and compressed.carried_over is None:
+            continue
+        mean = _sum_of_unsent(state, compressed).div_(state.info.mesh.size() * compressed.schedule.loss_scale)
+        for param in flat.params:
+            found[param.spec.name] = flat_dtensor(param.local_range(mean).contiguous(), param.spec)
+    return found
+
+
+def empty_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
+    """Return zeros in the form of ``mean_residuals``."""
+    return {
+        param.spec.name: flat_dtensor(torch.zeros_like(param.local, dtype=torch.float32), param.spec)
+        for flat, _ in compressed_sums(state)
+        for param in flat.params
+    }
+
+
+@torch.no_grad()
+def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor]) -> None:
+    """Empty all residuals, and have what ``mean_residuals`` returned added to the next sums."""
+    for flat, compressed in compressed_sums(state):
+        compressed.discard_deferred()
+        total = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=state.device)
+        for param in flat.params:
+            param.local_range(total).copy_(residuals[param.spec.name].to_local())
+        schedule = compressed.schedule
+        if compressed.momentum is not None and schedule.beta > 0:  # decays like the rest of it
+            compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
+        else:
+            # Every replica adds its own to the sum over its shard, or all of them the same to the sum over all.
+            over_shard = isinstance(compressed, CompressedReduceScatter)
+            ranks = state.world if over_shard else state.info.mesh.size()
+            compressed.carried_over = total.mul_(ranks * schedule.loss_scale)
+        if compressed.residual is not None:
+            compressed.residual.clear()
+
+
+def local_residuals(state: FSDPState) -> dict[str, Any]:
+    """Return this rank's residuals as they are, with what tells whether they fit, as plain data."""
+    return {
+        flat.name: {
+            "fits": _form(state, flat, compressed),
+            "values": compressed.residual.values.cpu(),
+            "scales": compressed.residual.scales.cpu(),
+            "owed": torch.zeros(0) if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
+            "loss_scale": compressed.schedule.loss_scale,
+            **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),
+        }
+        for flat, compressed in compressed_sums(state)
+        if compressed.residual is not None and not compressed.is_tuned
+    }
+
+
+@torch.no_grad()
+def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
+    """Take what ``local_residuals`` returned on the same ranks; return whether it fits, else nothing is changed.
+
+    Where codecs are tuned, those of the checkpoint may not be the present ones: it never fits, and is carried over.
+    """
+    if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
+        return False
+    ours = {flat.name: (flat, each) for flat, each in compressed_sums(state) if each.residual is not None}
+    if ours.keys() != saved.keys() or any(saved[name]["fits"] != _form(state, *pair) for name, pair in ours.items()):
+        return False
+    for name, (_, compressed) in ours.items():
+        values, residual = saved[name], compressed.residual
+        assert residual is not None
+        compressed.discard_deferred()
+        if compressed.factors is not None:
+            factors, compressed.factors.sends_right = values["lowrank"]
+            compressed.factors.factors.copy_(factors)
+        residual.values.copy_(values["values"])
+        residual.scales.copy_(values["scales"])
+        waiting = values["owed"]
+        compressed.carried_over = waiting.to(state.device) if waiting.numel() else None
+        compressed.rescale(compressed.schedule.loss_scale / values["loss_scale"])
+    return True
+
+
+def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:
+    """Return what must be equal for a rank's residual to be loaded as it is."""
+    ranks = [group.size() for group in all_groups(state.info.mesh)]
+    residual, factors = compressed.residual, compressed.factors
+    assert residual is not None
+    form = [list(residual.values.shape), str(residual.values.dtype), residual.block]
+    return [ranks, [param.spec.name for param in flat.params], *form, 0 if factors is None else factors.factors.numel()]
+
+
+def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
+    """Return the sum over all ranks of what they have still to send of this rank's chunk."""
+    shard, *replicas = all_groups(state.info.mesh)
+    total = compressed.unsent()
+    if isinstance(compressed, CompressedReduceScatter):
+        parts = torch.empty_like(total)
+        dist.all_to_all_single(parts, total, group=shard)
+        total = parts.sum(0)
+    for group in replicas:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+# Kept weights ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
+    """Return by full names the weights that all ranks keep and deltas build on, sharded like the parameters.
+
+    Also the names of those that are behind, of which the next forward brings deltas; they are alike on all ranks.
+    """
+    found, behind = {}, []
+    for flat, all_gather in delta_all_gathers(state):
+        if (kept := all_gather.kept_state()) is not None:
+            own, is_behind = kept
+            for param in flat.params:
+                found[param.spec.name] = flat_dtensor(param.local_range(own).contiguous(), param.spec)
+            behind += [param.spec.name for param in flat.params if is_behind]
+    return found, behind
+
+
+def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
+    """Return zeros in the form of ``kept_weights``."""
+    return {
+        param.spec.name: flat_dtensor(
+            torch.zeros_like(param.local, dtype=flat.compute_dtype, device=state.device), param.spec
+        )
+        for flat, _ in delta_all_gathers(state)
+        for param in flat.params
+    }
+
+
+@torch.no_grad()
+def load_kept_weights(state: FSDPState, kept: Mapping[str, FlatDTensor], behind: Collection[str]) -> None:
+    """Keep what ``kept_weights`` returned, wherever it has all of a flat parameter."""
+    for flat, all_gather in delta_all_gathers(state):
+        names = [param.spec.name for param in flat.params]
+        if all(name in kept for name in names):
+            own = torch.zeros(flat.layout.chunk, dtype=flat.compute_dtype, device=state.device)
+            for param in flat.params:
+                param.local_range(own).copy_(kept[param.spec.name].to_local())
+            all_gather.resume(own, not set(names).isdisjoint(behind))

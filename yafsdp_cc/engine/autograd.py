@@ -1,0 +1,156 @@
+"""The two autograd functions that tell when a group's backward is over, and where its gradients go.
+
+    root gate ──► group gate ──┬─► inputs ────► the module's own ops ─► outputs      (forward)
+                               └─► Narrow w ─►
+
+``Narrow`` gives the forward a view of one parameter in the weight buffer, and its backward writes that parameter's
+gradient into the gradient buffer. All ``Narrow`` nodes of a group, and all consumers of its inputs, precede the group's
+gate in the backward; so autograd itself runs the gate's backward exactly when the group's last gradient is written, also
+when some gradients never come. Group gates in turn precede the root gate, which is the last node of all.
+
+Below them: maps over the tensors in a module's arguments and outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Gated(Protocol):
+    """What a gate reports to."""
+
+    def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Handle that everything behind the gate has run; return those of the gated tensors' ``grads`` that flow on."""
+
+
+class AccumulatesGrad(Protocol):
+    """What ``Narrow`` hands a parameter's gradient to."""
+
+    def accumulate_grad(self, grad: Tensor) -> None:
+        """Write one contribution."""
+
+
+class GateGradFlow(torch.autograd.Function):
+    """Identity on an anchor and any number of tensors; its backward reports that everything behind it is over."""
+
+    @staticmethod
+    def forward(ctx: Any, gated: Gated, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gated = gated
+        return (anchor, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.gated.post_backward(grads))
+
+
+class Narrow(torch.autograd.Function):
+    """One parameter as a view of the weight buffer; its backward writes the gradient and stops the flow."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, param: AccumulatesGrad, view: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.param = param
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            ctx.param.accumulate_grad(grad)
+        return None, None, None
+
+
+# Function.apply first looks for functorch's dead wrappers in its arguments; there are none here, and a step makes as
+# many calls as the model has parameters.
+gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
+"""``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
+narrow: Callable[[Tensor, AccumulatesGrad, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
+"""``narrow(anchor, param, view)``: the view, whose gradient goes to ``param``."""
+
+
+# Tensors in arguments and outputs ----------------------------------------------------------------------------------
+
+_ATOMS = (type(None), bool, int, float, str)
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
+
+    Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
+    output classes of Hugging Face models. Anything else is passed through unseen.
+    """
+    if isinstance(tree, Tensor):
+        return change(tree)
+    kind = type(tree)
+    if kind in _ATOMS:
+        return tree
+    if kind is tuple or kind is list:
+        changed = [map_tensors(item, change) for item in tree]
+        if all(new is old for new, old in zip(changed, tree, strict=True)):
+            return tree
+        return kind(changed)
+    if kind is dict:
+        fresh = {key: map_tensors(value, change) for key, value in tree.items()}
+        return tree if all(fresh[key] is tree[key] for key in fresh) else fresh
+    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple(tree):
+        leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+        changed = [map_tensors(leaf, change) for leaf in leaves]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return tree
+        return pytree.tree_unflatten(changed, spec)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _map_dataclass(tree, change)
+    return tree
+
+
+def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    fresh = None
+    for field in dataclasses.fields(tree):
+        old = getattr(tree, field.name)
+        new = map_tensors(old, change)
+        if new is not old:
+            fresh = copy.copy(tree) if fresh is None else fresh
+            object.__setattr__(fresh, field.name, new)
+    return tree if fresh is None else fresh
+
+
+def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
+    """Return ``tree`` with every floating-point tensor in ``dtype``."""
+    return map_tensors(tree, lambda tensor: cast(tensor, dtype))
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor`` in ``dtype`` if it is a floating-point one."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def gate_tensors(
+    through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which every tensor that requires a gradient is replaced by what ``through`` makes of it."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # as most modules are called
+        gated = through([args[0]] if args[0].requires_grad else [])
+        return (tuple(gated) or args), kwargs
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors((args, kwargs), collect)
+    gated = through(tensors)
+    if not tensors:
+        return args, kwargs
+    rest = iter(gated)
+    fresh = map_tensors((args, kwargs), lambda tensor: next(rest) if tensor.requires_grad else tensor)
+    return fresh[0], fresh[1]

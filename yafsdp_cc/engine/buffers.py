@@ -1,0 +1,78 @@
+"""Preallocated buffers that parameter groups take in turn (double buffering).
+
+A buffer has one owner at a time. Its content is made by an operation of a stream (``handle``), and it may be filled
+again once its last user has left it (``last_use``). Groups of one role alternate over the buffers of one pool, so that
+group k computes in one buffer while group k + 1 is gathered into the other:
+
+    buffer 0   | all-gather 0 | forward 0    | all-gather 2 | forward 2    | …
+    buffer 1                  | all-gather 1 | forward 1    | all-gather 3 | …
+
+Alternation makes it fast; the owner, checked at run time, makes it right. A group that finds its assigned buffer in use
+gets an overflow buffer of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from yafsdp_cc.engine.streams import CommStream, StreamEvent
+
+
+class Buffer:
+    """Memory for the unsharded weights or gradients of one group at a time."""
+
+    def __init__(self, nbytes: int, device: torch.device, stream: CommStream) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.address = self.data.data_ptr()
+        self.owner: object | None = None
+        """The group whose weights or gradients it holds or is about to hold; None: nobody's."""
+        self.versions: tuple[int, ...] = ()
+        """The owner's shard versions that were gathered; other ones make the content stale."""
+        self.fills = 0
+        """How often it was filled, by anybody."""
+        self.users = 0
+        """Computations under way that read or write the content."""
+        self.handle = stream.handle()
+        """The last operation that fills or reads it."""
+        self.last_use: StreamEvent | None = None
+
+    def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""
+        return self.data.narrow(0, start, numel * dtype.itemsize).view(dtype)
+
+    def release(self, stream: CommStream) -> None:
+        """Note that one user has left it: on CUDA a refill waits for all uses so far, on whatever streams they were."""
+        self.users = max(self.users - 1, 0)
+        self.last_use = stream.record(self.last_use)
+
+
+class BufferPool:
+    """The buffers of one role.
+
+    Args:
+        count: buffers that groups take in turn.
+        dedicated: buffers that one group each has to itself.
+        nbytes: of each buffer.
+    """
+
+    def __init__(self, count: int, dedicated: int, nbytes: int, device: torch.device, stream: CommStream) -> None:
+        self.buffer_bytes = nbytes
+        self.shared = [Buffer(nbytes, device, stream) for _ in range(count)]
+        self.dedicated = [Buffer(nbytes, device, stream) for _ in range(dedicated)]
+
+    def assigned(self, index: int) -> Buffer:
+        """Return the buffer of the ``index``-th group that shares."""
+        return self.shared[index % len(self.shared)]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [*self.shared, *self.dedicated]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.data.nbytes for buffer in self.buffers)

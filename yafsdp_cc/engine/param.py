@@ -1,0 +1,452 @@
+"""Parameters of a group: their shards, their unsharded weights and gradients in buffers, and their ``.grad``.
+
+    FlatParam         | w1        |·| w2               |·| w3     |····|     unsharded, world * chunk elements; · padding
+    rank's shard      | chunk 0         | chunk 1         | chunk 2    |
+
+A ``FlatParam`` holds the parameters of one dtype (and codec) of a group; each ``FSDPParam`` is one of them, and its
+range of the chunk is the local tensor of the ``FlatDTensor`` that users see. ``UnshardedParams`` and
+``UnshardedGrads`` are a group's weights and gradients in a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.layout import align
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from yafsdp_cc.engine.buffers import Buffer
+    from yafsdp_cc.engine.collectives import AllGather, AllReduce, ReduceScatter
+    from yafsdp_cc.engine.dtensor import ShardSpec
+    from yafsdp_cc.engine.layout import Extent, Layout
+
+_UNSHARED = 2
+"""References to a gradient that only its ``FSDPParam`` holds, as ``sys.getrefcount`` counts them."""
+_BUFFER_ALIGNMENT = 128
+"""Bytes: a multiple of it is where a ``FlatParam`` begins in a buffer."""
+
+
+class FSDPParam:
+    """One parameter of a group, sharded or, where it is too small for that, replicated.
+
+    Args:
+        spec: how it is sharded.
+        sites: the modules that hold it, each with the attribute's name; several where it is tied.
+        extent: its place in the flat buffer.
+    """
+
+    def __init__(self, spec: ShardSpec, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
+        self.spec = spec
+        spec.set_owner(self)
+        self.sites = tuple(sites)
+        # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
+        # while named_parameters() goes on to show the sharded parameter.
+        self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
+        self._lists = tuple(
+            (module._flat_weights, module._flat_weights_names.index(attribute))
+            for module, attribute in sites
+            if isinstance(module, nn.RNNBase)  # its forward reads a list that it keeps beside the attributes
+        )
+        self.extent = extent
+        self.index = -1
+        """Number among all parameters of the model."""
+        self.span = (0, 0)
+        """This rank's range of the parameter, in elements of its chunk."""
+        self.flat: FlatParam | None = None
+        """None where it is replicated."""
+        self._state: weakref.ref[Any] | None = None
+        self.parameter: nn.Parameter
+        """What users see; its local tensor is ``local``."""
+        self.local: Tensor
+        """This rank's range of the parameter."""
+        self.grad: FlatDTensor
+        """What ``parameter.grad`` becomes: the same tensor in every step, unless somebody keeps it."""
+        self.local_grad: Tensor
+        self.unsharded_grad: Tensor | None = None
+        """Where the backward under way writes the gradient."""
+        self.written = False
+        """Whether it has written there."""
+        self.acquire_grad_buffer: Callable[[], None]
+        """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
+
+    @property
+    def state(self) -> Any:
+        """The ``FSDPState`` of the present assembly; None where there is none."""
+        return None if self._state is None else self._state()
+
+    def set_state(self, state: Any) -> None:
+        """Be a parameter of this ``FSDPState`` from now on. It is not kept alive: users may keep parameters for ever."""
+        self._state = weakref.ref(state)
+
+    def check_unchanged(self) -> None:
+        """Raise a ``RuntimeError`` if modules no longer hold this parameter, or it no longer lies in the shard."""
+        parameter = self.parameter
+        held = all(module._parameters.get(attribute) is parameter for module, attribute in self.sites)
+        if not held or parameter._local_tensor is not self.local:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"'{self.spec.name}' was replaced or converted after shard(), so the engine would go on with its old "
+                "values: tie, convert and assign parameters before shard(), change their values in place afterwards "
+                "(torch.func.functional_call is not supported)"
+            )
+
+    def accumulate_grad(self, grad: Tensor) -> None:
+        """Write one contribution to the gradient buffer: the first is copied, with its cast for free, others added."""
+        target = self.unsharded_grad
+        if target is None:
+            self.acquire_grad_buffer()
+            if (target := self.unsharded_grad) is None:  # torch.autograd.grad passes here on its way to an input
+                return
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.written:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            self.written = True
+
+    def local_range(self, chunk: Tensor) -> Tensor:
+        """Return this rank's part of the parameter in a buffer that is as long as its chunk."""
+        start, end = self.span
+        return chunk.narrow(0, start, end - start).view(self.spec.local_shape)
+
+    def set_parameter(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` where the model holds this one."""
+        for module, attribute in self.sites:
+            module._parameters[attribute] = parameter
+        for weights, index in self._lists:
+            weights[index] = parameter
+
+    def register_unsharded(self, view: Tensor) -> None:
+        """Let the modules' forwards see ``view``."""
+        if self.spec.tensor_parallel is not None:
+            view = self.spec.tensor_parallel.wrap_unsharded(view)
+        for place, attribute in self._places:
+            place[attribute] = view
+        for weights, index in self._lists:
+            weights[index] = view
+
+    def register_sharded(self) -> None:
+        """Let the modules see the sharded parameter again."""
+        for place, attribute in self._places:
+            place.pop(attribute, None)
+        for weights, index in self._lists:
+            weights[index] = self.parameter
+
+
+class Divisor:
+    """What turns a sum over ranks into the mean: gradients are divided by it once, at the end (post-divide)."""
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor = factor
+        self.tensor = torch.tensor(float(factor), device=device)
+        """0-d, because a Python number would become a new tensor in every division."""
+        self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
+        """Where multiplying by it is as exact as dividing."""
+
+
+class ShardedGrad:
+    """The flat buffer that the ``.grad`` of some parameters are views of.
+
+    Args:
+        buffer: [chunk], in the parameters' dtype.
+        params: whose gradients it holds.
+    """
+
+    def __init__(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
+        self.params = params
+        self._use(buffer)
+
+    def _use(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        for param in self.params:
+            param.local_grad = param.local_range(buffer)
+            param.grad = flat_dtensor(param.local_grad, param.spec)
+
+    def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
+        """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
+
+        The gradient of a parameter that is not ``used`` is not handed out: whether another rank used it is not known
+        yet (``replicated.UnusedParameters``).
+
+        Args:
+            parts: the sum, which together is as long as the buffer: where each part begins, and it; overwritten.
+            divisor: what turns the sum into the mean.
+            used: for each parameter, whether this rank wrote a gradient.
+        """
+        before = [param.parameter.grad for param in self.params]
+        fresh = all(grad is None for grad in before)
+        if fresh and any(sys.getrefcount(param.grad) > _UNSHARED for param in self.params):
+            self._use(self._new_buffer())  # somebody keeps the gradients of an earlier step
+        ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
+        for start, part in parts:
+            if fresh or ours:
+                target = self.buffer.narrow(0, start, part.numel())
+                (self._add if ours else self._set)(target, part, divisor)
+            else:
+                self._add_to_each(start, part, divisor, before)
+        for param, is_used in zip(self.params, used, strict=True):
+            if is_used and param.parameter.grad is None:
+                param.parameter.grad = param.grad
+
+    def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
+        for grad, param in zip(before, self.params, strict=True):
+            first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
+            if first >= last:
+                continue
+            target = param.local_grad
+            if grad is not None:  # perhaps one that the user has put there
+                if not isinstance(grad, FlatDTensor):
+                    raise TypeError(
+                        f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
+                        "change the gradient that it has in place, or set it to None"
+                    )
+                target = grad.to_local()
+            target = target.view(-1).narrow(0, first - param.span[0], last - first)
+            (self._set if grad is None else self._add)(target, part.narrow(0, first - start, last - first), divisor)
+
+    def _new_buffer(self) -> Tensor:
+        return torch.zeros_like(self.buffer)
+
+    def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
+        if grad.dtype == total.dtype:
+            torch.div(total, divisor.tensor, out=grad)
+        else:
+            grad.copy_(total.div_(divisor.tensor))
+
+    def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
+        if grad.dtype == total.dtype and divisor.inverse is not None:
+            grad.add_(total, alpha=divisor.inverse)
+        else:
+            grad.add_(total.div_(divisor.tensor))
+
+
+class FlatParam:
+    """Parameters of one dtype in one flat buffer that is sharded into equal chunks, of which this rank keeps one.
+
+    Args:
+        params: in the order of the buffer.
+        layout: where they lie.
+        rank: whose chunk this is.
+        sharded: [chunk], the parameters' own dtype: what the optimizer updates.
+        compute_dtype: of the unsharded weights.
+        reduce_dtype: of the unsharded gradients.
+        divisor: of summed gradients; may be replaced at any time.
+        device: of the forward.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: Layout,
+        rank: int,
+        sharded: Tensor,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        divisor: Divisor,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.layout = layout
+        self.rank = rank
+        self.sharded = sharded
+        self.compute_dtype = compute_dtype
+        self.reduce_dtype = reduce_dtype
+        self.divisor = divisor
+        self.device = device
+        self.sharded_grad: ShardedGrad | None = None
+        self.all_gather: AllGather
+        self.reduce_scatter: ReduceScatter
+        self.all_reduce: AllReduce | None = None
+        """Over replicas, of partial sums. All three are made at the first assembly."""
+        self.group: Any = None
+        """Its ``ParamGroup`` in the present assembly."""
+        self.add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = self.add_to_grad
+        """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
+        for param in params:
+            param.flat = self
+
+    @property
+    def name(self) -> str:
+        """Full name of the first parameter."""
+        return self.params[0].spec.name
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the shard does."""
+        return self.sharded._version
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of summed gradients."""
+        return torch.float64 if self.reduce_dtype == torch.float64 else torch.float32
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.parameter.requires_grad for param in self.params)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a parameter has a ``.grad``."""
+        return any(param.parameter.grad is not None for param in self.params)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of shard and gradient on the device of the forward."""
+        return self.sharded.nbytes + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of shard and gradient in host memory, beside the device."""
+        return 0
+
+    def use_sharded(self, sharded: Tensor) -> None:
+        """Take ``sharded`` for this rank's chunk."""
+        self.sharded = sharded
+
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        """Return the shard in the dtype of ``own``: itself, or ``own`` [chunk] with a copy of it (cast)."""
+        if not in_place and own.dtype == self.sharded.dtype:
+            return self.sharded
+        return own.copy_(self.sharded)
+
+    def read(self, target: Tensor, start: int = 0) -> None:
+        """Copy the elements of the shard from ``start`` on to ``target``, cast to its dtype."""
+        target.copy_(self.sharded.narrow(0, start, target.numel()))
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether error feedback may bring gradients of parameters that no rank has used."""
+        return self.reduce_scatter.feeds_back or (self.all_reduce is not None and self.all_reduce.feeds_back)
+
+    def reset_collectives(self) -> None:
+        """Drop what the collectives have started or deferred. Nothing is in flight."""
+        self.all_gather.reset()
+        self.reduce_scatter.reset()
+        if self.all_reduce is not None:
+            self.all_reduce.reset()
+
+    def make_sharded_grad(self) -> ShardedGrad:
+        """Return the buffer of gradients, made when the first parameter is to be trained."""
+        if self.sharded_grad is None:
+            self.sharded_grad = ShardedGrad(torch.zeros_like(self.sharded), self.params)
+        return self.sharded_grad
+
+    def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
+        """Divide a sum over ranks and add it to ``.grad``; arguments as of ``ShardedGrad.add``."""
+        assert self.sharded_grad is not None
+        self.sharded_grad.add(parts, self.divisor, used)
+
+
+# In buffers --------------------------------------------------------------------------------------------------------
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where buffers of these sizes begin when they lie one after another, and where the last one ends."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = align(end + size, _BUFFER_ALIGNMENT)
+    return offsets, end
+
+
+def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:
+    weights = [flat.layout.numel * flat.compute_dtype.itemsize for flat in flats]
+    return [*weights, *(flat.all_gather.scratch_bytes() for flat in flats)]
+
+
+def unsharded_bytes(flats: Sequence[FlatParam]) -> int:
+    """Return the bytes of a buffer for the weights of ``flats`` and the scratch of their all-gathers."""
+    return _offsets(_weight_sizes(flats))[1]
+
+
+def unsharded_grad_bytes(flats: Iterable[FlatParam]) -> int:
+    """Return the bytes of a buffer for the gradients of ``flats``."""
+    return _offsets([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])[1]
+
+
+def _views(flats: Sequence[FlatParam], unsharded: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters in flat buffers, each in its own shape."""
+    return [
+        buffer.narrow(0, param.extent.offset, param.extent.numel).view(param.extent.shape)
+        for flat, buffer in zip(flats, unsharded, strict=True)
+        for param in flat.params
+    ]
+
+
+class UnshardedParams:
+    """A group's weights in a buffer; made once for each pair of group and buffer.
+
+    The buffer is filled through ``flat`` and read through ``views``, which have version counters of their own: to
+    autograd, a refill between forward and backward is invisible. The engine sees to it that the buffer holds the group
+    again before a saved view is read.
+    """
+
+    def __init__(self, buffer: Buffer, flats: Sequence[FlatParam], *, is_overflow: bool = False) -> None:
+        self.buffer = buffer
+        self.is_overflow = is_overflow
+        sizes = _weight_sizes(flats)
+        offsets, _ = _offsets(sizes)
+        count = len(flats)
+        self.flat = [
+            buffer.view(offset, flat.layout.numel, flat.compute_dtype)
+            for offset, flat in zip(offsets[:count], flats, strict=True)
+        ]
+        """[world * chunk] of each ``FlatParam``."""
+        self.scratch = [
+            buffer.view(offset, size, torch.uint8) if size else None
+            for offset, size in zip(offsets[count:], sizes[count:], strict=True)
+        ]
+        """Of each one's all-gather."""
+        self._aliases = [whole.data for whole in self.flat]
+        self._versions = [alias._version for alias in self._aliases]
+        self.views = _views(flats, self._aliases)
+        # For ops run again during the backward: leaves that want a gradient where the parameter did.
+        self.leaves = [view.detach() for view in self.views]
+
+    def was_written(self) -> bool:
+        """Return whether something was written through the views since this was asked last."""
+        before, self._versions = self._versions, [alias._version for alias in self._aliases]
+        return before != self._versions
+
+
+class UnshardedGrads:
+    """A group's gradients in a buffer."""
+
+    def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
+        self.buffer = buffer
+        self.flats = flats
+        self.params = [param for flat in flats for param in flat.params]
+        offsets, _ = _offsets([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])
+        self.flat = [
+            buffer.view(offset, flat.layout.numel, flat.reduce_dtype)
+            for offset, flat in zip(offsets, flats, strict=True)
+        ]
+        """[world * chunk] of each ``FlatParam``."""
+        self.views = _views(flats, self.flat)
+        self._padding = [
+            whole.narrow(0, start, end - start)
+            for flat, whole in zip(flats, self.flat, strict=True)
+            for start, end in flat.layout.gaps
+        ]
+
+    def zero_unwritten(self) -> list[list[bool]]:
+        """Zero what nobody has written, for the buffer holds another group's gradients there.
+
+        Returns:
+            For each ``FlatParam``, which of its parameters this rank has written.
+        """
+        for param, view in zip(self.params, self.views, strict=True):
+            if not param.written:
+                view.zero_()
+        for gap in self._padding:
+            gap.zero_()
+        return [[param.written for param in flat.params] for flat in self.flats]

@@ -1,0 +1,628 @@
+"""A parameter group: parameters that are gathered together before use and whose gradients are reduced together.
+
+    SHARDED ──unshard──► UNSHARDED (in a weight buffer) ──last use──► SHARDED: another group takes the buffer
+    no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
+
+``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called by the first
+gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is decided
+by ``state``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.buffers import Buffer, BufferPool
+from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
+from yafsdp_cc.engine.streams import CommHandle, CommStreams
+from yafsdp_cc.profiling.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from yafsdp_cc.engine.collectives import Collectives, CommContext, Observer
+    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.offload import HostMemory
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.replicas import Replicas
+    from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedFlatParam
+    from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.plan.units import Role
+
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
+_will_execute = torch._C._will_engine_execute_node
+_log = logging.getLogger("yafsdp_cc")
+
+
+@dataclass
+class GroupSettings:
+    """What users may change about a group at any time; what changes the number of buffers takes another assembly."""
+
+    keeps_after_forward: bool = False
+    """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
+    keeps_after_backward: bool = False
+    secondary_ranks: int = 0
+    """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
+    unshards_in_backward: bool = True
+    """Whether the backward reads the weights."""
+    forward_prefetch: Sequence[ParamGroupSpec] = ()
+    """Gathered when this group is about to run, instead of what ran next the last time."""
+    backward_prefetch: Sequence[ParamGroupSpec] = ()
+    reduces: bool = True
+    """Whether a backward reduces the gradients (``set_requires_gradient_sync``)."""
+    grad_buffers: int = 2
+    """How many gradient buffers groups of this role take in turn."""
+    separate_reduce_group: bool = False
+    streams: CommStreams = field(default_factory=CommStreams)
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether the group has a weight buffer to itself."""
+        return self.keeps_after_forward or self.keeps_after_backward
+
+
+@dataclass(eq=False)
+class ParamGroupSpec:
+    """Modules that were sharded together, their shards and settings: what outlives an assembly of the engine."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    info: MeshInfo
+    policy: MixedPrecisionPolicy
+    flats: tuple[FlatParam, ...]
+    replicated: tuple[ReplicatedFlatParam, ...]
+    collectives: Collectives
+    role: Role | None = None
+    """None where only the whole model tells it."""
+    host: HostMemory | None = None
+    """Where shards are in host memory."""
+    outer: ParamGroupSpec | None = None
+    """The next one around it."""
+    ignored: frozenset[nn.Parameter] = frozenset()
+    """Parameters that were left as they are."""
+    settings: GroupSettings = field(default_factory=GroupSettings)
+
+    @property
+    def parts(self) -> tuple[FlatParam | ReplicatedFlatParam, ...]:
+        """All flat buffers of parameters."""
+        return (*self.flats, *self.replicated)
+
+    @property
+    def params(self) -> Iterator[FSDPParam]:
+        return (param for part in self.parts for param in part.params)
+
+    @property
+    def outermost(self) -> ParamGroupSpec:
+        """The root, as far as is known by now."""
+        return self if self.outer is None else self.outer.outermost
+
+    def check_collectives(self) -> None:
+        """Raise a ``ValueError`` if its collectives cannot work with its settings."""
+        keeps = self.settings.keeps_unsharded or self.role == "root"
+        if self.flats:
+            self.collectives.check_group(self.name, keeps)
+
+
+@dataclass
+class Counters:
+    """What the engine has done since ``shard``, on this rank. For users to read: nothing here steers the engine."""
+
+    gathered_bytes: int = 0
+    """Bytes that this rank has sent for weights."""
+    reduced_bytes: int = 0
+    """Bytes that this rank has sent for gradients, those of replicated parameters among them."""
+    spills: int = 0
+    """How often a group needed an overflow buffer because its assigned one was in use."""
+    owned_bytes: int = 0
+    """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
+    host_bytes: int = 0
+    """The same of those that were offloaded to host memory."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Codecs of groups' gradients that were chosen while training; ``"fp32"`` is exact."""
+    why: str = ""
+    """What was measured when that was chosen last, in a line."""
+
+
+class GroupContext:
+    """What the groups of one root share: streams, gradient buffers, and what is in flight.
+
+    Args:
+        info: mesh and device.
+        gather, reduce: communicator, scratch buffers and fingerprint of either stream.
+        gather_stream, reduce_stream: where all-gathers and reduces are issued; perhaps one and the same.
+        fingerprint: what ranks compare.
+        counters: kept from one assembly to the next.
+        leaf_node: autograd's node of a leaf that a backward reaches if it wants the parameters' gradients.
+    """
+
+    def __init__(
+        self,
+        info: MeshInfo,
+        gather: CommContext,
+        reduce: CommContext,
+        gather_stream: CommStream,
+        reduce_stream: CommStream,
+        fingerprint: CollectiveFingerprint,
+        counters: Counters,
+        leaf_node: Any,
+    ) -> None:
+        self.info = info
+        self.gather = gather
+        self.reduce = reduce
+        self.gather_stream = gather_stream
+        self.reduce_stream = reduce_stream
+        self.fingerprint = fingerprint
+        self.counters = counters
+        self.observers: tuple[Observer, ...] = ()
+        self.groups: tuple[ParamGroup, ...] = ()
+        """In module order."""
+        self.replicas: Replicas | None = None
+        """What sums over replicas, where there are some."""
+        self.in_forward = False
+        """Whether a forward of the root, or of a group by itself, is under way."""
+        self.weight_pools: dict[Role, BufferPool] = {}
+        self.grad_pools: dict[Role, BufferPool] = {}
+        self.own_grad_buffers: list[Buffer] = []
+        """Of groups whose gradients do not fit into those of their pool, as after unfreezing."""
+        self.last_reduce: CommHandle | None = None
+        """The reduce or deferral that was issued last in the backward under way."""
+        self.in_flight: list[Buffer] = []
+        """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
+        self.reduced: list[tuple[FlatParam, list[bool]]] = []
+        """What was reduced in the backward under way, and which of the parameters this rank has written."""
+        self._leaf_node = leaf_node
+        self._bound: set[FlatParam] = set()
+        self._warned = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.info.device
+
+    def count_reduced(self, nbytes: int) -> None:
+        """Add to the bytes that this rank has sent for gradients."""
+        self.counters.reduced_bytes += nbytes
+
+    def wants_grads(self) -> bool:
+        """Return whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
+        return bool(_will_execute(self._leaf_node))
+
+    def wait(self, handle: CommHandle) -> None:
+        """Wait for an operation; where that fails, tell what the other ranks were doing."""
+        for observer in self.observers:
+            observer.before_wait()
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise self.fingerprint.explain(error) from error
+        for observer in self.observers:
+            observer.after_wait()
+
+    def bind_reduce(self, flat: FlatParam) -> None:
+        """Make what the gradients of ``flat`` need, unless it is there: frozen parameters need nothing."""
+        if flat not in self._bound:
+            self._bound.add(flat)
+            self.wait_for_reduces()  # scratch buffers may have to grow
+            flat.reduce_scatter.bind(self.reduce)
+            flat.make_sharded_grad()
+            if self.replicas is not None:
+                self.replicas.bind(flat)
+
+    def grad_buffer(self, role: Role, index: int, nbytes: int) -> Buffer:
+        """Return the gradient buffer of the ``index``-th group of a role."""
+        pool = self.grad_pools.get(role)
+        if pool is not None and nbytes <= pool.buffer_bytes:
+            return pool.assigned(index)
+        buffer = Buffer(nbytes, self.device, self.reduce_stream)
+        self.own_grad_buffers.append(buffer)
+        return buffer
+
+    def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
+        """Issue an operation that reads a gradient buffer, behind what the caller's stream has written to it."""
+        if self.last_reduce is not None and not self.reduce_stream.is_ordered:
+            self.wait(self.last_reduce)  # both use the scratch buffers
+        self.reduce_stream.wait_for_caller()
+        self.reduce_stream.issue(buffer.handle, start, finish)
+        self.last_reduce = buffer.handle
+        self.in_flight.append(buffer)
+
+    def wait_for_reduces(self) -> None:
+        """Wait for all reduces and deferrals so far; the stream has done those before the last one."""
+        if self.last_reduce is not None:
+            self.wait(self.last_reduce)
+            self.last_reduce = None
+            self.in_flight.clear()
+
+    def reset(self) -> None:
+        """Drop reduces that are in flight, as after an interrupted backward."""
+        for buffer in self.in_flight:
+            buffer.handle.abandon()
+        self.last_reduce = None
+        self.in_flight.clear()
+        self.reduced.clear()
+        for buffer in (*(each for pool in self.grad_pools.values() for each in pool.buffers), *self.own_grad_buffers):
+            buffer.owner = None
+
+    def warn_of_kept_grads(self) -> None:
+        """Say once what it costs to keep unsharded gradients from one backward to the next."""
+        if not self._warned and self.gather.comm.rank == 0:
+            sharing = [group for group in self.groups if not group.has_own_grad_buffer]
+            nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
+            _log.warning(
+                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
+                "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",
+                nbytes,
+            )
+        self._warned = True
+
+
+class ParamGroup:
+    """One group in one assembly of the engine.
+
+    Args:
+        context: shared with the other groups of the root.
+        spec: its parameters and settings.
+        role: which buffers it takes.
+    """
+
+    def __init__(self, context: GroupContext, spec: ParamGroupSpec, role: Role) -> None:
+        self.context = context
+        self.spec = spec
+        self.name = name = spec.name
+        self.role = role
+        self.flats = spec.flats
+        self.params: tuple[FSDPParam, ...] = tuple(param for flat in spec.flats for param in flat.params)
+        self.index = -1
+        """Number among the groups of its role."""
+        self.unsharded: UnshardedParams
+        """Where the weights are gathered unless that buffer is in use."""
+        self.held: UnshardedParams | None = None
+        """Weights that ``unshard()`` of the module has asked for outside of a forward."""
+        self.registered: list[Sequence[Tensor]] = []
+        """What the modules see as their parameters, innermost call last."""
+        self.grads: UnshardedGrads | None = None
+        """Where gradients are written; set from the first one to the reduce."""
+        self.deferred: dict[FlatParam, list[bool]] = {}
+        """Which parameters have gradients that ``_defer`` has taken in for the next reduce."""
+        self.has_own_grad_buffer = False
+        """Whether no other group's gradients are written where this one's are."""
+        self.replicated: tuple[FSDPParam, ...] = ()
+        """Replicated parameters that its modules use."""
+        self.uses_root_params = False
+        """Whether a module of it uses a parameter of the root's group, tied to one elsewhere."""
+        # An embedding's backward needs its indices alone.
+        only_embeddings = all(type(module) is nn.Embedding for module in spec.modules)
+        self.unshards_in_backward = spec.settings.unshards_in_backward and not only_embeddings
+        self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
+        self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
+        self.forward_prefetch: tuple[ParamGroup, ...] = ()
+        """Those that the settings of the same name name."""
+        self.backward_prefetch: tuple[ParamGroup, ...] = ()
+        self.recomputed_in = -1
+        """The last backward in which activation checkpointing has run this group again."""
+        self._recomputations = 0
+        """How often the buffer is kept for what a recomputation has saved."""
+        self._registers_held = False
+        self._accepts_grads = False
+        self._assigned_grads: UnshardedGrads | None = None
+        self._kept_grads: UnshardedGrads | None = None
+        """Gradients kept from one backward to the next, while these do not reduce."""
+        for param in self.params:
+            param.acquire_grad_buffer = self.acquire_grad_buffer
+
+    @property
+    def trainable(self) -> bool:
+        """Whether one of the parameters that its modules use requires a gradient."""
+        return any(param.parameter.requires_grad for param in (*self.params, *self.replicated))
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def versions(self) -> tuple[int, ...]:
+        """Return what changes whenever a shard does, by ``FlatParam``."""
+        return tuple([flat.sharded._version for flat in self.flats])
+
+    def is_in(self, buffer: Buffer) -> bool:
+        """Return whether ``buffer`` holds, or is being filled with, this group's present weights."""
+        return buffer.owner is self and buffer.versions == self.versions()
+
+    def held_version(self, flat: FlatParam) -> int | None:
+        """Return the version of the weights of ``flat`` in the assigned buffer; None: it holds something else."""
+        buffer = self.unsharded.buffer
+        return buffer.versions[self.flats.index(flat)] if buffer.owner is self else None
+
+    def unsharded_of(self, flat: FlatParam) -> Tensor:
+        """Return the room for the weights of ``flat`` in the assigned buffer: [world * chunk]."""
+        return self.unsharded.flat[self.flats.index(flat)]
+
+    def wait_for_unshard(self) -> None:
+        """Wait for whatever fills or reads the assigned buffer."""
+        self.context.wait(self.unsharded.buffer.handle)
+
+    def prefetch(self) -> None:
+        """Gather into the assigned buffer unless somebody uses it. A prefetch that is lost costs time, nothing else."""
+        buffer = self.unsharded.buffer
+        if self.flats and buffer.users == 0 and not self.is_in(buffer):
+            self._all_gather(self.unsharded)
+
+    def unshard(self) -> UnshardedParams:
+        """Return the weights, gathered and ready, in a buffer that stays as it is until ``release``."""
+        if self.held is not None and not self.is_in(self.held.buffer):
+            self.release_held()  # the weights have changed since
+        unsharded = self.held or self.unsharded
+        if not self.is_in(unsharded.buffer):
+            if unsharded.buffer.users:
+                unsharded = self._overflow()
+            self._all_gather(unsharded)
+        unsharded.buffer.users += 1
+        self.context.wait(unsharded.buffer.handle)
+        return unsharded
+
+    def unshard_for_backward(self, unsharded: UnshardedParams, *, needed: bool) -> bool:
+        """Put the weights back where a forward has read them; return whether the buffer is in use by that now.
+
+        Where they are not ``needed`` for sure, another group that uses the buffer is left alone.
+        """
+        buffer = unsharded.buffer
+        if not unsharded.is_overflow and not self.is_in(buffer):
+            if buffer.users:
+                if not needed:
+                    return False
+                raise RuntimeError(
+                    f"the weights of unit '{self.name}' are needed where those of "
+                    f"'{getattr(buffer.owner, 'name', '?')}' still lie: an earlier backward was interrupted. Run the "
+                    "forward again before the next backward"
+                )
+            self._all_gather(unsharded)
+        buffer.users += 1
+        self.context.wait(buffer.handle)
+        return True
+
+    def release(self, unsharded: UnshardedParams) -> None:
+        """End one use of the weights that ``unshard`` has returned."""
+        unsharded.buffer.release(self.context.gather_stream)
+
+    def hold(self) -> None:
+        """Gather the weights, and keep them unsharded until ``release_held``."""
+        if self.held is not None and self.is_in(self.held.buffer):
+            return
+        self.release_held()
+        self.held = self.unsharded
+        if not self.is_in(self.held.buffer):
+            self.context.gather_stream.wait_for_caller()  # which may just have written to the shard
+            if self.held.buffer.users:
+                self.held = self._overflow()
+            self._all_gather(self.held)
+        self.held.buffer.users += 1
+
+    def register_held(self) -> None:
+        """Let the modules see the weights that are held, once these are gathered."""
+        if self.held is not None and not self._registers_held:
+            self.hold()  # anew, where the weights have changed since
+            self._registers_held = True
+            self.context.wait(self.held.buffer.handle)
+            self.register_unsharded(self.leaves(self.held))
+
+    def release_held(self) -> None:
+        """Let go of what ``hold`` has gathered."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
+            self.release(held)
+        if self._registers_held:
+            self._registers_held = False
+            self.register_sharded()
+            for param in () if self.context.in_forward else self.replicated:  # a forward sees them to its own end
+                param.register_sharded()
+
+    def keep_for_recomputation(self) -> None:
+        """Keep the buffer in use: what activation checkpointing has run again there is read by the backward."""
+        self._recomputations += 1
+
+    def release_recomputed(self) -> None:
+        """Nothing that a recomputation has saved will be read any more."""
+        while self._recomputations:
+            self._recomputations -= 1
+            self.release(self.unsharded)
+
+    def _all_gather(self, unsharded: UnshardedParams) -> None:
+        if _functorch_stack() is not None:
+            raise NotImplementedError(
+                f"a transform of torch.func around unit '{self.name}' of a sharded model: collectives do not go "
+                "through those. Use torch.autograd, or an unsharded model"
+            )
+        context, buffer, versions = self.context, unsharded.buffer, self.versions()
+        buffer.handle.settle()
+        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
+        held = buffer.versions if buffer.owner is self else (None,) * len(versions)
+        stale = [place for place, version in enumerate(versions) if held[place] != version]
+        flats = [self.flats[place] for place in stale]
+        outputs = [unsharded.flat[place] for place in stale]
+        scratch = [unsharded.scratch[place] for place in stale]
+
+        def start(async_op: bool) -> list[dist.Work]:
+            works: list[dist.Work] = []
+            for flat, output, place, room in zip(flats, outputs, stale, scratch, strict=True):
+                # Deltas build on the weights that every rank has in the assigned buffer; others are gathered in full.
+                version = None if unsharded.is_overflow else held[place]
+                works += flat.all_gather.start(output, version, room, async_op)
+            return works
+
+        def finish() -> None:
+            for flat, output, room in zip(flats, outputs, scratch, strict=True):
+                flat.all_gather.finish(output, room)
+
+        buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
+        buffer.fills += 1
+        with self._gather_span:
+            context.gather_stream.issue(buffer.handle, start, finish, after=buffer.last_use)
+        buffer.owner, buffer.versions = self, versions
+        for flat in flats:
+            context.counters.gathered_bytes += flat.all_gather.sent_bytes
+        context.fingerprint.record("gather", self.name)
+
+    def _overflow(self) -> UnshardedParams:
+        self.context.counters.spills += 1
+        with torch.inference_mode(False):  # a later backward may read it
+            buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
+            buffer.release(self.context.gather_stream)  # may be filled once what lay there before is no longer read
+            return UnshardedParams(buffer, self.flats, is_overflow=True)
+
+    def leaves(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
+        """Return the weights as leaves of a graph of their own."""
+        for param, leaf in zip(self.params, unsharded.leaves, strict=True):
+            if leaf.requires_grad is not param.parameter.requires_grad:
+                leaf.requires_grad_(param.parameter.requires_grad)
+        return unsharded.leaves
+
+    def register_unsharded(self, views: Sequence[Tensor]) -> None:
+        """Let the modules see these weights."""
+        self.registered.append(views)
+        for param, view in zip(self.params, views, strict=True):
+            param.register_unsharded(view)
+
+    def register_sharded(self) -> None:
+        """Let the modules see what they saw before ``register_unsharded``."""
+        self.registered.pop()
+        if self.registered:
+            for param, view in zip(self.params, self.registered[-1], strict=True):
+                param.register_unsharded(view)
+        else:
+            for param in self.params:
+                param.register_sharded()
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def acquire_grad_buffer(self) -> None:
+        """Find room for the gradients that the backward under way is about to write, if it wants any."""
+        if self._accepts_grads or not self.context.wants_grads():
+            return
+        if self.grads is None:
+            flats = tuple(flat for flat in self.flats if flat.trainable)
+            if not flats:
+                return
+            for flat in flats:
+                self.context.bind_reduce(flat)
+            self.grads = self._free_grads(flats)
+            self.grads.buffer.owner = self
+            self.context.wait(self.grads.buffer.handle)  # the reduce that reads the buffer has left it
+            for param in self.params:
+                param.written = False
+        for param, view in zip(self.grads.params, self.grads.views, strict=True):
+            param.unsharded_grad = view
+        self._accepts_grads = True
+
+    def stop_accepting_grads(self) -> None:
+        """Write no more gradients before the buffer is acquired again; those written remain."""
+        self._accepts_grads = False
+        for param in self.params:
+            param.unsharded_grad = None
+
+    def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
+        nbytes = unsharded_grad_bytes(flats)
+        if not (self.spec.settings.reduces or self.has_own_grad_buffer or self._defers):
+            if self._kept_grads is None or self._kept_grads.flats != flats:
+                self._kept_grads = self._overflow_grads(flats, nbytes)
+                self.context.warn_of_kept_grads()
+            return self._kept_grads
+        if self._assigned_grads is None or self._assigned_grads.flats != flats:
+            buffer = self.context.grad_buffer(self.role, self.index, nbytes)
+            self._assigned_grads = UnshardedGrads(buffer, flats)
+        if self._assigned_grads.buffer.owner is None:
+            return self._assigned_grads
+        self.context.counters.spills += 1  # it is an enclosing group's, or of one whose gates have not all run
+        return self._overflow_grads(flats, nbytes)
+
+    def _overflow_grads(self, flats: tuple[FlatParam, ...], nbytes: int) -> UnshardedGrads:
+        return UnshardedGrads(Buffer(nbytes, self.context.device, self.context.reduce_stream), flats)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether its reduce-scatters can take in gradients that are not to be reduced yet."""
+        return all(flat.reduce_scatter.defers for flat in self.flats if flat.trainable)
+
+    @property
+    def kept_grad_bytes(self) -> int:
+        """Bytes of a buffer for gradients that are kept from one backward to the next, if there is one."""
+        return 0 if self._kept_grads is None else self._kept_grads.buffer.data.nbytes
+
+    def accumulate_leaf_grads(self, unsharded: UnshardedParams) -> None:
+        """Take over gradients from leaves, where ops that reentrant checkpointing ran again have left them."""
+        for param, leaf in zip(self.params, unsharded.leaves, strict=True):
+            if leaf.grad is not None:
+                param.accumulate_grad(leaf.grad)
+                leaf.grad = None
+
+    def post_backward(self) -> None:
+        """All gradients of a backward are written: reduce them, or keep them for a later backward that does."""
+        if self.spec.settings.reduces:
+            self.reduce()
+        elif self.grads is not None and self.grads is not self._kept_grads and self._defers:
+            self._defer(self.grads)
+
+    def reduce(self) -> None:
+        """Issue the reduce; its sum is added to ``.grad`` when the next one is issued or the backward ends."""
+        self.acquire_grad_buffer()
+        grads, context = self.grads, self.context
+        if grads is None:
+            return
+        used = self._take(grads)
+        for observer in context.observers:
+            observer.before_reduce(self.name)
+        context.fingerprint.record("reduce", self.name)
+        with self._reduce_span:
+            for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
+                finish = partial(_complete_reduce, flat, whole, written)
+                context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
+                context.reduced.append((flat, written))
+                context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
+        grads.buffer.owner = None
+        for observer in context.observers:
+            observer.after_reduce(self.name)
+
+    def _defer(self, grads: UnshardedGrads) -> None:
+        """Let the reduce-scatters take the gradients in, for the next ``reduce``."""
+        self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
+        for flat, whole in zip(grads.flats, grads.flat, strict=True):
+            self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))
+        grads.buffer.owner = None
+
+    def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
+        """Complete the gradients in the buffer, and return which parameters have some, deferred ones among them."""
+        used = grads.zero_unwritten()
+        if self.deferred:
+            for flat, written in zip(grads.flats, used, strict=True):
+                for place, before in enumerate(self.deferred.pop(flat, ())):
+                    written[place] |= before
+        self.stop_accepting_grads()
+        self.grads = None
+        return used
+
+    def reset(self) -> None:
+        """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
+        self._recomputations = 0
+        if self.registered:
+            del self.registered[1:]
+            self.register_sharded()
+        self.held, self._registers_held = None, False
+        if self.grads is not None:
+            self.grads.buffer.owner = None
+            self.grads = None
+        self.deferred.clear()
+        self.stop_accepting_grads()
+
+
+def _complete_reduce(flat: FlatParam, grads: Tensor, used: list[bool]) -> None:
+    flat.add_sum(flat.reduce_scatter.finish(grads), used)
+
+
+def _defer(flat: FlatParam, grads: Tensor, async_op: bool) -> Sequence[dist.Work]:
+    flat.reduce_scatter.defer(grads)
+    return ()

@@ -1,0 +1,941 @@
+"""Forwards and backwards of a sharded model: when its groups are unsharded, and when their gradients are reduced.
+
+One ``FSDPState`` serves all groups below a root module. One ``IterationState`` is one forward of the root and the
+backwards through it; within it, each ``GroupCall`` is one forward of a group:
+
+    pre_forward    all-gather, gate the inputs, show views of the weights to the modules, prefetch the next group
+    post_forward   let the buffer be filled again; hook the outputs
+    pre_backward   (an output's gradient has come) gather again, prefetch, make room for gradients
+    post_backward  (the group's gate has run) reduce; the root gate, last of all, waits and makes gradients final
+
+What a backward must do for its calls is settled by the forward, as the calls in reverse, inner ones within outer:
+
+    forward    a ( b ) c           backward    begin c, end c, begin a, begin b, end b, end a
+
+An output or a gate that the backward reaches moves it on to that point of the sequence. So a rank on which some
+parameters of a group go unused, and perhaps the whole group, issues the same collectives in the same order as the others.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import partial
+from operator import is_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from yafsdp_cc.engine.autograd import cast, cast_tensors, gate, gate_tensors, map_tensors, narrow
+from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.replicated import CollectiveFingerprint, UnusedParameters
+from yafsdp_cc.engine.streams import PinnedReadback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+    from types import FrameType
+
+    from yafsdp_cc.engine.collectives import Collectives, Observer
+    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.offload import HostTransfers
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
+    from yafsdp_cc.engine.param_group import Counters, GroupContext, ParamGroup, ParamGroupSpec
+    from yafsdp_cc.engine.replicated import ReplicatedParams
+    from yafsdp_cc.profiling.spans import Handle
+
+STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
+"""Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the root's)."""
+
+_OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_graph_task = torch._C._current_graph_task_id
+"""The backward under way in this thread, or -1."""
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class FSDPState:
+    """The engine of one root module, in one assembly.
+
+    Args:
+        model: the root module.
+        specs: of all groups, in module order, the root's own last.
+        groups: of those that have parameters to unshard or are called by themselves, in module order.
+        root_group: the group of what no other group has taken; None where that is nothing.
+        replicated: all replicated parameters.
+        collectives: the factory of all groups that are not exact; the exact one where all are.
+        context: what the groups share.
+        leaf: what the root gates hang on; a backward reaches it if and only if it wants the parameters' gradients.
+        transfers: between host memory and the device, where shards are offloaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[ParamGroupSpec],
+        groups: Sequence[ParamGroup],
+        root_group: ParamGroup | None,
+        replicated: ReplicatedParams,
+        collectives: Collectives,
+        context: GroupContext,
+        leaf: Tensor,
+        transfers: HostTransfers | None,
+    ) -> None:
+        self.model = model
+        self.specs = tuple(specs)
+        self.groups = tuple(groups)
+        self.root_group = root_group
+        self.replicated = replicated
+        self.collectives = collectives
+        self.context = context
+        self.leaf = leaf
+        self.transfers = transfers
+        policy = specs[-1].policy if specs[-1].modules == (model,) else None
+        self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
+        self._output_dtype = None if policy is None else policy.output_dtype
+        self.params: tuple[FSDPParam, ...] = (*(p for group in groups for p in group.params), *replicated.params)
+        for index, param in enumerate(self.params):
+            param.index = index
+        self.outdated = False
+        """Whether a setting was changed since that takes another assembly."""
+        self.retired = False
+        """Whether there was another assembly since."""
+        self.interrupted = False
+        """Whether a forward was given up before it could be entered in full."""
+        self.is_last_backward = True
+        """Whether a backward waits for its reduces and makes gradients final."""
+        self.post_optim_event: torch.Event | None = None
+        """What the all-gathers of the next iteration wait for, instead of the caller's stream."""
+        self.iteration: IterationState | None = None
+        """The forward under way."""
+        self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
+        """Those whose graphs there are."""
+        self._backward_iteration: IterationState | None = None
+        self._task = -1
+        """The backward under way, or -1; still set where an exception has ended it."""
+        self._active_calls: list[GroupCall] = []
+        """Calls that a backward without parameters' gradients has come to and not left, outermost first."""
+        self._caller: _Caller | None = None
+        """Of the forward of the root module under way."""
+        self._expected_order: Sequence[ParamGroup] = [group for group in groups if group is not root_group]
+        """The groups in the order of the last forward; before there was one, in module order."""
+        self._order: list[ParamGroup] = []
+        self._cursor = 0
+        self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, replicated.dtype, context.device)
+        self._leaf_stream = context.gather_stream.caller()
+        """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
+        self._unmanaged = UnmanagedParameters(model, {param for spec in specs for param in spec.ignored})
+
+    @property
+    def info(self) -> MeshInfo:
+        return self.context.info
+
+    @property
+    def device(self) -> torch.device:
+        return self.context.device
+
+    @property
+    def world(self) -> int:
+        """How many ranks parameters are sharded across."""
+        return self.context.gather.comm.world
+
+    @property
+    def counters(self) -> Counters:
+        return self.context.counters
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        return self.context.observers
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way."""
+        return self.context.in_forward
+
+    @property
+    def flats(self) -> Iterator[FlatParam]:
+        """All ``FlatParam``, in module order."""
+        return (flat for group in self.groups for flat in group.flats)
+
+    def record(self, kind: str, name: str) -> None:
+        """Add a collective to the fingerprint that ranks compare."""
+        self.context.fingerprint.record(kind, name)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient is on its way: all that were written have been reduced to the end."""
+        context = self.context
+        is_reduced = not context.reduced and (context.replicas is None or context.replicas.is_idle)
+        return is_reduced and not any(group.deferred or group.grads is not None for group in self.groups)
+
+    @property
+    def may_retire(self) -> bool:
+        """Whether another assembly may take over: nothing is under way, and no backward is awaited."""
+        awaited = any(iteration.has_gate and not iteration.is_finished for iteration in self._iterations)
+        return self.iteration is None and _graph_task() == -1 and self.is_idle and not awaited
+
+    def retire(self) -> None:
+        """Let go of all buffers: another assembly takes the parameters over."""
+        self.retired = True
+        self.reset()
+        for group in self.groups:
+            group.unsharded.buffer.handle.wait()
+        # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
+        self.groups = self.context.groups = ()
+        self.root_group, self._expected_order = None, ()
+        self.context.observers = ()
+
+    # A forward of the root module ----------------------------------------------------------------------------------
+
+    def pre_root_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any, RootForward]:
+        """Before a forward of the root module."""
+        if self._caller is not None and not self._caller.is_running():
+            self.reset()  # an interrupt, which no hook of a module is told of, has ended the forward
+        if self.iteration is not None:  # called from within its own forward
+            return args, kwargs, RootForward(None, None)
+        iteration = None
+        if _graph_task() == -1:
+            iteration = self.begin_iteration()
+            if self._input_dtype is not None:
+                args, kwargs = cast_tensors((args, kwargs), self._input_dtype)
+            if torch.is_grad_enabled():
+                args, kwargs = gate_tensors(iteration.gate, args, kwargs)
+        forward = None
+        if self.root_group is not None:
+            args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
+        return args, kwargs, RootForward(iteration, forward)
+
+    def post_root_forward(self, entered: RootForward, output: Any) -> Any:
+        """After a forward of the root module, also after one that raised (with None); return what callers get."""
+        if entered.group_forward is not None:
+            assert self.root_group is not None
+            output = self.post_forward(self.root_group, entered.group_forward, output)
+        iteration = entered.iteration
+        if iteration is None:
+            return output
+        self.end_iteration()
+        dtype, has_gate = self._output_dtype, iteration.has_gate
+        if dtype is None and not has_gate:
+            return output
+
+        def finish(tensor: Tensor) -> Tensor:
+            if dtype is not None:
+                tensor = cast(tensor, dtype)
+            if has_gate and tensor.requires_grad:
+                tensor.register_hook(partial(self._reach, iteration))
+            return tensor
+
+        return map_tensors(output, finish)
+
+    def begin_iteration(self) -> IterationState:
+        """Begin a forward: clear what an interrupted one left, take in new weights, gather the first groups."""
+        if self._task != -1 or self.interrupted:
+            self.reset()
+        for param in self.params:
+            param.check_unchanged()
+        self._unmanaged.check()
+        context = self.context
+        for observer in context.observers:
+            observer.before_forward()
+        self.replicated.refresh()
+        if not torch.is_grad_enabled():
+            self.replicated.trainable()
+            self.replicated.register_unsharded()
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            context.gather_stream.wait_for_caller()  # and so for the optimizer's step
+        else:
+            context.gather_stream.wait_event(event)
+        self.iteration = iteration = IterationState(self)
+        self._iterations.add(iteration)
+        context.in_forward = True
+        self._caller = _Caller()
+        self._order, self._cursor = [], 0
+        for group in self._expected_order[:2]:
+            group.prefetch()
+        return iteration
+
+    def end_iteration(self) -> None:
+        """End the forward of an iteration."""
+        if self.iteration is not None:
+            self.iteration.release_anchor()
+        self.iteration = self._caller = None
+        self.context.in_forward = False
+        self._expected_order = self._order
+        self.replicated.register_sharded()
+        self.wait_for_transfers()
+        self.replicated.check_unwritten()
+
+    def _prefetch_after(self, group: ParamGroup) -> None:
+        """Gather what followed ``group`` the last time. A group that comes elsewhere costs a prefetch, nothing more.
+
+        Every rank runs the same forwards, so every rank prefetches alike.
+        """
+        self._order.append(group)
+        for other in group.forward_prefetch:
+            other.prefetch()
+        expected, cursor = self._expected_order, self._cursor
+        if cursor >= len(expected) or expected[cursor] is not group:
+            try:
+                cursor = expected.index(group, cursor)
+            except ValueError:
+                return
+        self._cursor = cursor + 1
+        if self._cursor < len(expected) and not group.forward_prefetch:
+            expected[self._cursor].prefetch()
+
+    # A forward of a group ------------------------------------------------------------------------------------------
+
+    def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, GroupForward]:
+        """Before a forward of a group's module: weights in place, inputs cast and gated."""
+        if _graph_task() != -1:
+            return args, kwargs, self._pre_recomputation(group)
+        is_outermost = self.iteration is None
+        iteration = self.begin_iteration() if self.iteration is None else self.iteration
+        borrowed = None
+        if is_outermost and group.uses_root_params:
+            assert self.root_group is not None
+            _, _, borrowed = self.pre_forward(self.root_group, (), {})
+        unsharded = group.unshard()
+        self._prefetch_after(group)
+        policy = group.spec.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
+        call: GroupCall | None = None
+        views: Sequence[Tensor] = unsharded.views
+        if torch.is_grad_enabled():
+            call = GroupCall(group, unsharded, iteration)
+            args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
+        else:
+            iteration.ungated.add(group)
+        group.register_unsharded(views)
+        span = group.forward_span.start()
+        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
+
+    def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
+        """After a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
+        group.forward_span.end(entered.span)
+        group.register_sharded()
+        unsharded = entered.unsharded
+        if entered.is_recomputation:
+            if unsharded is group.unsharded:
+                group.keep_for_recomputation()
+            return output
+        output = self._hook_outputs(group, entered, output)
+        group.release(unsharded)
+        if not group.spec.settings.keeps_after_forward:
+            group.release_held()
+        if entered.borrowed is not None:
+            assert self.root_group is not None
+            self.post_forward(self.root_group, entered.borrowed, None)
+        if entered.iteration is not None:
+            self.end_iteration()
+        if unsharded.was_written():
+            raise RuntimeError(
+                f"a forward of unit '{group.name}' has written to a weight in place, which is lost with the gathered "
+                "copy: change weights outside of the forward, for example under yafsdp_cc.whole_parameters(model, "
+                "write=True)"
+            )
+        return output
+
+    def _gate(self, call: GroupCall, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
+        """Return the inputs behind the group's gate, and the weights behind ``Narrow``."""
+        group, iteration = call.group, call.iteration
+        anchor = iteration.anchor()
+
+        def through(tensors: list[Tensor]) -> list[Tensor]:
+            nonlocal anchor
+            iteration.trains = call.is_expected = iteration.trains or bool(tensors) or group.trainable
+            anchor, *gated = gate(call, anchor, *tensors)
+            return list(gated)
+
+        args, kwargs = gate_tensors(through, args, kwargs)
+        views = [
+            narrow(anchor, param, view) if param.parameter.requires_grad else view
+            for param, view in zip(group.params, call.unsharded.views, strict=True)
+        ]
+        return args, kwargs, views
+
+    def _hook_outputs(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
+        call, address, dtype = entered.call, entered.unsharded.buffer.address, group.spec.policy.output_dtype
+        hook = None
+        if call is not None:
+            call.last = len(call.iteration.calls) - 1
+            # The hook keeps the iteration: its graph may outlive every other reference to it.
+            hook = partial(call.pre_backward, call.iteration)
+
+        def finish(tensor: Tensor) -> Tensor:
+            if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
+                tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
+            if dtype is not None:
+                tensor = cast(tensor, dtype)
+            if hook is not None and tensor.requires_grad:
+                tensor.register_hook(hook)
+            return tensor
+
+        return map_tensors(output, finish)
+
+    def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
+        """Before a forward that activation checkpointing runs again inside the backward.
+
+        Its graph is thrown away, so nothing is gated; but what it saves is read by the backward, so the buffer is kept
+        until that is over.
+        """
+        if torch.is_grad_enabled() and self._ran_without_grad(group):
+            raise RuntimeError(
+                f"unit '{group.name}' is run again by reentrant activation checkpointing, which hides its gradients "
+                "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
+                "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
+            )
+        group.recomputed_in = _graph_task()
+        unsharded = group.unshard()
+        group.register_unsharded(group.leaves(unsharded))
+        return GroupForward(None, unsharded, None, group.forward_span.start(), True, None)
+
+    def _ran_without_grad(self, group: ParamGroup) -> bool:
+        """Return whether the forward behind the backward under way ran ``group`` without a graph."""
+        iteration = self._backward_iteration
+        if iteration is None or group not in iteration.ungated:
+            return False
+        return not any(call.group is group for call in iteration.calls)
+
+    def register_held(self, group: ParamGroup) -> None:
+        """Let the modules of ``group`` see what ``group.hold`` has gathered, outside of a forward."""
+        if group.held is None:
+            return
+        group.register_held()
+        self.replicated.refresh()
+        self.wait_for_transfers()
+        self.replicated.register_unsharded(group.replicated)
+
+    # A backward ----------------------------------------------------------------------------------------------------
+
+    def _reach(self, iteration: IterationState, _: Tensor | None = None) -> None:
+        """Handle that a backward has come to ``iteration``."""
+        if self.retired:
+            raise RuntimeError(
+                "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
+                "forward, ...): run the forward again"
+            )
+        self._backward_iteration = iteration
+        task = _graph_task()
+        if task == self._task:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True went through a sharded model: weights that a second backward "
+                "would read are gone by then. Compute gradient penalties on an unsharded model"
+            )
+        if self._task != -1:
+            self.reset()
+        self._task = task
+        for observer in self.context.observers:
+            observer.before_backward()
+        if not self.context.wants_grads():  # its root gate may never be reached
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
+            self.replicated.trainable()
+            self.replicated.register_unsharded()
+
+    def begin_call(self, call: GroupCall) -> None:
+        """Begin a call in a backward without parameters' gradients; an output may be that of a call within it, too."""
+        calls, place = self._active_calls, len(self._active_calls)
+        while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
+            place -= 1
+        calls.insert(place, call)
+        call.begin()
+
+    def end_calls(self, iteration: IterationState, index: int) -> None:
+        """End all active calls of ``iteration`` after ``index``, and all of later iterations: the backward has passed.
+
+        Autograd runs nodes from the latest to the earliest. Their own gates have reported, but for calls behind whose
+        gate nothing needed a gradient.
+        """
+        calls = self._active_calls
+        while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
+            calls.pop().end()
+
+    def end_call(self, call: GroupCall) -> None:
+        """End the innermost active call."""
+        self._active_calls.pop()
+        call.end()
+
+    def finish_backward(self, iteration: IterationState, grads: Sequence[Tensor | None]) -> None:
+        """End a backward: every gradient summed, divided and in its place.
+
+        Args:
+            iteration: whose root gate has run.
+            grads: of the replicated parameters behind that gate.
+        """
+        self.replicated.accumulate_grads(iteration.trained, grads)
+        context = self.context
+        if any(param.parameter.requires_grad for param in self.params):
+            for group in self.groups:
+                if group.spec.settings.reduces and (group.grads is not None or group.deferred):
+                    group.reduce()  # kept from backwards that did not reduce
+            sums_over_replicas = context.replicas is None or context.replicas.sums
+            if self.is_last_backward and sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
+                self._make_grads_final()
+        if self.is_last_backward:
+            context.wait_for_reduces()  # deferrals of a backward that reduces nothing
+        for group in self.groups:
+            group.stop_accepting_grads()
+        stream = context.gather_stream.caller()
+        if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
+            # Only gradients that flow are joined with the stream around backward(); ours have stopped at the gates.
+            self._leaf_stream.wait_event(stream.record_event())
+        self._end_backward()
+
+    def _make_grads_final(self) -> None:
+        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used and issued."""
+        context, replicated = self.context, self.replicated
+        for observer in context.observers:
+            observer.after_backward()
+        context.wait_for_reduces()
+        if context.replicas is not None:
+            context.replicas.wait()
+        reduced = [(flat.params, used) for flat, used in context.reduced]
+        reduced.append((replicated.params, [param.written for param in replicated.params]))
+        fed = {param for flat, _ in context.reduced if flat.feeds_back for param in flat.params}
+        unused = UnusedParameters(reduced, len(self.params), lambda param: param in fed and self._is_fed(param))
+        context.reduced.clear()
+        context.fingerprint.record("reduce", "replicated parameters")
+        totals = replicated.all_reduce(unused.flags + context.fingerprint.sums())
+        context.counters.reduced_bytes += replicated.sent_bytes()
+        replicated.add_to_grads()
+        self.wait_for_transfers()
+        # On CUDA these are the numbers of the previous backward, so as not to wait for this one.
+        sums = self._readback.receive(totals[-CollectiveFingerprint.WIDTH :])
+        if sums is not None:
+            context.fingerprint.check(sums)
+        unused.hand_out_grads(totals, self.world > 1 or context.replicas is not None)
+
+    def _is_fed(self, param: FSDPParam) -> bool:
+        """Return whether error feedback has brought something of a parameter that nobody may have used."""
+        self.wait_for_transfers()
+        return bool(param.local_grad.any())
+
+    def _end_backward(self) -> None:
+        while self._active_calls:
+            self._active_calls.pop().end()
+        for group in self.groups:
+            group.release_recomputed()
+        self._task, self._backward_iteration = -1, None
+        if self.iteration is None:
+            self.replicated.register_sharded()
+        self.wait_for_transfers()
+
+    def wait_for_transfers(self) -> None:
+        """Hold the host until nothing reads or writes shards in host memory: the caller may, from here on."""
+        if self.transfers is not None:
+            self.transfers.wait()
+
+    def reset(self) -> None:
+        """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
+        context = self.context
+        context.reset()
+        if context.replicas is not None:
+            context.replicas.reset()
+        for flat in self.flats:
+            flat.reset_collectives()
+        self.wait_for_transfers()
+        for group in self.groups:
+            group.unsharded.buffer.users = 0
+        context.gather_stream.wait_for_caller()  # users that left no event
+        self._active_calls.clear()
+        for group in self.groups:
+            group.reset()
+        self.replicated.reset()
+        self.replicated.register_sharded()
+        self.iteration = self._caller = None
+        context.in_forward = False
+        self._task = -1
+        self.interrupted = False
+
+
+class GroupForward(NamedTuple):
+    """One forward of a group under way, from ``pre_forward`` to ``post_forward``."""
+
+    iteration: IterationState | None
+    """The iteration that this forward is the whole of: no forward of the root module is around it."""
+    unsharded: UnshardedParams
+    call: GroupCall | None
+    span: Handle | None
+    is_recomputation: bool
+    """Whether activation checkpointing runs it inside a backward."""
+    borrowed: GroupForward | None
+    """That of the root's group, entered for a parameter tied to it."""
+
+
+class RootForward(NamedTuple):
+    """One forward of the root module under way."""
+
+    iteration: IterationState | None
+    group_forward: GroupForward | None
+
+
+class IterationState:
+    """One forward of the root and the backwards through it: the root gate, and the calls of groups behind it.
+
+    The gate is made on the first use of its anchor. Its backward is the last one of all: when it returns, every gradient
+    is final.
+    """
+
+    def __init__(self, state: FSDPState) -> None:
+        self.state = state
+        self.calls: list[GroupCall] = []
+        self.ungated: set[ParamGroup] = set()
+        """Groups that ran without grad mode, and so have no gate."""
+        self.trained: list[FSDPParam] = []
+        """Replicated parameters behind the gate."""
+        self.trains = False
+        """Whether something that requires a gradient has come up, as far as every rank can tell."""
+        self.has_gate = False
+        """Whether a backward may come."""
+        self.is_finished = False
+        """Whether one has come, gone through all of it, and left no graph for another one."""
+        self._pending: dict[ParamGroup, int] = {}
+        """Calls of each group that the backward has not ended."""
+        self._steps: list[tuple[GroupCall, bool]] = []
+        """What the backward must do: calls, and whether each ends here or begins."""
+        self._next = 0
+        self._anchor: Tensor | None = None
+        self._stream = state.context.gather_stream.caller()
+
+    def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
+        """Return ``make_gate()``, run on the stream of this iteration's gates.
+
+        A node's backward runs on the stream that it was made on. All of the engine's run on one, whatever streams the
+        model uses, so that gradients are written one after the other and before they are reduced.
+        """
+        if self._stream is None or self._stream == self.state.context.gather_stream.caller():
+            return make_gate()
+        with torch.cuda.stream(self._stream):
+            return make_gate()
+
+    def anchor(self) -> Tensor:
+        """Return what every group's gate hangs on, so that the root gate comes after all of them."""
+        if self._anchor is None:
+            self.gate([])
+        assert self._anchor is not None
+        return self._anchor
+
+    def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
+        self.has_gate = True
+        self.trains = bool(tensors)
+        replicated = self.state.replicated
+        self.trained, leaves = replicated.trainable()
+        replicated.register_unsharded()
+        self._anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
+            param.register_unsharded(view)
+        return list(gated[: len(tensors)])
+
+    def release_anchor(self) -> None:
+        """The forward is over; the anchor would keep its own graph alive."""
+        self._anchor = None
+
+    def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
+        state = self.state
+        state._reach(self)
+        state.end_calls(self, -1)
+        inputs = len(grads) - len(self.trained)
+        if state.context.wants_grads():
+            self.advance(None, ends=True)
+            state.finish_backward(self, grads[inputs:])
+            self.is_finished = not _keeps_graph()
+            self._plan_backward()
+        return (*grads[:inputs], *(None for _ in self.trained))
+
+    def advance(self, call: GroupCall | None, *, ends: bool) -> None:
+        """Do all that comes up to the begin or the end of ``call``; None: all that there is."""
+        if not self._steps:
+            self._plan_backward()
+        place = len(self._steps) - 1 if call is None else call.places[ends]
+        while self._next <= place:
+            step, step_ends = self._steps[self._next]
+            self._next += 1
+            if not step_ends:
+                step.begin()
+                continue
+            step.end()
+            self._pending[step.group] -= 1
+            if self._pending[step.group] == 0:
+                step.group.release_recomputed()
+            self.prefetch_for_backward(step.group)
+            if self._pending[step.group] == 0:
+                step.group.post_backward()
+
+    def prefetch_for_backward(self, group: ParamGroup) -> None:
+        """Gather what the backward begins next, or what ``group``'s settings name instead."""
+        steps = self._steps[self._next : self._next + 4]
+        upcoming = [call.group for call, ends in steps if not ends and call.group.unshards_in_backward]
+        for other in group.backward_prefetch or upcoming[:2]:
+            other.prefetch()
+
+    def _plan_backward(self) -> None:
+        """Put the sequence of the backward together, from its start."""
+        self._steps, self._next = [], 0
+        self._pending = {}
+        open_calls: list[GroupCall] = []
+        expected = [call for call in self.calls if call.is_expected]
+        for call in sorted(expected, key=lambda call: (-max(call.last, call.index), call.index)):
+            while open_calls and not open_calls[-1].encloses(call):
+                self._append(open_calls.pop(), True)
+            open_calls.append(call)
+            self._pending[call.group] = self._pending.get(call.group, 0) + 1
+            self._append(call, False)
+        while open_calls:
+            self._append(open_calls.pop(), True)
+
+    def _append(self, call: GroupCall, ends: bool) -> None:
+        call.places[ends] = len(self._steps)
+        self._steps.append((call, ends))
+
+
+class GroupCall:
+    """One forward of a group whose backward may come."""
+
+    def __init__(self, group: ParamGroup, unsharded: UnshardedParams, iteration: IterationState) -> None:
+        self.group = group
+        self.unsharded = unsharded
+        self._iteration = weakref.ref(iteration)  # whose graph, in the end, holds this call
+        self.index = self.last = len(iteration.calls)
+        """This call's number among those of the iteration, and that of the last call within it."""
+        self.places = [-1, -1]
+        """Where in the sequence of the backward it begins and ends."""
+        self.is_expected = False
+        """Whether the backward is to come here on every rank that trains the same parameters."""
+        self._fills = unsharded.buffer.fills
+        self._versions = group.versions()
+        # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
+        # again when it is needed, and not what this forward has seen.
+        self._is_packed = _saved_tensor_hooks(False) is not None
+        self._has_begun = False
+        self._uses_buffer = False
+        self._task = -1
+        self._span: Handle | None = None
+        iteration.calls.append(self)
+
+    @property
+    def iteration(self) -> IterationState:
+        iteration = self._iteration()
+        assert iteration is not None
+        return iteration
+
+    def encloses(self, other: GroupCall) -> bool:
+        """Return whether ``other`` was made within this call's forward."""
+        return self.index < other.index <= self.last
+
+    def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
+        """Handle that a gradient has reached an output."""
+        task = _graph_task()
+        if task == self._task:
+            self._join_stream()
+            return
+        self._task = task
+        state, group = iteration.state, self.group
+        state._reach(iteration)
+        state.end_calls(iteration, self.last)
+        if group.versions() != self._versions:
+            raise RuntimeError(
+                f"parameters of unit '{group.name}' were changed between this forward and its backward "
+                "(an optimizer step in between?); run the backward first, or the forward again"
+            )
+        if self.is_expected and group.context.wants_grads():
+            iteration.advance(self, ends=False)
+            self._join_stream()
+        else:
+            state.begin_call(self)
+
+    def _join_stream(self) -> None:
+        """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
+        if self._uses_buffer:
+            self.group.context.wait(self.unsharded.buffer.handle)
+
+    def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Handle that the gate has run: all of this call's gradients are written."""
+        iteration = self.iteration
+        state = iteration.state
+        state._reach(iteration)
+        state.end_calls(iteration, self.index)
+        if not self._has_begun:  # no output was reached: the gradient came in by another way
+            self._check_weights()
+        if self.is_expected and self.group.context.wants_grads():
+            iteration.advance(self, ends=True)
+        elif self._has_begun:
+            state.end_call(self)
+        return grads
+
+    def begin(self) -> None:
+        """Put the weights back in place, and make room for gradients."""
+        group = self.group
+        self._has_begun = True
+        if not self._is_packed:  # not within a checkpoint, so those that the backward has come to are over
+            for other in group.context.groups:
+                other.release_recomputed()
+        if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == _graph_task()):
+            self._uses_buffer = group.unshard_for_backward(self.unsharded, needed=not self._is_packed)
+        group.register_unsharded(group.leaves(self.unsharded))
+        if group.context.wants_grads():
+            group.acquire_grad_buffer()
+            self.iteration.prefetch_for_backward(group)
+        self._span = group.backward_span.start()
+
+    def end(self) -> None:
+        """Let the buffer go: the backward is through with this call."""
+        group = self.group
+        group.backward_span.end(self._span)
+        group.register_sharded()
+        group.accumulate_leaf_grads(self.unsharded)
+        if self._uses_buffer:
+            group.release(self.unsharded)
+        self._has_begun = self._uses_buffer = False
+        self._task = -1
+        self._span = None
+
+    def _check_weights(self) -> None:
+        buffer = self.unsharded.buffer
+        if self.group.unshards_in_backward and (buffer.fills != self._fills or not self.group.is_in(buffer)):
+            raise RuntimeError(
+                f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
+                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
+                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
+            )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Caller:
+    """Who has called a forward: the innermost frame that is neither the engine's nor of what keeps it uncompiled."""
+
+    def __init__(self) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+            frame = frame.f_back
+        self._frame = frame
+
+    def is_running(self) -> bool:
+        """Return whether it is among the callers of this."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class UnmanagedParameters:
+    """Parameters of a model that are neither sharded nor ignored: added after sharding, every rank would train its own.
+
+    As long as such a parameter is frozen it may stay.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+        self._model = model
+        self._ignored = ignored
+        self._registries: list[dict[str, Any]] = []
+        """Where modules keep modules and parameters."""
+        self._seen: list[object] = []
+        """What was in the registries, in order."""
+        self._frozen: list[nn.Parameter] = []
+
+    def check(self) -> None:
+        """Raise a ``ValueError`` that names the first parameter that is to be trained; quick where nothing is new."""
+        if self._registries and self._is_unchanged() and not any(each.requires_grad for each in self._frozen):
+            return
+        unmanaged = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if not isinstance(parameter, FlatDTensor) and parameter not in self._ignored
+        }
+        if trained := [name for name, parameter in unmanaged.items() if parameter.requires_grad]:
+            others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+            raise ValueError(
+                f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
+                "adapters and layers first, then call shard() or fully_shard()"
+            )
+        self._frozen = list(unmanaged.values())
+        self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
+        self._seen = self._contents()
+
+    def _is_unchanged(self) -> bool:
+        contents = self._contents()
+        return len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
+
+    def _contents(self) -> list[object]:
+        return [each for registry in self._registries for each in registry.values()]
+
+
+# Hooks of modules --------------------------------------------------------------------------------------------------
+
+
+def pre_forward_of(
+    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
+) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Run what comes before a forward of a sharded module; return its arguments, and what is to run on its output.
+
+    Args:
+        assemble: makes the engine of a module that has none yet, or one that is outdated.
+    """
+    state: FSDPState | None = module.__dict__.get(STATE)
+    if state is None or state.outdated:
+        state = assemble(module)
+    group: ParamGroup | None = module.__dict__.get(GROUP)
+    if group is None:
+        args, kwargs, root_forward = state.pre_root_forward(args, kwargs)
+        return args, kwargs, partial(state.post_root_forward, root_forward)
+    args, kwargs, forward = state.pre_forward(group, args, kwargs)
+    return args, kwargs, partial(state.post_forward, group, forward)
+
+
+def install_hooks(module: nn.Module, assemble: Callable[[nn.Module], FSDPState]) -> list[Any]:
+    """Run ``pre_forward_of`` around every forward of ``module``; return the handles of the hooks."""
+    entered: list[Callable[[Any], Any] | None] = []
+
+    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        entered.append(None)
+        args, kwargs, entered[-1] = pre_forward_of(module, assemble, args, kwargs)
+        return args, kwargs
+
+    def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
+        finish = entered.pop()
+        _explain_gated_write(sys.exc_info()[1])
+        if finish is not None:
+            return finish(output)
+        if (state := module.__dict__.get(STATE)) is not None:  # pre_forward itself has raised
+            state.interrupted = True
+        return output
+
+    # First before the forward, so that other hooks see unsharded weights; and after it also when it raised.
+    return [
+        module.register_forward_pre_hook(_uncompiled(pre_forward), prepend=True, with_kwargs=True),
+        module.register_forward_hook(_uncompiled(post_forward), always_call=True),
+    ]
+
+
+def _explain_gated_write(error: BaseException | None) -> None:
+    """Add to ``error``, which ends a forward, where autograd refuses a write to what came through a gate."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
+        error.args = (
+            "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
+            "norm's, a bias): write x = x + y in place of x += y, and change parameters outside of the forward. "
+            f"Autograd says: {error}",
+        )
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``hook``, kept out of compiled graphs; ``torch.compiler.disable`` alone costs as much as a hook."""
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args)
+        return hook(*args)
+
+    # module.compile() has hooks compiled by themselves: not this one, only what it may call.
+    return torch._dynamo.decorators.skip(call)

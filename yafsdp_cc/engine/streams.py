@@ -1,0 +1,288 @@
+"""Communication streams: where collectives are issued, and what their consumers wait on.
+
+One schedule runs on two kinds of device. On CUDA a ``CommStream`` is a side stream: a collective and what completes it
+(decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's own
+threads: a handle holds the works in flight and a completion callback, which runs in the thread that waits. That is the
+only difference.
+
+    caller    ──forward k──┬─wait(all-gather k+1)──forward k+1──
+    stream    all-gather k+1┘   all-gather k+2 …
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
+"""Issues collectives: takes whether to do so asynchronously, and returns what to wait for then."""
+Finish: TypeAlias = Callable[[], None]
+"""Consumes what the collectives brought."""
+
+
+class CommHandle(ABC):
+    """One operation of a ``CommStream``. A new handle is idle: waiting for it returns at once."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the caller's next work see the result. On CPU the completion callback runs here."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let the operation's buffers be filled again by the same stream, which on CUDA orders itself."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Wait until the collectives have left their buffers; on CPU, drop the completion callback."""
+
+
+class StreamEvent:
+    """A point in a CUDA stream. Recording again is safe: who waits already, waits for what was recorded then."""
+
+    __slots__ = ("event", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.stream = stream
+
+
+class CommStream(ABC):
+    """Issues operations in the order of the calls."""
+
+    is_ordered: bool
+    """Whether operations run one after another by themselves; else one that shares buffers is waited for first."""
+
+    @abstractmethod
+    def handle(self) -> CommHandle:
+        """Return an idle handle of this stream, for any number of ``issue`` in turn."""
+
+    @abstractmethod
+    def issue(
+        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
+    ) -> None:
+        """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation."""
+
+    @abstractmethod
+    def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
+        """Return an event at the point that the caller's stream has reached, and behind ``event``, which it reuses."""
+
+    @abstractmethod
+    def wait_for_caller(self) -> None:
+        """Hold what is issued from now on until the caller's stream has got to where it is now."""
+
+    @abstractmethod
+    def wait_event(self, event: torch.Event) -> None:
+        """Hold what is issued from now on until ``event`` has come."""
+
+    @abstractmethod
+    def caller(self) -> torch.cuda.Stream | None:
+        """Return the caller's stream; None where there are no streams."""
+
+    @abstractmethod
+    def synchronize(self, event: StreamEvent) -> None:
+        """Hold the calling thread until ``event`` is reached."""
+
+
+class CpuCommHandle(CommHandle):
+    """Works in flight on gloo's threads, and a completion callback for the thread that waits."""
+
+    __slots__ = ("finish", "works")
+
+    def __init__(self) -> None:
+        self.works: Sequence[dist.Work] = ()
+        self.finish: Finish | None = None
+
+    def wait(self) -> None:
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+
+    settle = wait
+
+    def abandon(self) -> None:
+        self.finish = None
+        self.wait()
+
+
+class CpuCommStream(CommStream):
+    """gloo's threads."""
+
+    is_ordered = False
+
+    def handle(self) -> CpuCommHandle:
+        return CpuCommHandle()
+
+    def issue(
+        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
+    ) -> None:
+        assert isinstance(handle, CpuCommHandle)
+        handle.works = start(True)
+        handle.finish = finish
+
+    def record(self, event: StreamEvent | None = None) -> None:
+        return None
+
+    def wait_for_caller(self) -> None:
+        pass
+
+    def wait_event(self, event: torch.Event) -> None:
+        event.synchronize()
+
+    def caller(self) -> None:
+        return None
+
+    def synchronize(self, event: StreamEvent) -> None:
+        pass
+
+
+class CudaCommHandle(CommHandle):
+    """An event that the stream records behind the completion callback."""
+
+    __slots__ = ("device", "event", "issued")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.event = torch.cuda.Event()
+        self.issued = False
+
+    def wait(self) -> None:
+        if self.issued:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def settle(self) -> None:
+        pass  # a later operation is enqueued behind this one
+
+    abandon = wait
+
+
+class CudaCommStream(CommStream):
+    """A side stream of high priority, so that its small kernels are not queued behind large matrix products.
+
+    The caller's stream is always that of this device, whatever device is current: callers are the user's thread and
+    autograd's, which runs a node on the stream of its forward.
+    """
+
+    is_ordered = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = torch.cuda.Stream(device, priority=-1)
+        self._caller_point = StreamEvent(self.side)
+
+    def handle(self) -> CudaCommHandle:
+        return CudaCommHandle(self.device)
+
+    def issue(
+        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
+    ) -> None:
+        assert isinstance(handle, CudaCommHandle)
+        if after is not None:
+            self.side.wait_event(after.event)
+        with torch.cuda.stream(self.side):
+            # NCCL runs what is not asynchronous on the current stream and returns nothing to wait for, or something
+            # whose wait is an event. gloo copies to the host and back on streams of its own: its wait blocks the
+            # caller until the exchange is over, and this stream until the copy back is.
+            for work in start(False):
+                work.wait()
+            if finish is not None:
+                finish()
+            handle.event.record(self.side)
+        handle.issued = True
+
+    def record(self, event: StreamEvent | None = None) -> StreamEvent:
+        stream = torch.cuda.current_stream(self.device)
+        if event is None:
+            event = StreamEvent(stream)
+        elif event.stream != stream:  # users on several streams: the event is to come after all of them
+            stream.wait_event(event.event)
+            event.stream = stream
+        event.event.record(stream)
+        return event
+
+    def wait_for_caller(self) -> None:
+        self._caller_point.event.record(torch.cuda.current_stream(self.device))
+        self.side.wait_event(self._caller_point.event)
+
+    def wait_event(self, event: torch.Event) -> None:
+        self.side.wait_event(event)
+
+    def caller(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def synchronize(self, event: StreamEvent) -> None:
+        event.event.synchronize()
+
+
+def comm_stream(device: torch.device) -> CommStream:
+    """Return a new communication stream of ``device``."""
+    return CudaCommStream(device) if device.type == "cuda" else CpuCommStream()
+
+
+class CommStreams:
+    """The streams of all-gathers and of reduces, each made when it is first asked for. Roots may share them."""
+
+    def __init__(self) -> None:
+        self._all_gather: CommStream | None = None
+        self._reduce: CommStream | None = None
+
+    def all_gather(self, device: torch.device) -> CommStream:
+        if self._all_gather is None:
+            self._all_gather = comm_stream(device)
+        return self._all_gather
+
+    def reduce(self, device: torch.device) -> CommStream:
+        """Return another one than that of all-gathers."""
+        if self._reduce is None:
+            self._reduce = comm_stream(device)
+        return self._reduce
+
+
+class PinnedReadback:
+    """A few numbers between host and device, one way, without either waiting for the other.
+
+    On CUDA a copy from or to ordinary host memory stops the host until the stream has run dry. These go through pinned
+    memory, and an event tells when that may be touched again. Elsewhere both are plain copies.
+
+    Args:
+        count: how many numbers.
+        dtype: of the numbers on the device.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        # device="cpu", for a default device of "cuda" would be refused.
+        self._pinned = torch.zeros(count if is_cuda else 0, dtype=dtype, device="cpu", pin_memory=is_cuda)
+        self._passed = torch.cuda.Event() if is_cuda else None
+        self._holds = False
+
+    def send(self, numbers: Tensor, target: Tensor) -> None:
+        """Copy ``numbers`` of the host to ``target``; they may change as soon as this returns."""
+        if self._passed is None:
+            target.copy_(numbers)
+            return
+        self._passed.synchronize()  # the previous copy, one backward ago: there is hardly ever a wait
+        self._pinned.copy_(numbers)
+        target.copy_(self._pinned, non_blocking=True)
+        self._passed.record(torch.cuda.current_stream(self._device))
+
+    def receive(self, source: Tensor) -> list[float] | None:
+        """Return the numbers in ``source``. On CUDA those of the previous call, None at first, so as not to wait."""
+        if self._passed is None:
+            return list(source.tolist())
+        found = None
+        if self._holds:
+            self._passed.synchronize()
+            found = list(self._pinned.tolist())
+        self._pinned.copy_(source, non_blocking=True)
+        self._passed.record(torch.cuda.current_stream(self._device))
+        self._holds = True
+        return found
