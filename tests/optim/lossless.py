@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.internals import Codec, Noise
-from tests.wire.ledger import net
+from tests.compression.ledger import net
 from yafsdp_cc import Compression
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import yafsdp_cc
 from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
-from tests.soak import also
-from tests.wire.ledger import net, unsaid
+from tests.compression.ledger import net, unsent
 from yafsdp_cc.optim import ZeroOneAdam
 
 RATE, BETAS, EPS, DECAY, KAPPA = 0.01, (0.8, 0.95), 1e-8, 0.1, 3
@@ -20,7 +19,7 @@ EXACT = (1, 2, 3, 5, 7, 9, 13, 17, 21, 29)
 """By hand, of the formula with κ = 3: distances 1 1 2 2 2 4 4 4 8."""
 
 
-@pytest.mark.parametrize("world", [2, also(4)])
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("codec", ["lossless", "onebit"])
 @ranks("world")
 def test_steps_are_those_of_the_rule(world, codec):
@@ -59,7 +58,7 @@ def test_steps_are_those_of_the_rule(world, codec):
             assert (now[name] - theirs_now).norm() <= 1e-5 * now[name].norm(), (name, step)
         x = now
     if codec == "onebit":
-        left = unsaid(model)
+        left = unsent(model)
         assert left.keys() == encoded
         for name in encoded:
             assert left[name].norm() > 0

@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.netlab.labs import lab_of
+from tests.ranks import on_ranks
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
+from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.compression_autotune import (
     BackwardTimer,
     CodecCost,
@@ -25,12 +31,6 @@ from yafsdp_cc.compression_autotune import (
     exposed_seconds,
     total_error,
 )
-
-import yafsdp_cc
-from tests.netlab.labs import lab_of
-from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
-from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.engine.module import root_of
 
 # The queue model
@@ -358,7 +358,7 @@ def over_replicas() -> None:
     compression_autotune.measure_link = lambda *_: LinkCost(0.0, 10 ** (dist.get_rank() - 5.0))
     for step in range(5):
         step_of(model, step)
-    ledger.before = unsaid(model)
+    ledger.before = unsent(model)
     for step in range(5):
         ledger.step(step)
     set_codecs(model, ["fp32", "int8", "fp32"])
