@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from yafsdp_cc.bench import machine, trainees
 from yafsdp_cc.bench.turns import in_turns
-from yafsdp_cc.compression_autotune import FIRST, backward_seconds
+from yafsdp_cc.compression.autotune import FIRST, backward_seconds
 from yafsdp_cc.demo.model import VOCABULARY
 from yafsdp_cc.engine.module import root_of
 from yafsdp_cc.netlab import Lab, Unavailable

@@ -9,17 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.wire import codecs
-from yafsdp_cc.wire.codec import codec_of
-from yafsdp_cc.wire.encoded import EncodedGather, EncodedReduce
-from yafsdp_cc.wire.exchange import Gather, Reduce
-from yafsdp_cc.wire.feedback import Residual
-from yafsdp_cc.wire.post import Post
+from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.compressed_sum import PlainBuffer
+from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.param import Divisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-assert codecs  # which register themselves
 
 
 class Buffers(NamedTuple):
@@ -69,23 +71,23 @@ def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
 
 def exact_reduce(buffers: Buffers) -> Callable[[], object]:
     """The engine's own, exact."""
-    reduce = Reduce(_group(), buffers.whole.device)
-    reduce.reserve(buffers.whole.numel(), buffers.whole.dtype)
-    return _summed(reduce, buffers)
+    return _summed(ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype), buffers)
 
 
 def encoded_reduce(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded, with what was not said kept in bf16."""
-    how, world, device = codec_of(codec), dist.get_world_size(), buffers.whole.device
-    residual = Residual(world - 1, buffers.chunk.numel(), torch.bfloat16, how.block, device)
-    post = Post(_group(), device)
-    return _summed(EncodedReduce(post, how, buffers.whole.numel(), None, residual, codec), buffers)
+    """The engine's own, encoded, with a residual in bf16."""
+    world, rank, numel, device = dist.get_world_size(), dist.get_rank(), buffers.whole.numel(), buffers.whole.device
+    layout = Layout((Extent((numel,), 0, numel),), world, numel // world)
+    buffer = PlainBuffer(codec, layout, rank, device, Divisor(world, device))
+    return _summed(CompressedReduceScatter(buffer, CompressionSchedule(Compression(codec)), codec), buffers)
 
 
-def _summed(reduce: Reduce | EncodedReduce, buffers: Buffers) -> Callable[[], object]:
+def _summed(reduce: ExactReduceScatter | CompressedReduceScatter, buffers: Buffers) -> Callable[[], object]:
+    reduce.bind(_context(buffers.whole.device))
+
     def exchange() -> None:
-        _wait(reduce.send(buffers.whole, asynchronous=False))
-        for start, part in reduce.totals(buffers.whole):
+        _wait(reduce.start(buffers.whole, async_op=False))
+        for start, part in reduce.finish(buffers.whole):
             buffers.chunk.narrow(0, start, part.numel()).copy_(part)
 
     return exchange
@@ -98,25 +100,29 @@ def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
 
 def exact_gather(buffers: Buffers) -> Callable[[], object]:
     """The engine's own, exact."""
-    gather = Gather(_group(), buffers.whole.device)
-    return lambda: _wait(gather.send(buffers.gathered, buffers.own, asynchronous=False))
+    comm = _context(buffers.whole.device).comm
+    place = comm.own_chunk(buffers.gathered)
+    return lambda: _wait(comm.all_gather(buffers.gathered, place.copy_(buffers.own), async_op=False))
 
 
 def encoded_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded."""
-    gather = EncodedGather(Gather(_group(), buffers.whole.device), codec_of(codec))
-    messages = buffers.whole.new_empty(gather.message_bytes(buffers.whole.numel()), dtype=torch.uint8)
+    """The engine's own, encoded, as ``RoundedAllGather`` has it."""
+    comm, how = _context(buffers.whole.device).comm, codec_of(codec)
+    size = how.message_bytes(buffers.chunk.numel())
+    messages = buffers.whole.new_empty(comm.world, size, dtype=torch.uint8)
 
     def exchange() -> None:
-        _wait(gather.send(messages, buffers.own, asynchronous=False))
-        gather.finish(messages, buffers.gathered)
+        own = messages[comm.rank]
+        kernels.encode(how, buffers.own.unsqueeze(0), own.unsqueeze(0))
+        _wait(comm.all_gather(messages.view(-1), own, async_op=False))
+        kernels.decode(how, messages, buffers.gathered.view(comm.world, -1))
 
     return exchange
 
 
-def _group() -> dist.ProcessGroup:
+def _context(device: torch.device) -> CommContext:
     assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    return CommContext(Communicator(dist.group.WORLD, device), ScratchBuffers(device), lambda kind, name: None)
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from yafsdp_cc.api import counters_of, shard
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.compression import Compression
+from yafsdp_cc.compression.fsdp2 import compress
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import CLIP
-from yafsdp_cc.integrations.fsdp2_wire import compress
 from yafsdp_cc.optim import OneBitAdam
 
 if TYPE_CHECKING:

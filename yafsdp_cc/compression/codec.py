@@ -54,7 +54,7 @@ class Noise(NamedTuple):
     """Index of the first element in the whole buffer."""
 
     def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements ``first``, ``first + 1``, ... in row-major order."""
+        """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements from ``first`` on in row-major order."""
         index = torch.arange(self.first, self.first + shape.numel(), device=device).bitwise_and_(_WORD)
         return (hashed(index ^ self.seed) >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
 

@@ -19,9 +19,9 @@ next sum, the optimizer's momentum, and the counter of random numbers. Each ``st
 M becomes β(M + g_w) and the update (1 − β)/N · Σ(M + g_w) where C is exact: residual and Adam's first moment are one
 buffer (Ahn et al., "Dion", 2025, algorithm 1, whose C is of low rank; Karimireddy et al., 2019, for the feedback). The
 owner's own part crosses no network and so is exact. It lies where the optimizer keeps its first moment,
-e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums goes
-on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share`` of 1 in
-place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
+e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums
+goes on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share``
+of 1 in place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Encoder(ABC):
         """Bytes of its own buffers, which are not scratch."""
         return 0
 
-    def restart(self) -> None:
+    def restart(self) -> None:  # noqa: B027 - codecs have nothing to do
         """Drop what an interrupted exchange may have left different on some ranks."""
 
 
