@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo  # by the optimizers, before the fork
 import torch.distributed as dist
-import yafsdp_cc.wire.native
 
 import yafsdp_cc
 import yafsdp_cc.api

@@ -52,7 +52,7 @@ part() {
 
 tested() {
     "$PYTHON" -m pytest tests/test_cuda.py tests/test_order.py::test_programs_on_a_gpu tests/bench/test_modelled.py \
-        tests/wire/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
+        tests/compression/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
     return "${PIPESTATUS[0]}"
 }
 
@@ -62,7 +62,7 @@ sanitized() {
     : > "$OUT/gpu-sanitizer.txt"
     while IFS=: read -r tool which; do
         timeout "$1" "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
-            tests/wire/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
+            tests/compression/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
         code=${PIPESTATUS[0]}
         # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
         case $code in 0 | 5 | 124) ;; *) return "$code" ;; esac
@@ -83,7 +83,7 @@ fi
 part one 90 "$PYTHON" bench/gpu.py --json "$OUT/gpu.json"
 part worlds 120 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if "$PYTHON" -c 'import sys, torch
-from yafsdp_cc.wire.native import ops_for
+from yafsdp_cc.compression.kernels import ops_for
 sys.exit(ops_for(torch.device("cuda")) is None)'; then
     part kernels 40 "$PYTHON" bench/wire_gpu.py --json "$OUT/wire_gpu.json"
 else

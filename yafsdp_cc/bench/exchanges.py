@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.wire import codecs
-from yafsdp_cc.wire.codec import codec_of
-from yafsdp_cc.wire.encoded import EncodedGather, EncodedReduce
-from yafsdp_cc.wire.exchange import Gather, Reduce
-from yafsdp_cc.wire.feedback import Residual
-from yafsdp_cc.wire.post import Post
+from yafsdp_cc.compression.all_gather import RoundedAllGather
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.compressed_sum import PlainBuffer
+from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.fsdp2 import constant_schedule
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.engine.collectives import (
+    AllGather,
+    CommContext,
+    Communicator,
+    ExactAllGather,
+    ExactReduceScatter,
+    ReduceScatter,
+    ScratchBuffers,
+)
+from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.param import Divisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-assert codecs  # which register themselves
+    from collections.abc import Callable
 
 
 class Buffers(NamedTuple):
@@ -69,23 +78,22 @@ def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
 
 def exact_reduce(buffers: Buffers) -> Callable[[], object]:
     """The engine's own, exact."""
-    reduce = Reduce(_group(), buffers.whole.device)
-    reduce.reserve(buffers.whole.numel(), buffers.whole.dtype)
-    return _summed(reduce, buffers)
+    return _summed(ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype), buffers)
 
 
 def encoded_reduce(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded, with what was not said kept in bf16."""
-    how, world, device = codec_of(codec), dist.get_world_size(), buffers.whole.device
-    residual = Residual(world - 1, buffers.chunk.numel(), torch.bfloat16, how.block, device)
-    post = Post(_group(), device)
-    return _summed(EncodedReduce(post, how, buffers.whole.numel(), None, residual, codec), buffers)
+    """The engine's own, encoded, with a residual in bf16."""
+    schedule = constant_schedule(Compression(codec, residual="bf16"))
+    return _summed(CompressedReduceScatter(_plain_buffer(buffers), schedule, codec), buffers)
 
 
-def _summed(reduce: Reduce | EncodedReduce, buffers: Buffers) -> Callable[[], object]:
+def _summed(reduce_scatter: ReduceScatter, buffers: Buffers) -> Callable[[], object]:
+    reduce_scatter.bind(_context(buffers.whole.device))
+
     def exchange() -> None:
-        _wait(reduce.send(buffers.whole, asynchronous=False))
-        for start, part in reduce.totals(buffers.whole):
+        for work in reduce_scatter.start(buffers.whole, async_op=False):
+            work.wait()
+        for start, part in reduce_scatter.finish(buffers.whole):
             buffers.chunk.narrow(0, start, part.numel()).copy_(part)
 
     return exchange
@@ -98,30 +106,55 @@ def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
 
 def exact_gather(buffers: Buffers) -> Callable[[], object]:
     """The engine's own, exact."""
-    gather = Gather(_group(), buffers.whole.device)
-    return lambda: _wait(gather.send(buffers.gathered, buffers.own, asynchronous=False))
+    shard: Any = _Shard(buffers)
+    return _gathered(ExactAllGather(shard), buffers)
 
 
 def encoded_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
     """The engine's own, encoded."""
-    gather = EncodedGather(Gather(_group(), buffers.whole.device), codec_of(codec))
-    messages = buffers.whole.new_empty(gather.message_bytes(buffers.whole.numel()), dtype=torch.uint8)
+    schedule = constant_schedule(Compression(weights=codec))
+    shard: Any = _Shard(buffers)
+    return _gathered(RoundedAllGather(shard, schedule, codec_of(codec)), buffers)
+
+
+def _gathered(all_gather: AllGather, buffers: Buffers) -> Callable[[], object]:
+    all_gather.bind(_context(buffers.whole.device))
+    scratch = buffers.whole.new_empty(all_gather.scratch_bytes(), dtype=torch.uint8)
 
     def exchange() -> None:
-        _wait(gather.send(messages, buffers.own, asynchronous=False))
-        gather.finish(messages, buffers.gathered)
+        for work in all_gather.start(buffers.gathered, None, scratch, async_op=False):
+            work.wait()
+        all_gather.finish(buffers.gathered, scratch)
 
     return exchange
 
 
-def _group() -> dist.ProcessGroup:
+class _Shard:
+    """This rank's chunk, as the ``FlatParam`` of an all-gather."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.layout = _layout(buffers)
+        self.sharded = buffers.own
+        self.compute_dtype = buffers.whole.dtype
+
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        return own.copy_(self.sharded) if in_place else self.sharded
+
+
+def _layout(buffers: Buffers) -> Layout:
+    """One parameter that fills the buffer."""
+    n = buffers.whole.numel()
+    return Layout((Extent((n,), 0, n),), dist.get_world_size(), buffers.chunk.numel())
+
+
+def _plain_buffer(buffers: Buffers) -> PlainBuffer:
+    device = buffers.whole.device
+    return PlainBuffer("bench", _layout(buffers), dist.get_rank(), device, Divisor(dist.get_world_size(), device))
+
+
+def _context(device: torch.device) -> CommContext:
     assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+    return CommContext(Communicator(dist.group.WORLD, device), ScratchBuffers(device), lambda kind, name: None)
 
 
 _MAKERS: dict[str, Callable[..., Callable[[], object]]] = {

@@ -22,7 +22,7 @@ from yafsdp_cc.bench import trainees, training
 from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.train import CLIP, learning_rate, mean_over_ranks
-from yafsdp_cc.optim.leading import Leading
+from yafsdp_cc.optim.one_bit import OneBitOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def _learn(name: str, steps: int) -> dict[str, Any]:
     for step in range(1, steps + 1):
         starts = torch.randint(len(text.train) - length, (training.SEQUENCES,), generator=drawn)
         optimizer = trainee.optimizer
-        phases.append(optimizer.phase.value if isinstance(optimizer, Leading) else "")
+        phases.append(optimizer.phase.value if isinstance(optimizer, OneBitOptimizer) else "")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         trainee.step(_tokens(text.train, starts, cpu), clip=CLIP)

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from yafsdp_cc.api import counters_of, shard
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.compression import Compression
+from yafsdp_cc.compression.fsdp2 import compress
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import CLIP
-from yafsdp_cc.integrations.fsdp2_wire import compress
 from yafsdp_cc.optim import OneBitAdam
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainee:
     fully_shard(model, mp_policy=policy)
     if not compression:
         return Trainee(model)
-    wire = compress(model, Compression(**compression))
-    return Trainee(model, lambda: wire.sent_bytes)
+    compressed = compress(model, Compression(**compression))
+    return Trainee(model, lambda: compressed.sent_bytes)
 
 
 def ddp(*, fp16_hook: bool = False) -> Trainee:

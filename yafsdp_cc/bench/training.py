@@ -19,8 +19,8 @@ import torch.distributed as dist
 from yafsdp_cc.bench import trainees
 from yafsdp_cc.bench.contestants import TRAINING
 from yafsdp_cc.bench.turns import in_turns
-from yafsdp_cc.compression import AUTO
-from yafsdp_cc.compression_autotune import FIRST
+from yafsdp_cc.compression.autotune import FIRST
+from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.demo.model import VOCABULARY
 from yafsdp_cc.netlab.rate import UNSHAPED
 
