@@ -36,16 +36,8 @@ from yafsdp_cc.engine.checks import (
     refused_together,
 )
 from yafsdp_cc.engine.collectives import EXACT
-from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.init import (
-    ShardingPlan,
-    assemble,
-    shard_parameters,
-    sharded_as,
-    spec_of,
-    specs_below,
-    state_of,
-)
+from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
+from yafsdp_cc.engine.init import ShardingPlan, assemble, shard_parameters, spec_of, specs_below, state_of
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -56,7 +48,7 @@ from yafsdp_cc.engine.module import (
     share_comm_ctx,
 )
 from yafsdp_cc.engine.offload import HostMemory
-from yafsdp_cc.engine.param_group import Counters
+from yafsdp_cc.engine.spec import Counters
 from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel, local_tensor
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
@@ -66,7 +58,7 @@ from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling.spans import mark_optimizer_steps
 
 if TYPE_CHECKING:
-    from yafsdp_cc.engine.collectives import Collectives
+    from yafsdp_cc.engine.protocols import Collectives
 
 __all__ = [
     "UnshardHandle",
@@ -161,6 +153,7 @@ def shard(
         check_types(
             model=(model, nn.Module, "an nn.Module"),
             param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
+            reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         )
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
@@ -478,7 +471,6 @@ def _check_arguments(
 ) -> _Arguments:
     check_types(
         mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
-        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         **policy_dtypes(policy),
         offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
@@ -500,10 +492,14 @@ def _check_arguments(
     return _Arguments(info, policy, host, collectives, keeps, secondary, frozenset(ignored_params or ()))
 
 
-def _after_forward(reshard: bool | int | None, mesh: DeviceMesh) -> tuple[bool, int]:
+def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
     """Return whether weights are kept after the forward, and how many ranks hold a secondary shard; 0 for none."""
     if reshard is None or isinstance(reshard, bool):
         return reshard is False, 0
+    if not isinstance(reshard, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
+        )
     size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")

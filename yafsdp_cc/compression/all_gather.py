@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import Works
+    from yafsdp_cc.engine.communicator import Works
     from yafsdp_cc.engine.param import FlatParam
 
 ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +30,7 @@ class RoundedAllGather(ExactAllGather):
         codec: of the messages.
     """
 
+    has_finish = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:

@@ -27,7 +27,9 @@ from yafsdp_cc.compression.compressed_sum import RECEIVED, CompressedSum, Encode
 from yafsdp_cc.compression.config import LOW_RANK
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.compression.powersgd import SharedFactors
-from yafsdp_cc.engine.collectives import AllReduce, Communicator, ExactAllReduce
+from yafsdp_cc.engine.collectives import ExactAllReduce
+from yafsdp_cc.engine.communicator import Communicator
+from yafsdp_cc.engine.protocols import AllReduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.compressed_sum import SummedBuffer
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
 
 

@@ -32,8 +32,8 @@ from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT
 from yafsdp_cc.compression.config import EXACT
 from yafsdp_cc.compression.error_feedback import Residual, lost_share
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
-from yafsdp_cc.engine.collectives import Observer
 from yafsdp_cc.engine.mesh import all_groups
+from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import CommContext
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState

@@ -13,9 +13,10 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.collectives import Collectives
+from yafsdp_cc.engine.collectives import ExactCollectives
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
+from yafsdp_cc.engine.protocols import Collectives
 from yafsdp_cc.plan.report import PlannedChoice
 
 if TYPE_CHECKING:
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.compression.config import Compression
-    from yafsdp_cc.engine.collectives import AllGather, AllReduce, FlatShard, Observer, ReduceScatter
+    from yafsdp_cc.engine.protocols import AllGather, AllReduce, FlatShard, Observer, ReduceScatter
 
 COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 """Codecs of gradients whose cost a plan compares, besides those in use."""
 
 
-class CompressedCollectives(Collectives):
+class CompressedCollectives(ExactCollectives):
     """Makes the collectives of a model that is sharded with a ``Compression``.
 
     Args:

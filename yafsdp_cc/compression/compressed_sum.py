@@ -39,7 +39,7 @@ from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.config import AUTO, EXACT
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual, lost_share
-from yafsdp_cc.engine.collectives import Collective
+from yafsdp_cc.engine.protocols import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.powersgd import LowRank
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
     from yafsdp_cc.engine.param import Divisor, FSDPParam
 

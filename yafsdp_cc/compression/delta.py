@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.param import FlatParam
 
 _UNKNOWN, _BEHIND = -2, -1
@@ -57,6 +57,7 @@ class DeltaAllGather(ExactAllGather):
         codec: of the messages.
     """
 
+    has_finish = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:

@@ -27,8 +27,8 @@ from yafsdp_cc.compression.compressed_sum import SUMS, CompressedSum
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers
-from yafsdp_cc.engine.collectives import Observer
 from yafsdp_cc.engine.mesh import all_groups
+from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.streams import PinnedReadback
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.collectives import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.dtensor import all_gather_single
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.module import ShardedModule

@@ -36,7 +36,7 @@ from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT, Encoder, Feedba
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
 
 _GRADIENTS = "fp32 gradients"

@@ -31,7 +31,8 @@ from yafsdp_cc.compression.compressed_sum import (
 )
 from yafsdp_cc.compression.config import EXACT, LOW_RANK
 from yafsdp_cc.compression.powersgd import ChunkFactors
-from yafsdp_cc.engine.collectives import ExactReduceScatter, ReduceScatter
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.protocols import ReduceScatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.compressed_sum import SummedBuffer
     from yafsdp_cc.compression.error_feedback import Residual
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.collectives import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
 
 _SUM, _OWN = "decoded sum", "own chunk"

@@ -40,15 +40,11 @@ class Buffer:
         self.handle = stream.handle()
         """The last operation that fills or reads it."""
         self.last_use: StreamEvent | None = None
+        """On CUDA: behind all uses so far, on whatever streams they were; a refill waits for it."""
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""
         return self.data.narrow(0, start, numel * dtype.itemsize).view(dtype)
-
-    def release(self, stream: CommStream) -> None:
-        """Note that one user has left it: on CUDA a refill waits for all uses so far, on whatever streams they were."""
-        self.users = max(self.users - 1, 0)
-        self.last_use = stream.record(self.last_use)
 
 
 class BufferPool:

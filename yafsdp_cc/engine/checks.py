@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.engine.collectives import CommContext, ExactReduceScatter, ScratchBuffers
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, ScratchBuffers
 from yafsdp_cc.engine.mesh import backend_of, broadcast_from_first
 from yafsdp_cc.engine.tensor_parallel import local_tensor
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from yafsdp_cc.engine.collectives import Communicator
+    from yafsdp_cc.engine.communicator import Communicator
     from yafsdp_cc.plan import OwnedParameter
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import math
 import operator
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine import norms
 from yafsdp_cc.engine.mesh import (
-    all_groups,
     all_reduce_over,
+    all_groups,
     broadcast_from_first,
     shard_group,
     shard_rank,
@@ -130,11 +131,15 @@ class ShardSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @cached_property
+    def _rank(self) -> int:
+        return shard_rank(self.mesh)
+
     def local_range(self, rank: int | None = None) -> tuple[int, int]:
         """Return the half-open row-major range that ``rank`` of the shard dimension holds; None: this rank."""
         if self.bounds is None:
             return 0, self.numel
-        rank = shard_rank(self.mesh) if rank is None else rank
+        rank = self._rank if rank is None else rank
         return self.bounds[rank], self.bounds[rank + 1]
 
     @cached_property
@@ -616,7 +621,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 
 def _summand(flat: FlatDTensor, dtype: torch.dtype | None = None) -> Summand:
     spec = flat.shard_spec
-    counts = spec.bounds is not None or shard_rank(spec.mesh) == 0  # a replicated tensor counts once
+    counts = spec.bounds is not None or spec._rank == 0  # a replicated tensor counts once
     return Summand(flat._local_tensor, counts, spec.across, dtype or flat.dtype)
 
 
@@ -726,6 +731,42 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     ):
         return _refused
     return _foreach if name.startswith("_foreach_") else _elementwise
+
+
+# Parameters that were replaced by sharded ones ---------------------------------------------------------------------
+
+_SHARDED_AS = "_yafsdp_cc_sharded_as"
+"""Attribute of such a parameter: the ``ShardSpec`` of the sharded one."""
+
+
+def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
+    """Note on ``parameter``, which has no elements any more, that it is sharded as ``spec``."""
+    parameter.__dict__[_SHARDED_AS] = spec
+
+
+def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
+    """Return how a parameter that was replaced by a sharded one is sharded; it has no elements any more."""
+    spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)
+    return spec
+
+
+@cache
+def refuse_stale_optimizers() -> None:
+    """Let every optimizer of this process be refused whose parameters were replaced by sharded ones since it was made.
+
+    Its steps would change nothing, without a word.
+    """
+
+    def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
+                    raise RuntimeError(
+                        f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
+                        "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
+                    )
+
+    register_optimizer_step_pre_hook(check)
 
 
 @functools.cache

@@ -9,19 +9,18 @@ buffers takes effect when the engine is assembled again, before the next forward
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.checks import check_trial_exchange
-from yafsdp_cc.engine.collectives import EXACT, CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
+from yafsdp_cc.engine.collectives import EXACT
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor, mark_replaced, refuse_stale_optimizers, sharded_as
 from yafsdp_cc.engine.layout import VECTOR, Layout
 from yafsdp_cc.engine.mesh import backend_of, neighbour_group, probe_links, reduce_group
 from yafsdp_cc.engine.offload import HostFlatParam, HostMemory, HostReplicatedFlatParam, make_transfers
@@ -33,10 +32,11 @@ from yafsdp_cc.engine.param import (
     unsharded_bytes,
     unsharded_grad_bytes,
 )
-from yafsdp_cc.engine.param_group import Counters, GroupContext, ParamGroup, ParamGroupSpec
+from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicas import Replicas
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedFlatParam, ReplicatedParams
 from yafsdp_cc.engine.secondary import SecondaryAllGather
+from yafsdp_cc.engine.spec import Counters, ParamGroupSpec
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.tensor_parallel import TensorParallel, local_tensor
 from yafsdp_cc.plan.units import ROOT
@@ -46,14 +46,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from yafsdp_cc.engine.collectives import Collectives
     from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.protocols import Collectives
     from yafsdp_cc.plan import OwnedParameter, Role
 
 SPEC = "_yafsdp_cc_spec"
 """Attribute of sharded modules: the ``ParamGroupSpec`` that they belong to."""
-_SHARDED_AS = "_yafsdp_cc_sharded_as"
-"""Of a parameter that was replaced by a sharded one: the ``ShardSpec`` of that."""
 
 
 # Parameters become shards ------------------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ def shard_parameters(
             if inner.outer is None and inner is not spec:
                 inner.outer = spec
         module.__dict__[SPEC] = spec
-    _refuse_stale_optimizers()
+    refuse_stale_optimizers()
     return spec
 
 
@@ -195,32 +193,7 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
         whole._local_tensor = whole._local_tensor.new_empty(0)
     else:
         whole.data = whole.new_empty(0)
-    whole.__dict__[_SHARDED_AS] = param.spec
-
-
-def sharded_as(parameter: nn.Parameter) -> ShardSpec | None:
-    """Return how a parameter that was replaced by a sharded one is sharded; it has no elements any more."""
-    spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)
-    return spec
-
-
-@cache
-def _refuse_stale_optimizers() -> None:
-    """Let every optimizer of this process be refused whose parameters were replaced by sharded ones since it was made.
-
-    Its steps would change nothing, without a word.
-    """
-
-    def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
-                    raise RuntimeError(
-                        f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
-                        "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
-                    )
-
-    register_optimizer_step_pre_hook(check)
+    mark_replaced(whole, param.spec)
 
 
 @torch.no_grad()

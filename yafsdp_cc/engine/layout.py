@@ -61,7 +61,7 @@ class Layout:
             offset = align(extent.end, alignment)
         return cls(tuple(extents), world, align(-(-offset // world), alignment))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.chunk * self.world

@@ -22,7 +22,8 @@ from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yafsdp_cc.engine.param_group import ParamGroup, ParamGroupSpec
+    from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.spec import ParamGroupSpec
     from yafsdp_cc.engine.state import FSDPState
 
 

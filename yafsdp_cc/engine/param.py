@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from yafsdp_cc.engine.buffers import Buffer
-    from yafsdp_cc.engine.collectives import AllGather, AllReduce, ReduceScatter
     from yafsdp_cc.engine.dtensor import ShardSpec
     from yafsdp_cc.engine.layout import Extent, Layout
+    from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
 
 _UNSHARED = 2
 """References to a gradient that only its ``FSDPParam`` holds, as ``sys.getrefcount`` counts them."""

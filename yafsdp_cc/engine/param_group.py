@@ -11,125 +11,36 @@ by ``state``.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
-from yafsdp_cc.engine.streams import CommHandle, CommStreams
-from yafsdp_cc.profiling.spans import Span
+from yafsdp_cc.engine.streams import CommHandle
+from yafsdp_cc.profiling.spans import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from yafsdp_cc.engine.collectives import Collectives, CommContext, Observer
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.mesh import MeshInfo
-    from yafsdp_cc.engine.offload import HostMemory
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.protocols import Observer
     from yafsdp_cc.engine.replicas import Replicas
-    from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedFlatParam
+    from yafsdp_cc.engine.replicated import CollectiveFingerprint
+    from yafsdp_cc.engine.spec import Counters, ParamGroupSpec
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.plan.units import Role
 
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
-
-
-@dataclass
-class GroupSettings:
-    """What users may change about a group at any time; what changes the number of buffers takes another assembly."""
-
-    keeps_after_forward: bool = False
-    """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
-    keeps_after_backward: bool = False
-    secondary_ranks: int = 0
-    """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
-    unshards_in_backward: bool = True
-    """Whether the backward reads the weights."""
-    forward_prefetch: Sequence[ParamGroupSpec] = ()
-    """Gathered when this group is about to run, instead of what ran next the last time."""
-    backward_prefetch: Sequence[ParamGroupSpec] = ()
-    reduces: bool = True
-    """Whether a backward reduces the gradients (``set_requires_gradient_sync``)."""
-    grad_buffers: int = 2
-    """How many gradient buffers groups of this role take in turn."""
-    separate_reduce_group: bool = False
-    streams: CommStreams = field(default_factory=CommStreams)
-
-    @property
-    def keeps_unsharded(self) -> bool:
-        """Whether the group has a weight buffer to itself."""
-        return self.keeps_after_forward or self.keeps_after_backward
-
-
-@dataclass(eq=False)
-class ParamGroupSpec:
-    """Modules that were sharded together, their shards and settings: what outlives an assembly of the engine."""
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    info: MeshInfo
-    policy: MixedPrecisionPolicy
-    flats: tuple[FlatParam, ...]
-    replicated: tuple[ReplicatedFlatParam, ...]
-    collectives: Collectives
-    role: Role | None = None
-    """None where only the whole model tells it."""
-    host: HostMemory | None = None
-    """Where shards are in host memory."""
-    outer: ParamGroupSpec | None = None
-    """The next one around it."""
-    ignored: frozenset[nn.Parameter] = frozenset()
-    """Parameters that were left as they are."""
-    settings: GroupSettings = field(default_factory=GroupSettings)
-
-    @property
-    def parts(self) -> tuple[FlatParam | ReplicatedFlatParam, ...]:
-        """All flat buffers of parameters."""
-        return (*self.flats, *self.replicated)
-
-    @property
-    def params(self) -> Iterator[FSDPParam]:
-        return (param for part in self.parts for param in part.params)
-
-    @property
-    def outermost(self) -> ParamGroupSpec:
-        """The root, as far as is known by now."""
-        return self if self.outer is None else self.outer.outermost
-
-    def check_collectives(self) -> None:
-        """Raise a ``ValueError`` if its collectives cannot work with its settings."""
-        keeps = self.settings.keeps_unsharded or self.role == "root"
-        if self.flats:
-            self.collectives.check_group(self.name, keeps)
-
-
-@dataclass
-class Counters:
-    """What the engine has done since ``shard``, on this rank. For users to read: nothing here steers the engine."""
-
-    gathered_bytes: int = 0
-    """Bytes that this rank has sent for weights."""
-    reduced_bytes: int = 0
-    """Bytes that this rank has sent for gradients, those of replicated parameters among them."""
-    spills: int = 0
-    """How often a group needed an overflow buffer because its assigned one was in use."""
-    owned_bytes: int = 0
-    """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
-    host_bytes: int = 0
-    """The same of those that were offloaded to host memory."""
-    chosen: dict[str, str] = field(default_factory=dict)
-    """Codecs of groups' gradients that were chosen while training; ``"fp32"`` is exact."""
-    why: str = ""
-    """What was measured when that was chosen last, in a line."""
 
 
 class GroupContext:
@@ -179,6 +90,10 @@ class GroupContext:
         """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
         self.reduced: list[tuple[FlatParam, list[bool]]] = []
         """What was reduced in the backward under way, and which of the parameters this rank has written."""
+        self.traces = False
+        """Whether a tool is recording ranges; looked at once per forward and backward."""
+        self.wants_grads = False
+        """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
         self._leaf_node = leaf_node
         self._bound: set[FlatParam] = set()
         self._warned = False
@@ -191,12 +106,15 @@ class GroupContext:
         """Add to the bytes that this rank has sent for gradients."""
         self.counters.reduced_bytes += nbytes
 
-    def wants_grads(self) -> bool:
-        """Return whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
-        return bool(_will_execute(self._leaf_node))
+    def reach_backward(self) -> None:
+        """Look at the backward under way, and at whether a tool is recording."""
+        self.wants_grads = bool(_will_execute(self._leaf_node))
+        self.traces = profiler._is_profiler_enabled or NVTX_LISTENS
 
     def wait(self, handle: CommHandle) -> None:
         """Wait for an operation; where that fails, tell what the other ranks were doing."""
+        if not handle.pending:
+            return
         for observer in self.observers:
             observer.before_wait()
         try:
@@ -387,7 +305,11 @@ class ParamGroup:
 
     def release(self, unsharded: UnshardedParams) -> None:
         """End one use of the weights that ``unshard`` has returned."""
-        unsharded.buffer.release(self.context.gather_stream)
+        buffer = unsharded.buffer
+        buffer.users = max(buffer.users - 1, 0)
+        stream = self.context.gather_stream
+        if stream.is_ordered:
+            buffer.last_use = stream.record(buffer.last_use)
 
     def hold(self) -> None:
         """Gather the weights, and keep them unsharded until ``release_held``."""
@@ -439,7 +361,8 @@ class ParamGroup:
                 "through those. Use torch.autograd, or an unsharded model"
             )
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
-        buffer.handle.settle()
+        if buffer.handle.pending:
+            buffer.handle.settle()
         # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
         held = buffer.versions if buffer.owner is self else (None,) * len(versions)
         stale = [place for place, version in enumerate(versions) if held[place] != version]
@@ -461,8 +384,11 @@ class ParamGroup:
 
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
-        with self._gather_span:
-            context.gather_stream.issue(buffer.handle, start, finish, after=buffer.last_use)
+        span = self._gather_span.start() if context.traces else None
+        completes = any(flat.all_gather.has_finish for flat in flats)
+        context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
+        if span is not None:
+            self._gather_span.end(span)
         buffer.owner, buffer.versions = self, versions
         for flat in flats:
             context.counters.gathered_bytes += flat.all_gather.sent_bytes
@@ -472,7 +398,7 @@ class ParamGroup:
         self.context.counters.spills += 1
         with torch.inference_mode(False):  # a later backward may read it
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
-            buffer.release(self.context.gather_stream)  # may be filled once what lay there before is no longer read
+            buffer.last_use = self.context.gather_stream.record()  # what lay there before is no longer read then
             return UnshardedParams(buffer, self.flats, is_overflow=True)
 
     def leaves(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
@@ -502,7 +428,10 @@ class ParamGroup:
 
     def acquire_grad_buffer(self) -> None:
         """Find room for the gradients that the backward under way is about to write, if it wants any."""
-        if self._accepts_grads or not self.context.wants_grads():
+        if self._accepts_grads:
+            return
+        self.context.reach_backward()  # a gradient may come in before any output is reached
+        if not self.context.wants_grads:
             return
         if self.grads is None:
             flats = tuple(flat for flat in self.flats if flat.trainable)
@@ -526,21 +455,21 @@ class ParamGroup:
             param.unsharded_grad = None
 
     def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        nbytes = unsharded_grad_bytes(flats)
         if not (self.spec.settings.reduces or self.has_own_grad_buffer or self._defers):
             if self._kept_grads is None or self._kept_grads.flats != flats:
-                self._kept_grads = self._overflow_grads(flats, nbytes)
+                self._kept_grads = self._overflow_grads(flats)
                 self.context.warn_of_kept_grads()
             return self._kept_grads
         if self._assigned_grads is None or self._assigned_grads.flats != flats:
-            buffer = self.context.grad_buffer(self.role, self.index, nbytes)
+            buffer = self.context.grad_buffer(self.role, self.index, unsharded_grad_bytes(flats))
             self._assigned_grads = UnshardedGrads(buffer, flats)
         if self._assigned_grads.buffer.owner is None:
             return self._assigned_grads
         self.context.counters.spills += 1  # it is an enclosing group's, or of one whose gates have not all run
-        return self._overflow_grads(flats, nbytes)
+        return self._overflow_grads(flats)
 
-    def _overflow_grads(self, flats: tuple[FlatParam, ...], nbytes: int) -> UnshardedGrads:
+    def _overflow_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
+        nbytes = unsharded_grad_bytes(flats)
         return UnshardedGrads(Buffer(nbytes, self.context.device, self.context.reduce_stream), flats)
 
     @property
@@ -577,12 +506,14 @@ class ParamGroup:
         for observer in context.observers:
             observer.before_reduce(self.name)
         context.fingerprint.record("reduce", self.name)
-        with self._reduce_span:
-            for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
-                finish = partial(_complete_reduce, flat, whole, written)
-                context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
-                context.reduced.append((flat, written))
-                context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
+        span = self._reduce_span.start() if context.traces else None
+        for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
+            finish = partial(_complete_reduce, flat, whole, written)
+            context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
+            context.reduced.append((flat, written))
+            context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
+        if span is not None:
+            self._reduce_span.end(span)
         grads.buffer.owner = None
         for observer in context.observers:
             observer.after_reduce(self.name)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yafsdp_cc.engine.collectives import AllReduce, CommContext
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.protocols import AllReduce
     from yafsdp_cc.engine.streams import CommStream
 
 

@@ -24,7 +24,6 @@ from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
 from yafsdp_cc.engine.param import ShardedGrad
 from yafsdp_cc.engine.streams import PinnedReadback
-from yafsdp_cc.profiling.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
-    from yafsdp_cc.engine.collectives import CommContext, Communicator, Works
+    from yafsdp_cc.engine.communicator import CommContext, Communicator, Works
     from yafsdp_cc.engine.param import Divisor, FSDPParam
     from yafsdp_cc.engine.streams import CommStream
 
@@ -159,7 +158,6 @@ class ReplicatedParams:
             for param in flat.params:
                 start = flat.start + param.extent.offset
                 param.unsharded_grad = self._summands.narrow(0, start, param.extent.numel).view(param.extent.shape)
-        self._span = Span("replicated", "", self._summands.nbytes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -241,10 +239,9 @@ class ReplicatedParams:
         self._flags[:] = array("d", flags)
         self._readback.send(self._flags_tensor, self._summands.narrow(0, self._elements, len(flags)))
         if self._comm.world > 1 or self._replicas is not None:
-            with self._span:
-                self._stream.wait_for_caller()
-                self._stream.issue(self._handle, self._exchange)
-                self._handle.wait()
+            self._stream.wait_for_caller()
+            self._stream.issue(self._handle, self._exchange)
+            self._handle.wait()
         return self._totals.narrow(0, self._elements, len(flags))
 
     def _exchange(self, async_op: bool) -> Works:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.collectives import AllGather, CommContext, Communicator
+from yafsdp_cc.engine.communicator import CommContext, Communicator
+from yafsdp_cc.engine.protocols import AllGather
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from yafsdp_cc.engine.collectives import FlatShard, Works
+    from yafsdp_cc.engine.communicator import Works
+    from yafsdp_cc.engine.protocols import FlatShard
 
 
 class SecondaryAllGather(AllGather):

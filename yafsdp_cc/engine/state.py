@@ -28,28 +28,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import cast, cast_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, UnusedParameters
 from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.profiling.spans import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
 
-    from yafsdp_cc.engine.collectives import Collectives, Observer
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.offload import HostTransfers
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
-    from yafsdp_cc.engine.param_group import Counters, GroupContext, ParamGroup, ParamGroupSpec
+    from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+    from yafsdp_cc.engine.protocols import Collectives, Observer
     from yafsdp_cc.engine.replicated import ReplicatedParams
+    from yafsdp_cc.engine.spec import Counters, ParamGroupSpec
     from yafsdp_cc.profiling.spans import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the root's)."""
 
 _OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -237,6 +241,7 @@ class FSDPState:
             param.check_unchanged()
         self._unmanaged.check()
         context = self.context
+        context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:
             observer.before_forward()
         self.replicated.refresh()
@@ -311,12 +316,13 @@ class FSDPState:
         else:
             iteration.ungated.add(group)
         group.register_unsharded(views)
-        span = group.forward_span.start()
+        span = group.forward_span.start() if self.context.traces else None
         return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
         """After a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
-        group.forward_span.end(entered.span)
+        if entered.span is not None:
+            group.forward_span.end(entered.span)
         group.register_sharded()
         unsharded = entered.unsharded
         if entered.is_recomputation:
@@ -392,7 +398,8 @@ class FSDPState:
         group.recomputed_in = _graph_task()
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
-        return GroupForward(None, unsharded, None, group.forward_span.start(), True, None)
+        span = group.forward_span.start() if self.context.traces else None
+        return GroupForward(None, unsharded, None, span, True, None)
 
     def _ran_without_grad(self, group: ParamGroup) -> bool:
         """Return whether the forward behind the backward under way ran ``group`` without a graph."""
@@ -431,9 +438,10 @@ class FSDPState:
         if self._task != -1:
             self.reset()
         self._task = task
+        self.context.reach_backward()
         for observer in self.context.observers:
             observer.before_backward()
-        if not self.context.wants_grads():  # its root gate may never be reached
+        if not self.context.wants_grads:  # its root gate may never be reached
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
             self.replicated.trainable()
@@ -502,7 +510,10 @@ class FSDPState:
         unused = UnusedParameters(reduced, len(self.params), lambda param: param in fed and self._is_fed(param))
         context.reduced.clear()
         context.fingerprint.record("reduce", "replicated parameters")
+        span = _REPLICATED_SPAN.start() if context.traces else None
         totals = replicated.all_reduce(unused.flags + context.fingerprint.sums())
+        if span is not None:
+            _REPLICATED_SPAN.end(span)
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
         self.wait_for_transfers()
@@ -644,7 +655,7 @@ class IterationState:
         state._reach(self)
         state.end_calls(self, -1)
         inputs = len(grads) - len(self.trained)
-        if state.context.wants_grads():
+        if state.context.wants_grads:
             self.advance(None, ends=True)
             state.finish_backward(self, grads[inputs:])
             self.is_finished = not _keeps_graph()
@@ -711,7 +722,7 @@ class GroupCall:
         self.is_expected = False
         """Whether the backward is to come here on every rank that trains the same parameters."""
         self._fills = unsharded.buffer.fills
-        self._versions = group.versions()
+        self._versions = unsharded.buffer.versions
         # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
         # again when it is needed, and not what this forward has seen.
         self._is_packed = _saved_tensor_hooks(False) is not None
@@ -746,7 +757,7 @@ class GroupCall:
                 f"parameters of unit '{group.name}' were changed between this forward and its backward "
                 "(an optimizer step in between?); run the backward first, or the forward again"
             )
-        if self.is_expected and group.context.wants_grads():
+        if self.is_expected and group.context.wants_grads:
             iteration.advance(self, ends=False)
             self._join_stream()
         else:
@@ -765,7 +776,7 @@ class GroupCall:
         state.end_calls(iteration, self.index)
         if not self._has_begun:  # no output was reached: the gradient came in by another way
             self._check_weights()
-        if self.is_expected and self.group.context.wants_grads():
+        if self.is_expected and self.group.context.wants_grads:
             iteration.advance(self, ends=True)
         elif self._has_begun:
             state.end_call(self)
@@ -781,15 +792,16 @@ class GroupCall:
         if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == _graph_task()):
             self._uses_buffer = group.unshard_for_backward(self.unsharded, needed=not self._is_packed)
         group.register_unsharded(group.leaves(self.unsharded))
-        if group.context.wants_grads():
+        if group.context.wants_grads:
             group.acquire_grad_buffer()
             self.iteration.prefetch_for_backward(group)
-        self._span = group.backward_span.start()
+        self._span = group.backward_span.start() if group.context.traces else None
 
     def end(self) -> None:
         """Let the buffer go: the backward is through with this call."""
         group = self.group
-        group.backward_span.end(self._span)
+        if self._span is not None:
+            group.backward_span.end(self._span)
         group.register_sharded()
         group.accumulate_leaf_grads(self.unsharded)
         if self._uses_buffer:

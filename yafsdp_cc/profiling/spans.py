@@ -48,7 +48,7 @@ else:
     _domain = nvtx.get_domain("yafsdp_cc")
 
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
-_nvtx_listens = _domain.get_event_attributes(message="probe") is not None
+NVTX_LISTENS = _domain.get_event_attributes(message="probe") is not None
 
 _COLORS: dict[Kind, str] = {
     "gather": "blue",
@@ -108,9 +108,9 @@ class Span:
 
         A handle that is never ended ends when it is dropped (Kineto) or with the trace (NVTX).
         """
-        if not (profiler._is_profiler_enabled or _nvtx_listens):
+        if not (profiler._is_profiler_enabled or NVTX_LISTENS):
             return None
-        nvtx_range = _domain.start_range(self._attributes) if _nvtx_listens else None
+        nvtx_range = _domain.start_range(self._attributes) if NVTX_LISTENS else None
         if not profiler._is_profiler_enabled:
             return Handle(None, nvtx_range)
         record = _recorder(self.title, [], self._bytes)
@@ -144,7 +144,12 @@ def span(kind: Kind, name: str = "") -> Span:
 
 @cache
 def mark_optimizer_steps() -> None:
-    """From now on, every ``step()`` of every torch optimizer of this process is a range ``YaFSDP::step``."""
+    """Make every ``step()`` of every torch optimizer of this process a range ``YaFSDP::step`` from now on.
+
+    For NVTX alone, where a tool listens: Kineto has torch's own ranges, ``Optimizer.step#AdamW.step``.
+    """
+    if not NVTX_LISTENS:
+        return
     step, handles = span("step"), dict[int, "Handle | None"]()
 
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

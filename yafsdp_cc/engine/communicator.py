@@ -1,0 +1,184 @@
+"""How collectives are called on each backend, and the scratch buffers that they share.
+
+Over gloo a sum is an all-to-all of chunks and a local sum: gloo's own reduce-scatter is a clone, an all-reduce and a copy.
+Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from yafsdp_cc.engine.mesh import backend_of, has_slow_link
+
+Works: TypeAlias = "Sequence[dist.Work]"
+"""Asynchronous operations to wait for; none where the current stream orders them."""
+
+_GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes that every backend gathers; others travel as bytes."""
+_TWO_RANK_MESSAGE, _MANY_RANK_MESSAGE = 1 << 14, 1 << 17
+"""Bytes from which point-to-point messages are quicker over slow links than gloo's collectives, by number of ranks."""
+_GATHER_TAG, _MESSAGE_TAG = 1, 2
+
+
+class Communicator:
+    """Collectives of one process group on one device, each by the way that is fastest on its backend.
+
+    They call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small
+    collective, and every buffer here is checked once, when it is made.
+
+    Over gloo an all-gather is a broadcast of every rank's chunk into its place: gloo's own receives into a buffer made
+    for the occasion and copies. Two ranks swap chunks, which is one operation where broadcasts are two. Gathers and
+    sums must not share a gloo group then: an operation of a rank that has lost step would meet one of another size, and
+    gloo ends the process where it does. Over slow links (``mesh.probe_links``) chunks are point-to-point messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.world: int = group.size()
+        self.rank: int = group.rank()
+        backend = backend_of(group, device)
+        self.is_gloo = backend == "gloo"
+        self.reduces_in_place = self.world == 1 or (device.type == "cuda" and backend == "nccl")
+        """Whether ``reduce_scatter`` is to be had; elsewhere a sum is an ``all_to_all`` and a local sum."""
+        self._is_slow = has_slow_link(group)
+        self._gather_options = AllgatherOptions()
+        self._exchange_options = AllToAllOptions()
+        self._scatter_options = ReduceScatterOptions()
+        self._reduce_options = AllreduceOptions()
+        self._broadcast_options = tuple(BroadcastOptions() for _ in range(self.world))
+        for root, options in enumerate(self._broadcast_options):
+            options.rootRank = root
+
+    def own_chunk(self, buffer: Tensor) -> Tensor:
+        """Return this rank's chunk [n] of ``buffer`` [world * n]."""
+        chunk = buffer.numel() // self.world
+        return buffer.narrow(0, self.rank * chunk, chunk)
+
+    def all_gather(self, output: Tensor, source: Tensor, async_op: bool) -> Works:
+        """Fill ``output`` [world * n] with every rank's ``source`` [n] of the same dtype.
+
+        Over gloo ``source`` must be this rank's own chunk of ``output``.
+        """
+        if self.world == 1:
+            return ()
+        if output.dtype not in _GATHERED_DTYPES:
+            output, source = output.view(torch.uint8), source.view(torch.uint8)
+        if not self.is_gloo:
+            self._gather_options.asyncOp = async_op
+            return _works(self.group._allgather_base(output, source, self._gather_options))
+        if (self._is_slow or output.dtype == torch.uint8) and self._prefers_messages(output.nbytes):
+            chunks = output.chunk(self.world)
+            return self._send_messages(chunks, [source] * self.world, _GATHER_TAG)
+        if self.world == 2:
+            return self._swap(output.narrow(0, (1 - self.rank) * source.numel(), source.numel()), source, async_op)
+        works: list[dist.Work] = []
+        for chunk, options in zip(output.chunk(self.world), self._broadcast_options, strict=True):
+            options.asyncOp = async_op
+            works += _works(self.group.broadcast([chunk], options))
+        return works
+
+    def reduce_scatter(self, buffer: Tensor, async_op: bool) -> Works:
+        """Sum ``buffer`` [world * n] over ranks into this rank's own chunk of it, in its dtype (NCCL alone)."""
+        self._scatter_options.asyncOp = async_op
+        return _works(self.group._reduce_scatter_base(self.own_chunk(buffer), buffer, self._scatter_options))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
+        """Give every rank its chunk of ``sent`` [world * n].
+
+        ``received`` is [world * n] in rank order; for two ranks [n], what the other one has sent.
+        """
+        if self._is_slow and self._prefers_messages(sent.nbytes):
+            chunks = [received] * 2 if self.world == 2 else received.chunk(self.world)
+            return self._send_messages(chunks, sent.chunk(self.world), _MESSAGE_TAG)
+        if self.world == 2:
+            return self._swap(received, sent.narrow(0, (1 - self.rank) * received.numel(), received.numel()), async_op)
+        self._exchange_options.asyncOp = async_op
+        return _works(self.group.alltoall_base(received, sent, [], [], self._exchange_options))
+
+    def exchange(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
+        """Send each other rank its message: ``sent`` and ``received`` are [world - 1, bytes] uint8, in rank order."""
+        size = sent.shape[1]
+        parts = [size] * (self.world - 1)
+        parts.insert(self.rank, 0)
+        received, sent = received.view(-1), sent.view(-1)
+        if self.is_gloo and self._prefers_messages(self.world * size):
+            return self._send_messages(received.split(parts), sent.split(parts), _MESSAGE_TAG)
+        self._exchange_options.asyncOp = async_op
+        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange_options))
+
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Works:
+        """Sum ``tensor`` over ranks, in place."""
+        self._reduce_options.asyncOp = async_op
+        return _works(self.group.allreduce([tensor], self._reduce_options))
+
+    def peer_bytes(self, nbytes: int) -> int:
+        """Return the bytes that this rank sends where a buffer of ``nbytes`` is gathered, or summed by its chunks."""
+        return nbytes // self.world * (self.world - 1)
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """Return the bytes that this rank sends to all-reduce ``nbytes``: a reduce-scatter and an all-gather."""
+        return 2 * nbytes // self.world * (self.world - 1)
+
+    def _prefers_messages(self, nbytes: int) -> bool:
+        limit = _TWO_RANK_MESSAGE if self.world == 2 else _MANY_RANK_MESSAGE
+        return self.device.type == "cpu" and nbytes // self.world >= limit  # gloo sends no CUDA tensors so
+
+    def _send_messages(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
+        """Send each other rank its part of ``sent``, all at once; nothing where there is nothing for a rank."""
+        peers = [peer for step in range(1, self.world) if sent[peer := (self.rank + step) % self.world].numel()]
+        works = [self.group.recv([received[peer]], peer, tag) for peer in reversed(peers)]
+        return works + [self.group.send([sent[peer]], peer, tag) for peer in peers]
+
+    def _swap(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
+        """Exchange ``sent`` for ``received`` with the other one of two ranks."""
+        parts = [0, sent.numel()] if self.rank == 0 else [sent.numel(), 0]
+        self._exchange_options.asyncOp = async_op
+        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange_options))
+
+
+def _works(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
+
+
+class ScratchBuffers:
+    """Buffers that the collectives of one stream share, one operation at a time. They grow and never shrink."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make the buffer ``name`` at least ``nbytes`` long. Nothing that uses it may be in flight."""
+        known = self._buffers.get(name)
+        if known is None or known.numel() < nbytes:
+            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` elements of ``dtype`` from the start of the buffer ``name``; their values are undefined."""
+        return self._buffers[name].narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class CommContext(NamedTuple):
+    """What an assembly gives the collectives of one stream."""
+
+    comm: Communicator
+    scratch: ScratchBuffers
+    record: Callable[[str, str], None]
+    """Adds an operation (kind, name of its group) to the fingerprint that ranks compare."""

@@ -1,0 +1,229 @@
+"""The protocols by which the engine calls collectives: what compression implements, and nothing else does it know.
+
+Every ``FlatParam`` has an ``AllGather`` and a ``ReduceScatter``, and with replicas an ``AllReduce``. They are made by
+a ``Collectives`` factory; all-gathers at each assembly of the engine, sums at the first one, and these live as long as
+the ``FlatParam``. Each assembly ``bind``s them to its communicators and scratch buffers.
+
+Rules for implementations:
+
+1. ``start`` latches whatever mode it runs in, and ``finish`` goes by that.
+2. Modes, codecs and scales change in ``Observer.before_forward`` or in the optimizer, never between ``start`` and
+   ``finish``. All ranks change alike.
+3. ``start`` raises only what all ranks raise, before it issues anything or changes a residual.
+4. ``finish`` issues no collective.
+5. Steady state allocates nothing.
+6. A non-finite block keeps its residual and arrives as non-finite: it reaches every rank as ``found_inf``.
+
+On CUDA ``start`` and ``finish`` are enqueued on the communication stream one behind the other. On CPU ``start`` runs
+in the issuing thread and ``finish`` in the thread that waits, never two at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+from yafsdp_cc.engine.layout import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
+    from yafsdp_cc.plan.report import PlannedChoice
+
+
+class FlatShard(Protocol):
+    """What collectives know of the ``FlatParam`` that they serve."""
+
+    layout: Layout
+    compute_dtype: torch.dtype
+    """Of the unsharded weights."""
+    reduce_dtype: torch.dtype
+    """Of the unsharded gradients."""
+
+    @property
+    def name(self) -> str:
+        """Full name of its first parameter."""
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of summed gradients: fp64 for fp64, else fp32."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the shard does."""
+
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        """Return this rank's shard [chunk] on the device in the dtype of ``own``.
+
+        That is the shard itself where it can be sent as it is, unless ``in_place`` asks for ``own``, filled with it.
+        """
+
+    def read(self, target: Tensor, start: int = 0) -> None:
+        """Copy the elements of the shard from ``start`` on to ``target``, on the device, cast to its dtype."""
+
+
+class Collective(ABC):
+    """What all collectives of a ``FlatParam`` have."""
+
+    context: CommContext
+    sent_bytes = 0
+    """Bytes that this rank has sent by the last ``start``."""
+    feeds_back = False
+    """Of sums: whether one may bring gradients of a parameter that no rank has used, by error feedback."""
+
+    def bind(self, context: CommContext) -> None:
+        """Use this communicator and these scratch buffers from now on. Nothing is in flight."""
+        self.context = context
+
+    def reset(self) -> None:
+        """Drop what was started or deferred, after a forward or backward that raised. Nothing is in flight."""
+
+    @abstractmethod
+    def planned_bytes(self) -> int:
+        """Return the bytes that this rank sends per operation once warm-up is over, on average."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of persistent buffers by label ("residual", "kept weights"), for the memory plan."""
+        return {}
+
+
+class AllGather(Collective):
+    """Fills the unsharded weights of one ``FlatParam``."""
+
+    has_finish = True
+    """Whether ``finish`` has anything to do."""
+    builds_on_held = False
+    """Whether ``start`` uses what ``output`` still holds: the weight buffer is a part of its state."""
+
+    def scratch_bytes(self) -> int:
+        """Return the bytes that it needs beside the weights in each weight buffer."""
+        return 0
+
+    @abstractmethod
+    def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
+        """Issue the collectives that fill ``output``.
+
+        Args:
+            output: [world * chunk], the dtype of the forward.
+            held: version of the shard whose weights ``output`` still contains; None: anything.
+            scratch: [scratch_bytes()] uint8 beside ``output``; None where there is none.
+            async_op: whether to return works rather than order the current stream.
+        """
+
+    def finish(self, output: Tensor, scratch: Tensor | None) -> None:
+        """Complete ``output`` once the collectives are over."""
+
+
+class ReduceScatter(Collective):
+    """Sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
+
+    @property
+    @abstractmethod
+    def defers(self) -> bool:
+        """Whether ``defer`` can take gradients in now."""
+
+    @abstractmethod
+    def start(self, grads: Tensor, async_op: bool) -> Works:
+        """Issue the collectives that sum ``grads`` [world * chunk], which stays as it is until ``finish`` is through.
+
+        Only ``start`` itself may change it (NCCL sums in place; compression may clip).
+        """
+
+    @abstractmethod
+    def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the sum over ranks [chunk] in parts: the offset of each, and the part, fp32 or fp64, not divided.
+
+        A part may be changed by whoever gets it, and is valid until the next one.
+        """
+
+    def defer(self, grads: Tensor) -> None:
+        """Take ``grads`` in, to be summed with those of the next ``start``; only where ``defers``."""
+        raise NotImplementedError
+
+
+class AllReduce(Collective):
+    """Sums the partial reduce output of one ``FlatParam`` over replicas, in place: the same bits on all of them."""
+
+    @abstractmethod
+    def start(self, total: Tensor, async_op: bool) -> Works:
+        """Issue the collectives that sum ``total`` [chunk], fp32 or fp64."""
+
+    def finish(self, total: Tensor) -> None:
+        """Complete ``total`` once the collectives are over."""
+
+
+class Observer:
+    """Is called in the host thread of a forward or backward, in the same order on all ranks."""
+
+    def assembled(self, state: object) -> None:
+        """The engine was assembled, for the first time or anew; ``state`` is its ``FSDPState``. Nothing is in flight."""
+
+    def before_forward(self) -> None:
+        """A forward of the root begins; collectives may be issued, each ``record``ed."""
+
+    def before_backward(self) -> None:
+        """The backward has reached the first output."""
+
+    def before_reduce(self, group: str) -> None:
+        """The reduce of the parameter group of this name is about to be issued."""
+
+    def after_reduce(self, group: str) -> None:
+        """It was issued."""
+
+    def before_wait(self) -> None:
+        """The host is about to wait for a collective."""
+
+    def after_wait(self) -> None:
+        """It has waited."""
+
+    def after_backward(self) -> None:
+        """All reduces of a backward were issued; their results are waited for next."""
+
+
+class Collectives(ABC):
+    """Makes the collectives of a model."""
+
+    alignment = ALIGNMENT
+    """Elements: parameters and chunks begin at multiples of it."""
+
+    def flat_key(self, name: str) -> Hashable:
+        """Return a key for the parameter of this full name: those of equal keys may share a ``FlatParam``."""
+        return None
+
+    def check_group(self, name: str, keeps_unsharded: bool) -> None:
+        """Raise a ``ValueError`` where the collectives of the group ``name`` cannot work.
+
+        ``keeps_unsharded`` tells whether its unsharded weights stay in a buffer of their own.
+        """
+
+    def join(self, other: Collectives) -> None:
+        """Serve the groups of ``other``, of the same model, as well; raise a ``ValueError`` where that cannot be."""
+
+    @abstractmethod
+    def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
+        """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
+
+    @abstractmethod
+    def reduce_scatter(self, flat: FlatShard, has_replicas: bool) -> ReduceScatter:
+        """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
+
+    @abstractmethod
+    def all_reduce(self, flat: FlatShard) -> AllReduce:
+        """Make the all-reduce of the partial sums of ``flat`` over replicas."""
+
+    def observers(self) -> Sequence[Observer]:
+        """Return what is to be called as training goes."""
+        return ()
+
+    def planned_choices(self, flats: Sequence[FlatShard]) -> Sequence[PlannedChoice]:
+        """Return what other codecs would cost for the gradients of ``flats``."""
+        return ()
+
+    def describe_choice(self) -> str:
+        """Return what was chosen for gradients while training, in words; empty where nothing is chosen."""
+        return ""
