@@ -271,12 +271,6 @@ def break_buffer_release() -> None:
     ParamGroup.release = release  # type: ignore[method-assign]
 
 
-    def release(self: Buffer, _: Any) -> None:
-        self.users = max(self.users - 1, 0)
-
-    Buffer.release = release  # type: ignore[method-assign]
-
-
 def break_wait() -> None:
     """Let nobody wait for a collective."""
     CudaCommHandle.wait = lambda self: None  # type: ignore[method-assign]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from tests.internals import gradient_codecs, residuals_of
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK
-from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")

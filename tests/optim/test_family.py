@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
-from tests.compression.ledger import net, unsent
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {

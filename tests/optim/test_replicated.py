@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.compression.ledger import unsent
 from tests.internals import replicated_residual
 from tests.optim.lossless import whole
 from tests.optim.paper import Paper
 from tests.ranks import ranks
 from tests.soak import also
-from tests.compression.ledger import unsent
 from yafsdp_cc import Compression
 from yafsdp_cc.demo.model import GPT, VOCABULARY
 from yafsdp_cc.optim import OneBitAdam, ReplicatedOneBitAdam

@@ -96,7 +96,7 @@ class GroupContext:
         """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
         self._leaf_node = leaf_node
         self._bound: set[FlatParam] = set()
-        self._warned = False
+        self.has_warned = False
 
     @property
     def device(self) -> torch.device:
@@ -181,7 +181,7 @@ class GroupContext:
 
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
-        if not self._warned and self.gather.comm.rank == 0:
+        if not self.has_warned and self.gather.comm.rank == 0:
             sharing = [group for group in self.groups if not group.has_own_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
             _log.warning(
@@ -189,7 +189,7 @@ class GroupContext:
                 "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",
                 nbytes,
             )
-        self._warned = True
+        self.has_warned = True
 
 
 class ParamGroup:
