@@ -14,6 +14,7 @@ from torch import Tensor
 from yafsdp_cc.compression import error_feedback, kernels
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.compression.kernels import ops_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ class Job:
 
 def measure(names: list[str], elements: int, rounds: int) -> dict[str, Any]:
     """Every job's times, round by round, with a copy of as many bytes just before."""
-    if kernels.ops_for(CPU) is None:
+    if ops_for(CPU) is None:
         raise SystemExit("bench/wire.py measures the native kernels, and they are not built")
     source = torch.ones(elements * 8, dtype=torch.uint8)
     target = torch.zeros_like(source)

@@ -14,12 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-
-import yafsdp_cc
-from tests.netlab.labs import lab_of
-from tests.ranks import on_ranks
-from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
-from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.compression_autotune import (
     BackwardTimer,
     CodecCost,
@@ -31,6 +25,12 @@ from yafsdp_cc.compression_autotune import (
     exposed_seconds,
     total_error,
 )
+
+import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
+from tests.netlab.labs import lab_of
+from tests.ranks import on_ranks
+from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.engine.module import root_of
 
 # The queue model

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
 from tests.compression.deltas import (
     BF16,
     changed_bytes,
@@ -24,6 +23,7 @@ from tests.compression.deltas import (
     train,
 )
 from tests.compression.ledger import net, sharded
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 

@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from yafsdp_cc.wire import kernels
+from yafsdp_cc.wire.codec import Noise, codec_of
+from yafsdp_cc.wire.codecs.onebit import OneBit
+from yafsdp_cc.wire.feedback import Recursion, Residual
+from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
 
 import yafsdp_cc
 from tests.internals import gradient_codecs
@@ -16,11 +21,6 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.wire import kernels
-from yafsdp_cc.wire.codec import Noise, codec_of
-from yafsdp_cc.wire.codecs.onebit import OneBit
-from yafsdp_cc.wire.feedback import Recursion, Residual
-from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
 
 WIDTH = 256
 

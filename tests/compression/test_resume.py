@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_cc
-from tests.ranks import on_ranks, ranks
 from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
 from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.all_gather import RoundedAllGather
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.fsdp2 import constant_schedule
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
-from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
+from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 class Buffers(NamedTuple):
@@ -76,18 +77,17 @@ def exact_reduce(buffers: Buffers) -> Callable[[], object]:
 
 def encoded_reduce(buffers: Buffers, *, codec: str) -> Callable[[], object]:
     """The engine's own, encoded, with a residual in bf16."""
-    world, rank, numel, device = dist.get_world_size(), dist.get_rank(), buffers.whole.numel(), buffers.whole.device
-    layout = Layout((Extent((numel,), 0, numel),), world, numel // world)
-    buffer = PlainBuffer(codec, layout, rank, device, Divisor(world, device))
-    return _summed(CompressedReduceScatter(buffer, CompressionSchedule(Compression(codec)), codec), buffers)
+    schedule = constant_schedule(Compression(codec, residual="bf16"))
+    return _summed(CompressedReduceScatter(_plain_buffer(buffers), schedule, codec), buffers)
 
 
-def _summed(reduce: ExactReduceScatter | CompressedReduceScatter, buffers: Buffers) -> Callable[[], object]:
-    reduce.bind(_context(buffers.whole.device))
+def _summed(reduce_scatter: ReduceScatter, buffers: Buffers) -> Callable[[], object]:
+    reduce_scatter.bind(_context(buffers.whole.device))
 
     def exchange() -> None:
-        _wait(reduce.start(buffers.whole, async_op=False))
-        for start, part in reduce.finish(buffers.whole):
+        for work in reduce_scatter.start(buffers.whole, async_op=False):
+            work.wait()
+        for start, part in reduce_scatter.finish(buffers.whole):
             buffers.chunk.narrow(0, start, part.numel()).copy_(part)
 
     return exchange
@@ -100,34 +100,55 @@ def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
 
 def exact_gather(buffers: Buffers) -> Callable[[], object]:
     """The engine's own, exact."""
-    comm = _context(buffers.whole.device).comm
-    place = comm.own_chunk(buffers.gathered)
-    return lambda: _wait(comm.all_gather(buffers.gathered, place.copy_(buffers.own), async_op=False))
+    shard: Any = _Shard(buffers)
+    return _gathered(ExactAllGather(shard), buffers)
 
 
 def encoded_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded, as ``RoundedAllGather`` has it."""
-    comm, how = _context(buffers.whole.device).comm, codec_of(codec)
-    size = how.message_bytes(buffers.chunk.numel())
-    messages = buffers.whole.new_empty(comm.world, size, dtype=torch.uint8)
+    """The engine's own, encoded."""
+    schedule = constant_schedule(Compression(weights=codec))
+    shard: Any = _Shard(buffers)
+    return _gathered(RoundedAllGather(shard, schedule, codec_of(codec)), buffers)
+
+
+def _gathered(all_gather: AllGather, buffers: Buffers) -> Callable[[], object]:
+    all_gather.bind(_context(buffers.whole.device))
+    scratch = buffers.whole.new_empty(all_gather.scratch_bytes(), dtype=torch.uint8)
 
     def exchange() -> None:
-        own = messages[comm.rank]
-        kernels.encode(how, buffers.own.unsqueeze(0), own.unsqueeze(0))
-        _wait(comm.all_gather(messages.view(-1), own, async_op=False))
-        kernels.decode(how, messages, buffers.gathered.view(comm.world, -1))
+        for work in all_gather.start(buffers.gathered, None, scratch, async_op=False):
+            work.wait()
+        all_gather.finish(buffers.gathered, scratch)
 
     return exchange
+
+
+class _Shard:
+    """This rank's chunk, as the ``FlatParam`` of an all-gather."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.layout = _layout(buffers)
+        self.sharded = buffers.own
+        self.compute_dtype = buffers.whole.dtype
+
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        return own.copy_(self.sharded) if in_place else self.sharded
+
+
+def _layout(buffers: Buffers) -> Layout:
+    """One parameter that fills the buffer."""
+    n = buffers.whole.numel()
+    return Layout((Extent((n,), 0, n),), dist.get_world_size(), buffers.chunk.numel())
+
+
+def _plain_buffer(buffers: Buffers) -> PlainBuffer:
+    device = buffers.whole.device
+    return PlainBuffer("bench", _layout(buffers), dist.get_rank(), device, Divisor(dist.get_world_size(), device))
 
 
 def _context(device: torch.device) -> CommContext:
     assert dist.group.WORLD is not None
     return CommContext(Communicator(dist.group.WORLD, device), ScratchBuffers(device), lambda kind, name: None)
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 _MAKERS: dict[str, Callable[..., Callable[[], object]]] = {

@@ -74,8 +74,8 @@ def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainee:
     fully_shard(model, mp_policy=policy)
     if not compression:
         return Trainee(model)
-    wire = compress(model, Compression(**compression))
-    return Trainee(model, lambda: wire.sent_bytes)
+    compressed = compress(model, Compression(**compression))
+    return Trainee(model, lambda: compressed.sent_bytes)
 
 
 def ddp(*, fp16_hook: bool = False) -> Trainee:

@@ -212,7 +212,7 @@ class Encoder(ABC):
         """Bytes of its own buffers, which are not scratch."""
         return 0
 
-    def restart(self) -> None:  # noqa: B027 - codecs have nothing to do
+    def restart(self) -> None:
         """Drop what an interrupted exchange may have left different on some ranks."""
 
 

@@ -32,8 +32,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine import norms
 from yafsdp_cc.engine.mesh import (
-    all_reduce_over,
     all_groups,
+    all_reduce_over,
     broadcast_from_first,
     shard_group,
     shard_rank,

@@ -296,6 +296,7 @@ def assemble(model: nn.Module) -> FSDPState:
                 context.bind_reduce(flat)
     for old in retired:
         state.is_last_backward = old.is_last_backward
+        context.has_warned |= old.context.has_warned
         if context.replicas is not None and old.context.replicas is not None:
             context.replicas.sums = old.context.replicas.sums
     context.observers = tuple(observer for factory in factories for observer in factory.observers())

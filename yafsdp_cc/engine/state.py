@@ -187,9 +187,8 @@ class FSDPState:
         for group in self.groups:
             group.unsharded.buffer.handle.wait()
         # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
-        self.groups = self.context.groups = ()
-        self.root_group, self._expected_order = None, ()
-        self.context.observers = ()
+        self.groups, self.root_group, self._expected_order, self._order = (), None, (), []
+        self.context.release()
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
