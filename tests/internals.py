@@ -22,7 +22,7 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.kernels import ops_for
 from yafsdp_cc.compression.schedule import LocalClip
-from yafsdp_cc.compression.state import compressed_sum_of, mean_residuals
+from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
 from yafsdp_cc.engine import dtensor, full_params, mesh, norms, offload, streams
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.dtensor import FlatDTensor
@@ -141,6 +141,11 @@ def residuals_of(model: nn.Module) -> list[Tensor]:
 def mean_residuals_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the residuals of all ranks, divided by their number, by full names of parameters. A collective."""
     return {name: each.full_tensor() for name, each in mean_residuals(require_state(model)).items()}
+
+
+def kept_weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole weights that the next deltas build on, by full names of parameters. A collective."""
+    return {name: each.full_tensor() for name, each in kept_weights(require_state(model))[0].items()}
 
 
 def has_exact_sum(flat: Any) -> bool:

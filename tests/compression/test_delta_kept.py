@@ -1,4 +1,4 @@
-"""Which weights are told of changes and which cannot be, and what a checkpoint keeps of them."""
+"""Which weights are gathered by deltas and which cannot be, and what a checkpoint keeps of them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.compression.deltas import (
-    BF16,
-    changed_bytes,
-    following,
-    gathered,
-    is_exact,
-    kept,
-    look,
-    masters,
-    told,
-    train,
-)
+from tests.compression.deltas import BF16, changed_bytes, following, gathered, is_exact, look, masters, told, train
 from tests.compression.ledger import net, sharded
+from tests.internals import exact_gather_bytes, kept_weights_of
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 # What keeps its weights, and what does not
 
@@ -49,18 +38,18 @@ def some_only() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = look(model)
     assert seen["own"].equal(masters(model)["own"])
-    assert not seen["2.weight"].equal(masters(model)["2.weight"])  # dropped, so rounded
+    assert not seen["2.weight"].equal(masters(model)["2.weight"])  # resharded, so rounded
     train(model, optimizer, 0)
     now, after = masters(model), look(model)
     assert after["own"].equal(told("int8", now["own"], seen["own"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
     model[2].set_reshard_after_forward(False)
     seen = look(model)
     assert seen["2.weight"].equal(masters(model)["2.weight"])
     train(model, optimizer, 1)
     now, after = masters(model), look(model)
     assert after["2.weight"].equal(told("int8", now["2.weight"], seen["2.weight"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
 
 
 def test_some_units_may_keep_their_weights_and_others_not():
@@ -68,28 +57,23 @@ def test_some_units_may_keep_their_weights_and_others_not():
 
 
 def refusals() -> None:
-    why = r"weights='int4', which encodes how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
-    with pytest.raises(ValueError, match=why):
-        following(zero_stage=3)
-    every = r"unit '0' are dropped .* the number of all ranks\): .* or weights='int8', which"
-    with pytest.raises(ValueError, match=every):
-        following(zero_stage=3, reshard_after_forward=dist.get_world_size())
-    few = r"unit '0' are divided among 2 ranks after each forward \(reshard_after_forward=2\): pass zero_stage=2 or"
-    with pytest.raises(ValueError, match=few):
-        following(zero_stage=3, reshard_after_forward=2)
+    why = r"weights='int4', which encodes how .* unit '0' are resharded after each forward .*: pass zero_stage=2 or"
+    for reshard in (True, dist.get_world_size(), 2):
+        with pytest.raises(ValueError, match=why):
+            following(zero_stage=3, reshard_after_forward=reshard)
     one = net()
     yafsdp_cc.shard(one, units=[one], compression=Compression("fp32", weights="int4"))  # a root keeps its own
     assert is_exact(one, look(one))
     model = following(zero_stage=3, reshard_after_forward=False)
     seen = look(model)
     model[2].set_reshard_after_forward(True)
-    with pytest.raises(ValueError, match=r"weights='int4'.* unit '2' are dropped"):
+    with pytest.raises(ValueError, match=r"weights='int4'.* unit '2' are resharded"):
         look(model)
     model[2].set_reshard_after_forward(False)
     assert all(view.equal(seen[name]) for name, view in look(model).items())
 
 
-def test_weights_that_are_dropped_have_no_changes_to_be_told():
+def test_resharded_weights_cannot_be_gathered_by_deltas():
     on_ranks(4, refusals)
 
 
@@ -111,7 +95,7 @@ def rounded_and_divided(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [None, BF16])
 def test_rounded_weights_may_be_divided_among_a_few_ranks(policy):
-    """What the few give each other is what all have decoded."""
+    """What the few gather from each other is what all have decoded."""
     on_ranks(4, rounded_and_divided, policy)
 
 
@@ -127,7 +111,7 @@ def saved(folder: Any, policy: Any) -> None:
         if moment == "seen":
             look(model)
         yafsdp_cc.save(folder / moment, model, optimizer, note=1)
-        held = kept(model)
+        held = kept_weights_of(model)
         losses = [train(model, optimizer, step) for step in range(4, 8)]
         ends = masters(model)
         if dist.get_rank() == 0:
@@ -141,10 +125,11 @@ def resumed(folder: Any, policy: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 100)
         assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
-        assert all(view.equal(held[name]) for name, view in kept(model).items())
+        assert all(each.equal(held[name]) for name, each in kept_weights_of(model).items())
         before, now = gathered(model), masters(model)
         seen = look(model)
-        assert gathered(model) - before == (changed_bytes(model) if moment == "stepped" else 0)
+        deltas = changed_bytes(model) if moment == "stepped" else 0
+        assert gathered(model) - before == exact_gather_bytes(model) + deltas  # the kept weights first
         expected = held
         if moment == "stepped":
             expected = {name: told("onebit", now[name], whole) for name, whole in held.items()}
@@ -177,7 +162,7 @@ def from_elsewhere(folder: Any) -> None:
     assert is_exact(model, look(model))
     other = following("int8", mp_policy=BF16)  # another codec and dtype
     yafsdp_cc.load(folder / "following", other)
-    held = kept(other)
+    held = kept_weights_of(other)
     now, seen = masters(other), look(other)
     assert all(seen[name].equal(told("int8", now[name], whole)) for name, whole in held.items())
     with torch.no_grad():

@@ -63,6 +63,7 @@ class DeltaAllGather(ExactAllGather):
     """
 
     has_finish = True
+    builds_on_held = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
