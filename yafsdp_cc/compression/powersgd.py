@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT, Encoder, Feedback, other_chunks
+from yafsdp_cc.compression.encoder import RECEIVED, SENT, Encoder, Feedback, other_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
