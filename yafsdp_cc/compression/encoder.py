@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -105,9 +105,12 @@ class SharedFactors(Protocol):
 class Encoder(ABC):
     """Makes messages of a buffer's values, exchanges them, and decodes their sum. Keeps nothing but its settings."""
 
-    factors: SharedFactors | None = None
-    """Of low rank; None of codecs."""
     context: CommContext
+
+    @property
+    def factors(self) -> SharedFactors | None:
+        """Of low rank; None of codecs."""
+        return None
 
     def bind(self, context: CommContext) -> None:
         """Use this communicator, and reserve scratch buffers for messages."""
