@@ -145,8 +145,6 @@ def kind_of(name: str) -> type[Codec]:
     Raises:
         ValueError: there is none.
     """
-    import yafsdp_cc.compression.codecs  # noqa: F401  (they register themselves, and import this module)
-
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
     return _codecs[name]

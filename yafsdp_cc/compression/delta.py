@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import CompressionError, kept_of_noise
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression.compressed_sum import SUMS, CompressedSum
+from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.encoder import SUMS
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers
 from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.engine.protocols import Observer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yafsdp_cc.compression.compressed_sum import CompressionError
+    from yafsdp_cc.compression.encoder import CompressionError
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.state import FSDPState
