@@ -52,7 +52,7 @@ part() {
 
 tested() {
     "$PYTHON" -m pytest tests/test_cuda.py tests/test_order.py::test_programs_on_a_gpu tests/bench/test_modelled.py \
-        tests/wire/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
+        tests/compression/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
     return "${PIPESTATUS[0]}"
 }
 
@@ -62,7 +62,7 @@ sanitized() {
     : > "$OUT/gpu-sanitizer.txt"
     while IFS=: read -r tool which; do
         timeout "$1" "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
-            tests/wire/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
+            tests/compression/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
         code=${PIPESTATUS[0]}
         # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
         case $code in 0 | 5 | 124) ;; *) return "$code" ;; esac

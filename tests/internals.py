@@ -9,7 +9,7 @@ Functions whose name begins with ``break_`` or ``set_`` patch this process for g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,6 +164,21 @@ def awaits_exact_step(optimizer: Any) -> bool:
     """Tell whether an optimizer of the 1-bit family makes an exact step next, to learn what to clip by."""
     waits: bool = optimizer.phases.is_blind
     return waits
+
+
+def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
+    """Have the gradients of each group of a model with ``compression="auto"`` encoded so from now on. A collective."""
+    state = require_state(model)
+    autotuner = autotuner_of(state)
+    assert autotuner is not None
+    autotuner.set_codecs(state, dict(zip(state.groups, codecs, strict=True)))
+
+
+def stop_autotuner(model: nn.Module) -> None:
+    """Let the codecs of a model with ``compression="auto"`` change only by ``set_tuned_codecs``."""
+    autotuner = autotuner_of(require_state(model))
+    assert autotuner is not None
+    autotuner.next_tuning = 1 << 30
 
 
 def replicated_residual(optimizer: Any) -> list[Tensor]:

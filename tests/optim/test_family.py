@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {
@@ -119,7 +119,7 @@ def test_steps_under_a_scaler_are_those_without(kind: str) -> None:
     scaler.update()
     assert optimizer.steps == 9
     assert all(now.equal(then) for now, then in zip(whole(model.parameters()), before, strict=True))
-    assert all(each.isfinite().all() for each in unsaid(model).values())
+    assert all(each.isfinite().all() for each in unsent(model).values())
 
     def closure() -> float:
         backward(twin, 9)

@@ -46,6 +46,11 @@ _UNKNOWN, _BEHIND = -2, -1
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
+def part_numel(device: torch.device) -> int:
+    """Return the elements of a part: on a CPU what stays in its cache, else what is worth a kernel's launch."""
+    return kernels.PART * (16 if device.type == "cuda" else 1)
+
+
 class DeltaAllGather(ExactAllGather):
     """Sends encoded deltas to weights that ranks have kept from the gather before, where the schedule encodes.
 
@@ -69,7 +74,7 @@ class DeltaAllGather(ExactAllGather):
         self.compression_error: CompressionError | None = None
         """Observes messages while it is there."""
         self._codec = codec
-        self._part = kernels.PART * (16 if flat.device.type == "cuda" else 1)  # a CPU's cache; worth a kernel's launch
+        self._part = part_numel(flat.device)
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
         self._sends_delta = False

@@ -27,9 +27,9 @@ from yafsdp_cc.compression_autotune import (
 )
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression, compression_autotune
 from yafsdp_cc.engine.module import root_of
 
@@ -358,7 +358,7 @@ def over_replicas() -> None:
     compression_autotune.measure_link = lambda *_: LinkCost(0.0, 10 ** (dist.get_rank() - 5.0))
     for step in range(5):
         step_of(model, step)
-    ledger.before = unsaid(model)
+    ledger.before = unsent(model)
     for step in range(5):
         ledger.step(step)
     set_codecs(model, ["fp32", "int8", "fp32"])

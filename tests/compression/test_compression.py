@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from tests.internals import gradient_codecs, residuals_of
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK
-from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
@@ -61,9 +61,9 @@ def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost() -> None:
         assert model.second.weight.grad is None  # as without compression, while there is nothing to be said
         model(torch.randn(2, 64), False).square().mean().backward()
         model.zero_grad()
-        before = unsaid(model)["second.weight"]
+        before = unsent(model)["second.weight"]
         model(torch.ones(2, 64), True).sum().backward()
-        after = unsaid(model)["second.weight"]
+        after = unsent(model)["second.weight"]
         said = model.second.weight.grad.full_tensor().double()
         assert torch.allclose(said, before - after, atol=1e-8)
         assert after.norm() < before.norm()
@@ -151,7 +151,7 @@ def test_residuals_follow_the_scale_of_losses() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert len(scales) > 2
-    ours, plain = unsaid(model), unsaid(twin)
+    ours, plain = unsent(model), unsent(twin)
     assert all(ours[name].equal(plain[name]) for name in plain)
     with pytest.raises(ValueError, match="is sharded without a compression"):
         yafsdp_cc.follow_scaler(exact, scaler)

@@ -10,10 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
-from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
-from tests.ranks import on_ranks, ranks
-from tests.soak import also
-from tests.wire.changes import (
+from tests.compression.deltas import (
     BF16,
     changed_bytes,
     following,
@@ -25,7 +22,10 @@ from tests.wire.changes import (
     train,
     writes,
 )
-from tests.wire.ledger import loss_of, sharded
+from tests.compression.ledger import loss_of, sharded
+from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
+from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 
 CODECS = ("int8", "fp8", "int4", "ternary", "onebit")

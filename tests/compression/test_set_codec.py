@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 
@@ -45,7 +45,7 @@ def switched() -> None:
         set_codecs(model, ["fp32"] * 3)
         ledger.step(24)
         ledger.check()
-        assert not any(each.any() for each in unsaid(model).values())  # all has been said
+        assert not any(each.any() for each in unsent(model).values())  # all has been said
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -61,11 +61,11 @@ def handed_over() -> None:
         for step in range(3):
             loss_of(model, step).backward()
         model.zero_grad()
-        due, held = unsaid(model), yafsdp_cc.plan_of(model)
+        due, held = unsent(model), yafsdp_cc.plan_of(model)
         assert any(each.any() for each in due.values())
         assert held.residual_bytes > 0 == before.residual_bytes
         set_codecs(model, ["fp32"] * 3)
-        assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsaid(model).items())
+        assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsent(model).items())
         for each in (model, exact):
             loss_of(each, 3).backward()
         for name, gradient in gradients(exact).items():
@@ -98,7 +98,7 @@ def assembled_anew() -> None:
     ledger.step(2)
     ledger.check()
     set_codecs(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
-    due = unsaid(model)
+    due = unsent(model)
     for each in ledger.models:
         each.requires_grad_(False)
         each.set_reshard_after_forward(True)
@@ -106,7 +106,7 @@ def assembled_anew() -> None:
         loss_of(each, 3).backward()  # by an assembly that trains none but the last
         each.zero_grad()
         each.requires_grad_(True)
-    now = unsaid(model)
+    now = unsent(model)
     assert all(now[name].equal(due[name]) for name in ("0.weight", "2.weight"))
     ledger.sums[0]["4.weight"] += due.get("4.weight", 0.0) - now["4.weight"]  # of the step that was not counted
     ledger.step(4)
@@ -123,7 +123,7 @@ def saved(folder: Any) -> None:
     for step in range(4):
         step_of(model, step)
     set_codecs(model, ["fp32", "fp32", "int4"])  # the first one's is owed, the last one's in its residual
-    residuals = unsaid(model)
+    residuals = unsent(model)
     assert {name for name, each in residuals.items() if each.any()} == {"0.weight", "4.weight"}
     yafsdp_cc.save(folder / "step", model)
     if dist.get_rank() == 0:
@@ -138,7 +138,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
         loss_of(model, 100).backward()  # residuals of its own, that are forgotten
         model.zero_grad()
     yafsdp_cc.load(folder / "step", model)
-    now = unsaid(model)
+    now = unsent(model)
     for name, each in truth.items():
         assert torch.allclose(now[name], each, rtol=1e-5, atol=1e-9), name
     exact = sharded(None)
@@ -178,7 +178,7 @@ def unused() -> None:
     model(torch.randn(2, 64), False).square().mean().backward()
     model.zero_grad()
     set_codecs(model, ["fp32"])
-    due = unsaid(model)["second.weight"]
+    due = unsent(model)["second.weight"]
     model(torch.ones(2, 64), True).sum().backward()
     assert torch.allclose(model.second.weight.grad.full_tensor().double(), due, rtol=1e-5, atol=1e-9)
     model.zero_grad()

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
-from tests.wire.changes import (
+from tests.compression.deltas import (
     BF16,
     changed_bytes,
     following,
@@ -23,7 +22,8 @@ from tests.wire.changes import (
     told,
     train,
 )
-from tests.wire.ledger import net, sharded
+from tests.compression.ledger import net, sharded
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from yafsdp_cc.wire import link
+from yafsdp_cc.wire.exchange import Gather, Reduce
 
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.wire import link
-from yafsdp_cc.wire.exchange import Gather, Reduce
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 17
