@@ -12,6 +12,7 @@ from torch import nn
 
 import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
+from tests.models import Skipping
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.engine.module import root_of
@@ -157,19 +158,6 @@ def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):
     on_ranks(readers, resumed, tmp_path, AUTO, codecs)
     if codecs is None:
         on_ranks(readers, resumed, tmp_path, Compression("int8", residual="fp32"), codecs)
-
-
-class Skipping(nn.Module):
-    """Of which not all is always used: one unit, or two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
-        seen: torch.Tensor = self.first(x) if skips else self.second(self.first(x))
-        return seen
 
 
 def unused() -> None:

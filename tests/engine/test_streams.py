@@ -10,25 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests import internals
-from tests.models import WIDTH, Mlp
+from tests.models import WIDTH, Checkpointed, Mlp
 from tests.ranks import RankError, on_ranks
 from tests.soak import also
 from tests.streams import streams
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-class Checkpointed(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        out: Tensor = self.leave(x)
-        return out
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
