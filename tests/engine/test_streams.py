@@ -98,6 +98,7 @@ def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecis
         also(BF16, Checkpointed, 2),
         also(BF16, Mlp, 1),
     ],
+    ids=lambda value: "fp32" if value is None else "bf16" if value is BF16 else getattr(value, "__name__", value),
 )
 def test_nothing_races(policy: MixedPrecisionPolicy | None, kind: type[nn.Module], world: int, program: Any) -> None:
     assert on_ranks(world, run, program, kind, policy, world == 2)[0] > 1000
