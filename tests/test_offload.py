@@ -22,11 +22,11 @@ import yafsdp_cc
 from tests import internals
 from tests.checkpoint.jobs import contents, grouped, same, train
 from tests.engine import test_streams
-from tests.engine.test_streams import BF16, Checkpointed, steps
+from tests.engine.test_streams import BF16, steps
 from tests.fully_shard import programs as fsdp2
 from tests.fully_shard.run import Run
 from tests.internals import set_staging_bytes
-from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
+from tests.models import VOCABULARY, WIDTH, Checkpointed, Mlp, Transformer
 from tests.ranks import RankError, on_ranks, ranks
 from tests.streams import streams
 from tests.twins import seeded
