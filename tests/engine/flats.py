@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from yafsdp_cc.engine.tensor import Cut, flat_dtensor
+from yafsdp_cc.engine.tensor import flat_dtensor
 
 from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
 from yafsdp_cc.engine.layout import Layout
