@@ -30,16 +30,10 @@ from yafsdp_cc.compression.config import Compression
 from yafsdp_cc.compression.fsdp2 import CommContexts, constant_schedule
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
-<<<<<<< HEAD
-from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
-=======
-from yafsdp_cc.engine.layout import Extent, Layout
-from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.netlab import namespaces
->>>>>>> refs/heads/benches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
