@@ -4,8 +4,8 @@
     no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
 
 ``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called by the first
-gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is decided
-by ``state``.
+gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is
+decided by ``state``.
 """
 
 from __future__ import annotations
