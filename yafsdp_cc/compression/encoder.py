@@ -1,7 +1,7 @@
 """Encoders: how one buffer is encoded for a sum and its messages decoded, and how well a codec suits what it is given.
 
-An ``Encoder`` serves one ``CompressedSum`` (``compressed_sum``): there is one for codecs and one for low rank, each of a
-reduce-scatter and of an all-reduce.
+An ``Encoder`` serves one ``CompressedSum`` (``compressed_sum``): there is one for codecs and one for low rank, each of
+a reduce-scatter and of an all-reduce.
 """
 
 from __future__ import annotations
