@@ -64,6 +64,8 @@ class DeltaAllGather(ExactAllGather):
 
     flat: FlatParam
 
+    builds_on_held = True
+
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
         super().__init__(flat)
         self.schedule = schedule
