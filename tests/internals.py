@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.compression.autotune import autotuner_of
+from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.kernels import ops_for
@@ -143,11 +144,6 @@ def mean_residuals_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.full_tensor() for name, each in mean_residuals(require_state(model)).items()}
 
 
-def kept_weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole weights that the next deltas build on, by full names of parameters. A collective."""
-    return {name: each.full_tensor() for name, each in kept_weights(require_state(model))[0].items()}
-
-
 def has_exact_sum(flat: Any) -> bool:
     """Tell whether an exact sum of a flat parameter's gradients is held besides the encoded one."""
     compressed = compressed_sum_of(flat)
@@ -172,19 +168,27 @@ def awaits_exact_step(optimizer: Any) -> bool:
     return waits
 
 
+def kept_weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that deltas of the next forward build on, by full names. A collective."""
+    return {name: each.full_tensor() for name, each in kept_weights(require_state(model))[0].items()}
+
+
+def autotuner_of(model: nn.Module) -> CodecAutotuner:
+    """Return what chooses the codecs of a model with ``compression="auto"``."""
+    found = autotune.autotuner_of(require_state(model))
+    assert found is not None
+    return found
+
+
 def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
     """Have the gradients of each group of a model with ``compression="auto"`` encoded so from now on. A collective."""
     state = require_state(model)
-    autotuner = autotuner_of(state)
-    assert autotuner is not None
-    autotuner.set_codecs(state, dict(zip(state.groups, codecs, strict=True)))
+    autotuner_of(model).set_codecs(state, dict(zip(state.groups, codecs, strict=True)))
 
 
 def stop_autotuner(model: nn.Module) -> None:
     """Let the codecs of a model with ``compression="auto"`` change only by ``set_tuned_codecs``."""
-    autotuner = autotuner_of(require_state(model))
-    assert autotuner is not None
-    autotuner.next_tuning = 1 << 30
+    autotuner_of(model).next_tuning = 1 << 30
 
 
 def replicated_residual(optimizer: Any) -> list[Tensor]:
@@ -195,10 +199,9 @@ def replicated_residual(optimizer: Any) -> list[Tensor]:
 
 def measured_backward(model: nn.Module) -> list[float]:
     """Return the seconds that the codec autotuner has measured of each group's backward, in module order."""
-    autotuner = autotuner_of(require_state(model))
-    assert autotuner is not None
-    assert autotuner.last is not None
-    return [costs.compute for costs in autotuner.last.costs[::-1]]
+    last = autotuner_of(model).last
+    assert last is not None
+    return [costs.compute for costs in last.costs[::-1]]
 
 
 def has_native_kernels() -> bool:

@@ -288,7 +288,6 @@ def test_what_cannot_be_is_refused_by_name():
         ({"weights": "powersgd"}, "^weights='powersgd': factors are of whole matrices"),
         ({"weights": torch.bfloat16}, "^weights=torch.bfloat16: takes the name of a codec, such as 'int8'$"),
         ({"candidates": (8,)}, r"^candidates\.0=8: takes the name of a codec"),
-        ({"delayed": (3,)}, r"^delayed\.0=3: takes a pattern of full names, such as '0\.\*'$"),
         ({"block": 100}, "block=100: a block has a power of two of elements"),
         ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),

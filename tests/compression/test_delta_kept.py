@@ -1,4 +1,4 @@
-"""Which weights are gathered by deltas and which cannot be, and what a checkpoint keeps of them."""
+"""Which weights are told of changes and which cannot be, and what a checkpoint keeps of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.compression.deltas import BF16, changed_bytes, following, gathered, is_exact, look, masters, told, train
+from tests.compression.deltas import (
+    BF16,
+    changed_bytes,
+    following,
+    gathered,
+    is_exact,
+    look,
+    masters,
+    told,
+    train,
+)
 from tests.compression.ledger import net, sharded
 from tests.internals import exact_gather_bytes, kept_weights_of
 from tests.ranks import on_ranks
@@ -38,7 +48,7 @@ def some_only() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = look(model)
     assert seen["own"].equal(masters(model)["own"])
-    assert not seen["2.weight"].equal(masters(model)["2.weight"])  # resharded, so rounded
+    assert not seen["2.weight"].equal(masters(model)["2.weight"])  # dropped, so rounded
     train(model, optimizer, 0)
     now, after = masters(model), look(model)
     assert after["own"].equal(told("int8", now["own"], seen["own"]))
@@ -57,8 +67,8 @@ def test_some_units_may_keep_their_weights_and_others_not():
 
 
 def refusals() -> None:
-    why = r"weights='int4', which encodes how .* unit '0' are resharded after each forward .*: pass zero_stage=2 or"
-    for reshard in (True, dist.get_world_size(), 2):
+    why = r"weights='int4', which encodes how .* unit '0' are resharded after each forward .* or weights='int8', which"
+    for reshard in (None, 2, dist.get_world_size()):
         with pytest.raises(ValueError, match=why):
             following(zero_stage=3, reshard_after_forward=reshard)
     one = net()
@@ -73,7 +83,7 @@ def refusals() -> None:
     assert all(view.equal(seen[name]) for name, view in look(model).items())
 
 
-def test_resharded_weights_cannot_be_gathered_by_deltas():
+def test_weights_that_are_dropped_have_no_changes_to_be_told():
     on_ranks(4, refusals)
 
 
@@ -95,7 +105,7 @@ def rounded_and_divided(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [None, BF16])
 def test_rounded_weights_may_be_divided_among_a_few_ranks(policy):
-    """What the few gather from each other is what all have decoded."""
+    """What the few give each other is what all have decoded."""
     on_ranks(4, rounded_and_divided, policy)
 
 
@@ -125,11 +135,11 @@ def resumed(folder: Any, policy: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 100)
         assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
-        assert all(each.equal(held[name]) for name, each in kept_weights_of(model).items())
+        assert all(view.equal(held[name]) for name, view in kept_weights_of(model).items())
         before, now = gathered(model), masters(model)
         seen = look(model)
-        deltas = changed_bytes(model) if moment == "stepped" else 0
-        assert gathered(model) - before == exact_gather_bytes(model) + deltas  # the kept weights first
+        resumed_bytes, deltas = exact_gather_bytes(model), changed_bytes(model) if moment == "stepped" else 0
+        assert gathered(model) - before == resumed_bytes + deltas
         expected = held
         if moment == "stepped":
             expected = {name: told("onebit", now[name], whole) for name, whole in held.items()}

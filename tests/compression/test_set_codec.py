@@ -12,9 +12,9 @@ from torch import nn
 
 import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
+from tests.internals import flat_params, groups_of, stop_autotuner
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 EVERY = ("fp32", "int8", "int4", "onebit", "bf16")
 AUTO = Compression("auto", residual="fp32", candidates=EVERY[1:])
@@ -23,7 +23,7 @@ AUTO = Compression("auto", residual="fp32", candidates=EVERY[1:])
 def untuned(compression: Any) -> Any:
     """A sharded model whose codecs change only by ``set_codecs``."""
     model = sharded(compression)
-    root_of(model).autotuner.next_tuning = 1 << 30
+    stop_autotuner(model)
     return model
 
 
@@ -34,7 +34,7 @@ def switched() -> None:
         model = untuned(config)
         ledger = Ledger(model, sharded(None))
         for step in range(24):
-            codecs = [draws.choice(EVERY) for _ in root_of(model).units]
+            codecs = [draws.choice(EVERY) for _ in groups_of(model)]
             set_codecs(model, codecs)
             assert list(yafsdp_cc.counters_of(model).chosen.values()) == codecs
             sent = yafsdp_cc.counters_of(model).reduced_bytes
@@ -92,9 +92,7 @@ def assembled_anew() -> None:
     set_codecs(model, ["fp32", "onebit", "int4"])
     model.set_reshard_after_forward(False)  # another assembly goes on with the choice, and owes what this one does
     ledger.step(1)
-    encoded = [root_of(model).reductions.encoded_of(flat) for unit in root_of(model).units for flat in unit.flats]
-    assert [each.is_exact for each in encoded] == [True, False, False]
-    assert [each.codec.name for each in encoded[1:]] == ["onebit", "int4"]
+    assert [flat.reduce_scatter.codec_name for flat in flat_params(model)] == ["fp32", "onebit", "int4"]
     ledger.step(2)
     ledger.check()
     set_codecs(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
@@ -149,7 +147,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
     ledger.check()
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint has gradients that were still to be said")
+@pytest.mark.filterwarnings("ignore:the checkpoint has residuals")
 @pytest.mark.parametrize("readers", [2, 4])
 @pytest.mark.parametrize("codecs", [None, ["fp32"] * 3, ["int4", "int4", "onebit"]])
 def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):

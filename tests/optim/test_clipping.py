@@ -208,7 +208,7 @@ def test_a_run_is_given_a_limit_later(kind: Any, tmp_path: Any) -> None:
 
 @ranks(2)
 def test_who_clips_and_does_not_tell_is_warned_before_it_matters() -> None:
-    said = "the loop clips gradients .by now to 0.2.* of their norm.*, and OneBit.* was not told how far"
+    said = "the loop clips gradients .by now to 0.2.* of their norm.*, and OneBit.* does not know the limit"
     for kind in (OneBitAdam, OneBitLamb):
         model = sharded()
         optimizer = kind(model.parameters(), warmup_steps=5)

@@ -200,6 +200,14 @@ class CompressedSum(Collective):
             self._encoder.bind(self.context)
             self._make_residual()
 
+    def reserve_exact_mean(self) -> None:
+        """Make ``exact_mean`` unless it is there; the schedule does before a reduce is issued.
+
+        On CUDA its memory is to be that of the caller's stream: the optimizer frees it there.
+        """
+        if self.exact_mean is None:
+            self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+
     def watch(self) -> CompressionError:
         """Observe messages from the next one on, until ``compression_error`` is None again."""
         assert self._encoder is not None
@@ -261,9 +269,8 @@ class CompressedSum(Collective):
         self._adds_exact = self.exact_mean is not None and self.flat.has_grad
         if phase.encodes or phase.keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
-        if phase.keeps_exact and self.exact_mean is None:
-            # On CUDA this memory belongs to the reduce stream, which waits for the optimizer's stream before each sum.
-            self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+        if phase.keeps_exact:
+            self.reserve_exact_mean()
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
