@@ -18,7 +18,7 @@ from yafsdp_cc import Compression
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.codecs.onebit import OneBit
-from yafsdp_cc.compression.compressed_sum import CompressionError, kept_of_noise
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 from yafsdp_cc.optim import OneBitAdam
 
