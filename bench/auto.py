@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from yafsdp_cc.bench import machine, trainees
 from yafsdp_cc.bench.turns import in_turns
-from yafsdp_cc.compression_autotune import FIRST, backward_seconds
+from yafsdp_cc.compression.autotune import FIRST, autotuner_of, backward_seconds
 from yafsdp_cc.demo.model import VOCABULARY
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.netlab import Lab, Unavailable
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -79,13 +79,13 @@ def on_rank(stage: int, rounds: int, steps: int) -> Found:
     turns: dict[str, list[Turn]] = {name: [] for name in runs}
     for _, name in in_turns(list(runs), rounds):
         turns[name].append(turn(name, steps))
-    counters = root_of(runs["auto"].model).counters
+    counters = require_state(runs["auto"].model).counters
     return Found(turns, dict(counters.chosen), counters.why, _theory(runs["auto"]))
 
 
 def _theory(run: trainees.Trainee) -> int:
     """The least number of units that have to be encoded for what was measured last."""
-    tuner = root_of(run.model).autotuner
+    tuner = autotuner_of(require_state(run.model))
     assert tuner is not None
     assert tuner.last is not None
     costs = tuner.last.costs

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo  # by the optimizers, before the fork
 import torch.distributed as dist
-import yafsdp_cc.wire.native
 
 import yafsdp_cc
 import yafsdp_cc.api
+import yafsdp_cc.compression.kernels
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.demo import data

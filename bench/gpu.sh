@@ -83,7 +83,7 @@ fi
 part one 90 "$PYTHON" bench/gpu.py --json "$OUT/gpu.json"
 part worlds 120 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if "$PYTHON" -c 'import sys, torch
-from yafsdp_cc.wire.native import ops_for
+from yafsdp_cc.compression.kernels import ops_for
 sys.exit(ops_for(torch.device("cuda")) is None)'; then
     part kernels 40 "$PYTHON" bench/wire_gpu.py --json "$OUT/wire_gpu.json"
 else

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from yafsdp_cc.wire import codecs, feedback, kernels  # noqa: F401 (codecs registers them)
-from yafsdp_cc.wire.codec import Noise, codec_of
-from yafsdp_cc.wire.feedback import Residual
-from yafsdp_cc.wire.native import ops_for
+
+from yafsdp_cc.compression import error_feedback, kernels
+from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.compression.kernels import ops_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ def _plain(name: str, n: int, rounds: int) -> dict[str, Any]:
         native = min(
             _time(lambda: kernels.encode(codec, gradients, message, residual=residual)) for _ in range(_PLAIN // 4)
         )
-        plain = _time(lambda: feedback.encode(codec, gradients, message, residual=residual))
+        plain = _time(lambda: error_feedback.encode(codec, gradients, message, residual=residual))
         if turn:  # the first one warms up
             clocks.append((native, plain))
     return {

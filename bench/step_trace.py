@@ -11,10 +11,10 @@ The third step of a model of three blocks with a tied embedding and head on two 
 * *functions*: distinct ones; a comprehension is a part of the function around it.
 * *lines*: of all files that were entered; *longest*: of the longest function that was called, from its `def` on.
 
-Each way is counted without and with what makes a sharded tensor of a `torch.Tensor`. FSDP2's own files have nothing of
-that: theirs is all of `torch.distributed.tensor`. Threads that C++ starts, such as a gloo thread that runs a callback,
-are not seen by Python's profilers before 3.12. Counts of one version differ by a function or two between runs where the
-engine tries out the links when a model is sharded.
+Each way is counted without and with what makes a sharded tensor of a `torch.Tensor` and what that calls. FSDP2's own
+files have nothing of that: theirs is all of `torch.distributed.tensor`. Threads that C++ starts, such as a gloo thread
+that runs a callback, are not seen by Python's profilers before 3.12. Counts of one version differ by a function or two
+between runs where the engine tries out the links when a model is sharded.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Row(NamedTuple):
         files: defaultdict[str, set[Place]] = defaultdict(set)
         switches = and_back = 0
         for events in threads:
-            kept = [event for event in events if not left_out(event.place.file)]
+            kept = list(_outside(events, left_out))
             and_back += _changes(event.place.file for event in kept)
             switches += _changes(event.place.file for event in kept if event.is_call)
             for event in kept:
@@ -176,6 +176,17 @@ class Row(NamedTuple):
         where = f"{Path(longest.file).stem}.{size_of(longest)[0]}"
         counts = f"{len(self.files):>7}{len(self.functions):>11}{self.switches:>10}{self.and_back:>10}{self.lines:>8}"
         return f"{counts}{length:>9}  {where}"
+
+
+def _outside(events: Iterable[Event], left_out: Callable[[str], bool]) -> Iterable[Event]:
+    """Events of functions that are not in files to be left out, and were not called from there."""
+    depth = 0
+    for event in events:
+        inside = depth > 0 or left_out(event.place.file)
+        if inside:
+            depth += 1 if event.is_call else -1
+        else:
+            yield event
 
 
 def _changes(files: Iterable[str]) -> int:

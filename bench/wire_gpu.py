@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
-from yafsdp_cc.wire import codecs, kernels
-from yafsdp_cc.wire.codec import Noise, codec_of
-from yafsdp_cc.wire.feedback import Residual
-from yafsdp_cc.wire.native import ops_for
 
-assert codecs  # which register themselves
+from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.compression.kernels import ops_for
+
 NAMES = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
 TARGET = 0.85
 MESSAGES, ROUNDS, WARM_UP = 8, 15, 3

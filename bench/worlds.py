@@ -30,7 +30,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from yafsdp_cc.wire.pace import Pace
 
 import yafsdp_cc
 from bench.llama import SHAPES, Block, Llama

@@ -31,6 +31,7 @@ from yafsdp_cc.engine.module import ShardedModule, require_state
 from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.engine.offload import HostMemory, HostTransfer, HostTransfers
 from yafsdp_cc.engine.param import unsharded_grad_bytes
+from yafsdp_cc.engine.param_group import ParamGroup
 from yafsdp_cc.engine.state import FSDPState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream
 
@@ -272,10 +273,10 @@ def set_staging_bytes(count: int) -> None:
 def break_buffer_release() -> None:
     """Let buffers be refilled before their last use is over."""
 
-    def release(self: Buffer, _: Any) -> None:
-        self.users = max(self.users - 1, 0)
+    def release(self: ParamGroup, unsharded: Any) -> None:
+        unsharded.buffer.users -= 1
 
-    Buffer.release = release  # type: ignore[method-assign]
+    ParamGroup.release = release  # type: ignore[method-assign]
 
 
 def break_wait() -> None:

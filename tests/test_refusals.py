@@ -117,7 +117,7 @@ def test_meshes_that_do_not_fit() -> None:
     for names, said in (
         (None, "mesh has 3 dimensions: pass"),
         (("a", "b", "c"), r"mesh has 3 dimensions \('a', 'b', 'c'\): pass"),
-        (("shard", "replicate"), "it is the second that parameters are cut across: pass"),
+        (("shard", "replicate"), "it is the second that parameters are sharded across: pass"),
     ):
         mesh = init_device_mesh("cpu", (1,) * (3 if names is None else len(names)), mesh_dim_names=names)
         with pytest.raises(ValueError, match=said):
@@ -132,7 +132,7 @@ def test_a_run_that_shards_nothing_is_warned_of() -> None:
 
 def _alone(said: str) -> None:
     apart = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pipeline", "data"))
-    with pytest.warns(UserWarning, match=f"shard.. over one rank cuts nothing: {said}"):
+    with pytest.warns(UserWarning, match=f"shard.. over one rank shards nothing: {said}"):
         yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear], mesh=apart["data"])
     dist.barrier()  # nothing else has made the ranks meet
 

@@ -153,6 +153,7 @@ def shard(
         check_types(
             model=(model, nn.Module, "an nn.Module"),
             param_init_fn=(param_init_fn, (Callable, type(None)), "a function of a module"),
+            reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         )
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
@@ -470,7 +471,6 @@ def _check_arguments(
 ) -> _Arguments:
     check_types(
         mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
-        reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         **policy_dtypes(policy),
         offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
@@ -492,10 +492,14 @@ def _check_arguments(
     return _Arguments(info, policy, host, collectives, keeps, secondary, frozenset(ignored_params or ()))
 
 
-def _after_forward(reshard: bool | int | None, mesh: DeviceMesh) -> tuple[bool, int]:
+def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
     """Return whether weights are kept after the forward, and how many ranks hold a secondary shard; 0 for none."""
     if reshard is None or isinstance(reshard, bool):
         return reshard is False, 0
+    if not isinstance(reshard, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {reshard}"
+        )
     size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")

@@ -1,4 +1,4 @@
-"""Whatever exchanges a buffer, the sum or the gathered whole is right within what its codec can say."""
+"""However a buffer is exchanged, the sum or the gathered whole is right within the error of its codec."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import on_ranks
-from yafsdp_cc.bench import suites
+from yafsdp_cc.bench import exchanges
 from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.bench.exchanges import Buffers, exchange_of
+from yafsdp_cc.bench.exchanges import Buffers, make_exchange
 
 WITHIN = {None: 1e-6, "int8": 0.01, "int4": 0.13, "onebit": 0.55}
-"""Of the length of a vector of normal numbers, the part that a codec gets wrong, and a little more."""
+"""Relative error of a codec on normal noise, and a little more."""
 
 
 def errors() -> dict[str, float]:
@@ -23,8 +23,8 @@ def errors() -> dict[str, float]:
         wholes = [torch.empty_like(buffers.whole) for _ in range(dist.get_world_size())]
         dist.all_gather(wholes, buffers.whole)
         chunks = torch.stack(wholes).double().unflatten(1, (len(wholes), -1))
-        exchange_of(name, buffers)()
-        if contestant.beside == "torch all-gather":
+        make_exchange(name, buffers)()
+        if contestant.baseline == "torch all-gather":
             got, wanted = buffers.gathered, torch.cat([chunks[rank, rank] for rank in range(len(wholes))])
         else:
             got, wanted = buffers.chunk, chunks[:, dist.get_rank()].sum(0)
@@ -36,11 +36,11 @@ def errors() -> dict[str, float]:
 def test_results_are_right(ranks: int) -> None:
     for found in on_ranks(ranks, errors):
         for name, error in found.items():
-            assert error < WITHIN[EXCHANGES[name].told.get("codec")], name
+            assert error < WITHIN[EXCHANGES[name].settings.get("codec")], name
 
 
 def test_every_contestant_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = suites.exchanges(list(EXCHANGES), ranks=(2,), rounds=1, sizes=(1 << 16,))["gloo"]["2"][str(1 << 16)]
+    figures = exchanges.run(list(EXCHANGES), ranks=(2,), rounds=1, sizes=(1 << 16,))["gloo"]["2"][str(1 << 16)]
     assert list(figures) == list(EXCHANGES)
     assert all(each["processor_ms"] > 0 and each["wall_ms"] > 0 for each in figures.values())
     assert figures["torch all-gather"]["processor_ms_ratio"] == figures["torch reduce-scatter"]["wall_ms_ratio"] == 1

@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from tests.netlab.labs import lab_of
-from tests.internals import autotuner_of, groups_of as param_groups_of, state_of
-from tests.ranks import on_ranks
 from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
+from tests.internals import autotuner_of, state_of
+from tests.internals import groups_of as param_groups_of
+from tests.netlab.labs import lab_of
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.compression import autotune
 from yafsdp_cc.compression.autotune import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.netlab.labs import lab_of
 from tests.internals import autotuner_of
+from tests.netlab.labs import lab_of
 from tests.soak import LONG
 
 SUM = 0.042

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from tests.internals import gradient_codecs, residuals_of
+from tests.models import Skipping
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK
-from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
@@ -29,25 +30,12 @@ CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd"
 @ranks("world", timeout=600)
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
-    steps = 200 if SOAK else 12
+    steps = 200 if SOAK else 6
     for codec in CODECS:
         ledger = Ledger(sharded(Compression(gradients=codec, residual="fp32")), sharded(None))
         for step in range(steps):
             ledger.step(step, micro=3 if step % 4 == 1 else 1)
         ledger.check()
-
-
-class Skipping(nn.Module):
-    """One unit, of which not all is always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor, skips: bool) -> Tensor:
-        seen: Tensor = self.first(x) if skips else self.second(self.first(x))
-        return seen
 
 
 @ranks(4)

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.internals import exact_gather_bytes, kept_weights_of
-from tests.ranks import on_ranks
 from tests.compression.deltas import (
     BF16,
     changed_bytes,
@@ -24,6 +22,8 @@ from tests.compression.deltas import (
     train,
 )
 from tests.compression.ledger import net, sharded
+from tests.internals import exact_gather_bytes, kept_weights_of
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 
 # What keeps its weights, and what does not

@@ -15,12 +15,12 @@ from tests.internals import gradient_codecs
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.codecs.onebit import OneBit
-from yafsdp_cc.compression.compressed_sum import CompressionError, kept_of_noise
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
+from yafsdp_cc.optim import OneBitAdam
 
 WIDTH = 256
 

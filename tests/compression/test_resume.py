@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_cc
-from tests.ranks import on_ranks, ranks
 from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
 
 
@@ -151,6 +151,8 @@ def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_pat
     held = unsent(model)
     other = sharded(Compression(gradients="int8", overrides={"0.*": "fp32"}))
     for each, left_out in ((other, "of 0.weight, which"), (sharded(None), "of 0.weight, 2.weight, 4.weight, which")):
-        with pytest.warns(UserWarning, match=f"residuals, gradients that were still to be sent, {left_out} this model does not"):
+        with pytest.warns(
+            UserWarning, match=f"residuals, gradients that were still to be sent, {left_out} this model does not"
+        ):
             yafsdp_cc.load(tmp_path / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
     assert all(torch.allclose(each, held[name]) for name, each in unsent(other).items())

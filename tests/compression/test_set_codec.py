@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
 from tests.internals import flat_params, groups_of, stop_autotuner
 from tests.ranks import on_ranks
-from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
 from yafsdp_cc import Compression
 
 EVERY = ("fp32", "int8", "int4", "onebit", "bf16")

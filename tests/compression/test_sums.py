@@ -1,4 +1,4 @@
-"""Compressed sums by themselves, without an engine: against plain-torch error feedback, and an account of all numbers."""
+"""Compressed sums by themselves, without an engine: plain-torch error feedback, and an account of all numbers."""
 
 from __future__ import annotations
 

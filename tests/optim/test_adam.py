@@ -16,12 +16,13 @@ import yafsdp_cc
 from tests.internals import flat_params, groups_of, shard_numel, unsharded_weights
 from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam
 
 
 @FORMS
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @ranks("world")
 def test_steps_are_those_of_the_algorithm_in_float64(world, form):
     ranks = dist.get_world_size()

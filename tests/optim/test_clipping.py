@@ -15,6 +15,7 @@ import yafsdp_cc
 from tests.internals import LocalClip, awaits_exact_step, flat_param, has_exact_sum
 from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from tests.streams import streams
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD
 
@@ -49,7 +50,7 @@ def far(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize(
     ("world", "gradients", "mesh_shape"),
-    [(2, "int8", (2,)), (2, "onebit", (2,)), (4, "int8", (4,)), (4, "int8", (2, 2))],
+    [(2, "int8", (2,)), (2, "onebit", (2,)), also(4, "int8", (4,)), (4, "int8", (2, 2))],
 )
 @ranks("world")
 def test_large_gradients_are_clipped_in_the_momentum_as_adamw_has_it(world, gradients, mesh_shape):

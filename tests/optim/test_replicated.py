@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.compression.ledger import unsent
 from tests.internals import replicated_residual
 from tests.optim.lossless import whole
 from tests.optim.paper import Paper
 from tests.ranks import ranks
 from tests.soak import also
-from tests.compression.ledger import unsent
 from yafsdp_cc import Compression
 from yafsdp_cc.demo.model import GPT, VOCABULARY
 from yafsdp_cc.optim import OneBitAdam, ReplicatedOneBitAdam
@@ -66,7 +66,7 @@ def backward(model: Any, step: int, curved: bool) -> None:
 # The paper's algorithm
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @pytest.mark.parametrize(("codec", "curved"), [("onebit", False), ("onebit", True), ("int4", True), ("ternary", False)])
 @ranks("world")
 def test_steps_are_those_of_the_paper_on_a_convex_loss(world, codec, curved):
@@ -96,7 +96,7 @@ def text_of(step: int) -> Tensor:
     return torch.stack([text[start : start + 17] for start in starts])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_steps_are_those_of_the_paper_on_a_transformer(world):
     """Each step by itself, from the state that ranks are in: of sign bits, a few near zero fall to the other side."""

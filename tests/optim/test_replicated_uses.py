@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compression.ledger import net
 from tests.optim.lossless import loss_of, sharded
 from tests.ranks import on_ranks, ranks
-from tests.compression.ledger import net
 from yafsdp_cc.optim import ReplicatedOneBitAdam
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks, ranks
-from tests.compression.ledger import net, unsent
 from yafsdp_cc.optim import OneBitSGD
 
 FORMS = ("momentum", "gradient")

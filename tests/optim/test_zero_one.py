@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
-from tests.compression.ledger import net, unsent
 from yafsdp_cc.optim import ZeroOneAdam
 
 RATE, BETAS, EPS, DECAY, KAPPA = 0.01, (0.8, 0.95), 1e-8, 0.1, 3

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -56,45 +53,3 @@ def test_overlapping_parameters(device: str) -> None:
         model.c = nn.Parameter(flat[1000:1100])
     with pytest.raises(ValueError, match=r"'c' shares memory with 'a' without being the same nn.Parameter"):
         find_units(model, [model])
-
-
-def test_an_optimizer_made_before() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    check_no_optimizer(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="AdamW") as caught:
-        check_no_optimizer(model)
-    message = "AdamW holds 4 of this model's parameters, and was made before shard() or fully_shard(): make it after"
-    assert str(caught.value) == message
-    check_no_optimizer(nn.Linear(4, 4))
-    check_no_optimizer(model, ignored=list(model.parameters()))
-    del optimizer, caught
-    check_no_optimizer(model)
-
-
-def test_an_optimizer_that_is_garbage_in_a_cycle() -> None:
-    model = nn.Linear(4, 4)
-    gc.disable()
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.itself = optimizer
-        gone = weakref.ref(optimizer)
-        del optimizer
-        check_no_optimizer(model)
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-class Proxy:
-    """As awkward as the lazy objects of other libraries: asking what it is raises."""
-
-    @property
-    def __class__(self) -> type:
-        raise RuntimeError("not now")
-
-
-def test_proxies_are_left_alone() -> None:
-    awkward = [Proxy()]
-    check_no_optimizer(nn.Linear(4, 4))
-    assert awkward

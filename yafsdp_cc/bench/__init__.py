@@ -1,1 +1,1 @@
-"""What training and its exchanges cost, beside torch's own, on the machine of whoever asks: ``yafsdp-cc bench``."""
+"""Benchmarks of training and of its collectives beside torch's own, for ``yafsdp-cc bench`` and ``bench/``."""

@@ -1,63 +1,96 @@
-"""One buffer of fp32 summed over ranks, or gathered from them, in every way that is compared."""
+"""Suite ``exchanges``: what it costs the processor to sum a buffer over ranks, or to gather it, in every way compared.
+
+Ranks are processes of this machine, of one thread each, that communicate over its loopback: nothing limits them but
+the processor. Contestants take turns in interleaved rounds at each size; times are medians over the rounds.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
+from yafsdp_cc.bench.common import cell, interleaved, table
 from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.wire import codecs
-from yafsdp_cc.wire.codec import codec_of
-from yafsdp_cc.wire.encoded import EncodedGather, EncodedReduce
-from yafsdp_cc.wire.exchange import Gather, Reduce
-from yafsdp_cc.wire.feedback import Residual
-from yafsdp_cc.wire.post import Post
+from yafsdp_cc.compression.all_gather import RoundedAllGather
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.compressed_sum import PlainBuffer
+from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.fsdp2 import CommContexts, constant_schedule
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.param import Divisor
+from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
+from yafsdp_cc.netlab import namespaces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
-assert codecs  # which register themselves
+    from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
+
+SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
+"""Bytes of a buffer."""
+RANKS = (2, 4, 8, 16, 32, 64)
+"""Numbers of ranks among which every buffer can be divided in whole blocks."""
+TURN_BYTES = 1 << 24
+"""Bytes of the buffers that are exchanged in one turn: small ones one after the other."""
+
+
+# What is compared --------------------------------------------------------------------------------------------------
 
 
 class Buffers(NamedTuple):
-    """What one rank exchanges."""
+    """What one rank exchanges, fp32."""
 
     whole: Tensor
-    """[world × chunk], its own numbers; a sum may be made where this rank's own chunk lies."""
+    """[world * chunk], other numbers on every rank; NCCL sums in place."""
     gathered: Tensor
-    """[world × chunk], of all ranks after a gather."""
+    """[world * chunk], every rank's own chunk after an all-gather."""
     chunk: Tensor
-    """[chunk], the sum after a reduction."""
+    """[chunk], the sum after a reduce-scatter."""
 
     @classmethod
-    def of(cls, size: int, device: torch.device) -> Buffers:
-        """Of so many bytes, other numbers on every rank."""
+    def of(cls, nbytes: int, device: torch.device) -> Buffers:
         draws = torch.Generator().manual_seed(dist.get_rank())
-        whole = torch.randn(size // 4, generator=draws).to(device)
+        whole = torch.randn(nbytes // 4, generator=draws).to(device)
         return cls(whole, torch.zeros_like(whole), torch.zeros_like(whole[: len(whole) // dist.get_world_size()]))
 
     @property
     def own(self) -> Tensor:
-        """[chunk], what this rank has for the others to gather."""
+        """[chunk], what this rank has to be gathered."""
         return self.whole.view(dist.get_world_size(), -1)[dist.get_rank()]
 
+    @property
+    def layout(self) -> Layout:
+        """One parameter that fills the buffer."""
+        n = self.whole.numel()
+        return Layout((Extent((n,), 0, n),), dist.get_world_size(), self.chunk.numel())
 
-def exchange_of(name: str, buffers: Buffers) -> Callable[[], object]:
-    """What exchanges the buffers once, as the contestant of this name does."""
-    maker, told, _ = EXCHANGES[name]
-    return _MAKERS[maker](buffers, **told)
+
+def make_exchange(name: str, buffers: Buffers) -> Callable[[], object]:
+    """Return a function that exchanges the buffers once, as the contestant of this name does."""
+    maker, settings, _ = EXCHANGES[name]
+    exchange: Callable[[], object] = globals()[maker](buffers, **settings)
+    return exchange
 
 
 def torch_reduce_scatter(buffers: Buffers) -> Callable[[], object]:
-    """As the backend does it."""
     return lambda: dist.reduce_scatter_tensor(buffers.chunk, buffers.whole)
 
 
 def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
-    """Every rank's chunk to its owner, who sums."""
     received = torch.empty_like(buffers.whole)
 
     def exchange() -> None:
@@ -67,69 +100,186 @@ def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
     return exchange
 
 
-def exact_reduce(buffers: Buffers) -> Callable[[], object]:
-    """The engine's own, exact."""
-    reduce = Reduce(_group(), buffers.whole.device)
-    reduce.reserve(buffers.whole.numel(), buffers.whole.dtype)
-    return _summed(reduce, buffers)
+def exact_reduce_scatter(buffers: Buffers) -> Callable[[], object]:
+    return _reduce_scatter(ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype), buffers)
 
 
-def encoded_reduce(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded, with what was not said kept in bf16."""
-    how, world, device = codec_of(codec), dist.get_world_size(), buffers.whole.device
-    residual = Residual(world - 1, buffers.chunk.numel(), torch.bfloat16, how.block, device)
-    post = Post(_group(), device)
-    return _summed(EncodedReduce(post, how, buffers.whole.numel(), None, residual, codec), buffers)
+def compressed_reduce_scatter(buffers: Buffers, *, codec: str) -> Callable[[], object]:
+    schedule, device = constant_schedule(Compression(codec, residual="bf16")), buffers.whole.device
+    flat = PlainBuffer("bench", buffers.layout, dist.get_rank(), device, Divisor(dist.get_world_size(), device))
+    return _reduce_scatter(CompressedReduceScatter(flat, schedule, codec), buffers)
 
 
-def _summed(reduce: Reduce | EncodedReduce, buffers: Buffers) -> Callable[[], object]:
+def _reduce_scatter(reduce_scatter: ReduceScatter, buffers: Buffers) -> Callable[[], object]:
+    reduce_scatter.bind(CommContexts().of(_world(), buffers.whole.device))
+
     def exchange() -> None:
-        _wait(reduce.send(buffers.whole, asynchronous=False))
-        for start, part in reduce.totals(buffers.whole):
+        for work in reduce_scatter.start(buffers.whole, async_op=False):
+            work.wait()
+        for start, part in reduce_scatter.finish(buffers.whole):
             buffers.chunk.narrow(0, start, part.numel()).copy_(part)
 
     return exchange
 
 
 def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
-    """As the backend does it."""
     return lambda: dist.all_gather_into_tensor(buffers.gathered, buffers.own)
 
 
-def exact_gather(buffers: Buffers) -> Callable[[], object]:
-    """The engine's own, exact."""
-    gather = Gather(_group(), buffers.whole.device)
-    return lambda: _wait(gather.send(buffers.gathered, buffers.own, asynchronous=False))
+def exact_all_gather(buffers: Buffers) -> Callable[[], object]:
+    shard: Any = _Shard(buffers)
+    return _all_gather(ExactAllGather(shard), buffers)
 
 
-def encoded_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    """The engine's own, encoded."""
-    gather = EncodedGather(Gather(_group(), buffers.whole.device), codec_of(codec))
-    messages = buffers.whole.new_empty(gather.message_bytes(buffers.whole.numel()), dtype=torch.uint8)
+def rounded_all_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
+    shard: Any = _Shard(buffers)
+    return _all_gather(RoundedAllGather(shard, constant_schedule(Compression()), codec_of(codec)), buffers)
+
+
+def _all_gather(all_gather: AllGather, buffers: Buffers) -> Callable[[], object]:
+    all_gather.bind(CommContexts().of(_world(), buffers.whole.device))
+    scratch = buffers.whole.new_empty(all_gather.scratch_bytes(), dtype=torch.uint8)
 
     def exchange() -> None:
-        _wait(gather.send(messages, buffers.own, asynchronous=False))
-        gather.finish(messages, buffers.gathered)
+        for work in all_gather.start(buffers.gathered, None, scratch, async_op=False):
+            work.wait()
+        all_gather.finish(buffers.gathered, scratch)
 
     return exchange
 
 
-def _group() -> dist.ProcessGroup:
+class _Shard:
+    """What all-gathers use of a ``FlatParam``."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.layout = buffers.layout
+        self.sharded = buffers.own
+        self.compute_dtype = buffers.whole.dtype
+
+    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
+        return own.copy_(self.sharded) if in_place else self.sharded
+
+
+def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+# The measurement ---------------------------------------------------------------------------------------------------
 
 
-_MAKERS: dict[str, Callable[..., Callable[[], object]]] = {
-    "torch_reduce_scatter": torch_reduce_scatter,
-    "torch_all_to_all": torch_all_to_all,
-    "exact_reduce": exact_reduce,
-    "encoded_reduce": encoded_reduce,
-    "torch_all_gather": torch_all_gather,
-    "exact_gather": exact_gather,
-    "encoded_gather": encoded_gather,
-}
+class Turn(NamedTuple):
+    """Some exchanges of one contestant on one rank, each on average."""
+
+    processor_ms: float
+    """Of all threads, gloo's among them."""
+    wall_ms: float
+
+
+def run(
+    names: Sequence[str], ranks: Sequence[int] = (2, 4), rounds: int = 7, sizes: Sequence[int] = SIZES
+) -> dict[str, Any]:
+    """Measure and print; return figures by backend, ranks, bytes of the buffer and contestant.
+
+    Raises:
+        ValueError: a buffer cannot be divided among so many ranks; nothing was started.
+    """
+    for count in ranks:
+        if count not in RANKS:
+            raise ValueError(f"ranks={count}: buffers are divided among {', '.join(map(str, RANKS))}")
+    found: dict[str, Any] = {}
+    for backend in ("gloo", "nccl"):
+        for count in ranks:
+            if backend == "nccl" and (gpus := torch.cuda.device_count()) < count:
+                print(f"\nnccl with {count} ranks: skipped, it needs a GPU for each and there are {gpus}", flush=True)
+                continue
+            figures = measure(names, count, rounds, sizes, backend)
+            for clock, what in (("processor_ms", "processor ms per rank"), ("wall_ms", "wall ms")):
+                print(f"\n{count} ranks, {backend}, {what} of an exchange; ratios are to the first of each kind")
+                print(exchanges_table(figures, clock), flush=True)
+            found.setdefault(backend, {})[str(count)] = figures
+    return found
+
+
+def measure(
+    names: Sequence[str], ranks: int, rounds: int, sizes: Sequence[int] = SIZES, backend: str = "gloo"
+) -> dict[str, Any]:
+    """Return figures of every contestant at every size; over NCCL, with a GPU per rank."""
+    # CUDA does not survive a fork, and starting afresh takes seconds.
+    method = "spawn" if backend == "nccl" else "fork"
+    with tempfile.TemporaryDirectory() as folder:
+        job = (os.getpid(), folder, backend, ranks, names, rounds, sizes)
+        start_processes(_rank, job, nprocs=ranks, daemon=True, start_method=method)
+        per_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {str(size): _figures([found[str(size)] for found in per_rank]) for size in sizes}
+
+
+def _rank(
+    rank: int, parent: int, folder: str, backend: str, ranks: int, names: Sequence[str], rounds: int, sizes: list[int]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, with which this process ends
+    namespaces.die_with(parent)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for these functions
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = {size: _measure_size(Buffers.of(size, device), names, rounds) for size in sizes}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure_size(buffers: Buffers, names: Sequence[str], rounds: int) -> dict[str, list[Turn]]:
+    exchanges = {name: make_exchange(name, buffers) for name in names}
+    repeats = max(1, TURN_BYTES // buffers.whole.nbytes)
+    for exchange in exchanges.values():
+        exchange()
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    for _, name in interleaved(names, rounds):
+        turns[name].append(_turn(exchanges[name], repeats, buffers.whole.device))
+    return turns
+
+
+def _turn(exchange: Callable[[], object], repeats: int, device: torch.device) -> Turn:
+    dist.barrier()
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        exchange()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    processor, wall = time.process_time() - processor, time.perf_counter() - wall
+    return Turn(1e3 * processor / repeats, 1e3 * wall / repeats)
+
+
+def _figures(by_rank: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
+    """Return medians over rounds: ranks share the processors, and an exchange takes as long as its slowest rank."""
+    figures: dict[str, Any] = {}
+    for name in by_rank[0]:
+        rounds = list(zip(*[[Turn(*turn) for turn in found[name]] for found in by_rank], strict=True))
+        figures[name] = {
+            "processor_ms": median(mean(turn.processor_ms for turn in turns) for turns in rounds),
+            "wall_ms": median(max(turn.wall_ms for turn in turns) for turns in rounds),
+        }
+    for name, each in figures.items():
+        baseline = figures.get(EXCHANGES[name].baseline)
+        for clock in Turn._fields:
+            each[f"{clock}_ratio"] = baseline and each[clock] / baseline[clock]
+    return figures
+
+
+def exchanges_table(figures: dict[str, Any], clock: str) -> str:
+    """Return a row for each contestant, with a time and a ratio for each size."""
+    head = [""]
+    for size in map(int, figures):
+        head += [f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB", "ratio"]
+    rows = []
+    for name in next(iter(figures.values())):
+        row = [name]
+        for each in figures.values():
+            row += [f"{each[name][clock]:.3f}", cell(each[name][f"{clock}_ratio"], ".2f")]
+        rows.append(row)
+    return table(head, *rows)

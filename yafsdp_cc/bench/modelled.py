@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from yafsdp_cc.bench.paced import SUMMED, Carrier, Terms
-from yafsdp_cc.compression_autotune import LinkCost
+from yafsdp_cc.compression.autotune import LinkCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

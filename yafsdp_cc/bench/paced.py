@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yafsdp_cc.compression_autotune import LinkCost
+    from yafsdp_cc.compression.autotune import LinkCost
 
 THREADS = 512
 PART = 1 << 18

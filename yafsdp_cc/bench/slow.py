@@ -1,32 +1,38 @@
-"""Suite ``slow``: loss against wall-clock, for everybody who takes part, at every bandwidth.
+"""Suite ``slow``: loss against wall-clock for every contestant at every bandwidth.
 
-What a model learns in a step does not depend on the network, and what a step takes does not depend on what is learnt.
-So each contestant trains once, on an unshaped network, for its loss by steps; and steps of each are timed at each
-bandwidth, in rounds whose order rotates. (What ``auto`` learns does depend on the network, by what it has encoded; its
-loss is that of encoding everything.) Time against loss is put together from both: a contestant whose steps are of
-several phases is timed in each of them, and its run is as many steps of each as its optimizer has made.
+What a model learns in a step does not depend on the network, and how long a step takes does not depend on what is
+learned. So each contestant trains once, on an unshaped network, for its loss by steps; and steps of each are timed at
+each bandwidth by the suite ``train``. (What ``auto`` learns does depend on the network, by what it has encoded; its
+loss is that of encoding everything.) A contestant whose steps have several phases is timed in each of them, and its run
+is as many steps of each as its optimizer has made.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # by the optimizers, before ranks are forked
 import torch.distributed as dist
 
-from yafsdp_cc.bench import trainees, training
+from yafsdp_cc.bench import train
+from yafsdp_cc.bench.common import table, times
 from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
+from yafsdp_cc.bench.trainers import make
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.train import CLIP, learning_rate, mean_over_ranks
-from yafsdp_cc.optim.leading import Leading
+from yafsdp_cc.netlab.rate import UNSHAPED
+from yafsdp_cc.optim.one_bit import OneBitOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
+    from yafsdp_cc.bench.trainers import Trainer
     from yafsdp_cc.netlab import Lab
 
 HELD_OUT = 32
@@ -35,28 +41,71 @@ POINTS = 20
 """Of each curve."""
 
 
+def run(
+    names: Sequence[str],
+    ranks: Sequence[int] = (2, 4),
+    bandwidths: Sequence[str] = ("100mbit", "500mbit", "1gbit", UNSHAPED),
+    rounds: int = 3,
+    steps: int = 300,
+    delay_ms: float = 0.0,
+    picture: Path | None = None,
+    learnt: Path | None = None,
+) -> dict[str, Any]:
+    """Measure, print, and draw a picture for each number of ranks; return figures by ranks.
+
+    Args:
+        learnt: figures of an earlier run; losses of as many steps are taken from there.
+
+    Raises:
+        ValueError: there is no such network, or ``learnt`` is no such file; nothing was started.
+        ModuleNotFoundError: a picture needs matplotlib; nothing was started.
+        Unavailable: this machine cannot have a network of its own.
+    """
+    if picture is not None and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("a picture is drawn by matplotlib: pip install matplotlib")
+    labs = train.make_labs(ranks, bandwidths, delay_ms)
+    earlier = {} if learnt is None else _losses_in(learnt)
+    found = {}
+    for count, lab in labs.items():
+        with lab:
+            figures = measure(lab, names, bandwidths, rounds, steps, earlier.get(str(count), {}))
+        found[str(count)] = figures
+        for bandwidth, runs in figures["runs"].items():
+            print(f"\n{count} ranks at {bandwidth}, {steps} steps; ratios are to fsdp2 bf16, MB are of the whole run")
+            print(slow_table(runs), flush=True)
+        if picture is not None:
+            path = picture if len(labs) == 1 else picture.with_stem(f"{picture.stem}-{count}-ranks")
+            draw(path, f"{count} ranks, {steps} steps of 1,024 tokens per rank", figures["runs"])
+            print(f"drawn in {path}", flush=True)
+    return found
+
+
+def _losses_in(path: Path) -> dict[str, Any]:
+    try:
+        return {count: figures["learnt"] for count, figures in json.loads(path.read_text())["slow"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what `yafsdp-cc bench --suite slow --json {path}` writes: {error!r}") from None
+
+
 def measure(
     lab: Lab,
     names: Sequence[str],
     bandwidths: Sequence[str],
     rounds: int,
     steps: int,
-    learnt_before: Mapping[str, Any],
+    earlier: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Curves of every contestant, and its seconds per step by bandwidth, of a lab that has begun.
-
-    Curves of as many steps that were ``learnt_before`` are not learnt again.
-    """
+    """Return losses of every contestant, its step times and its whole runs, of a started network."""
     learnt = {}
     for name in names:
-        if name in learnt_before and len(learnt_before[name]["phases"]) == steps:
-            learnt[name] = learnt_before[name]
+        if name in earlier and len(earlier[name]["phases"]) == steps:
+            learnt[name] = earlier[name]
             continue
-        (learnt[name], *_) = lab.run(_learn, LEARNS_AS.get(name, name), steps, timeout=training.PATIENCE)
+        (learnt[name], *_) = lab.run(_learn, LEARNS_AS.get(name, name), steps, timeout=train.TIMEOUT)
         last = list(learnt[name]["losses"].values())[-1]
         print(f"{name}: loss {last:.4f} after {steps} steps", file=sys.stderr)
-    timed = list(dict.fromkeys(phase for name in names for phase in (name, *PHASES.get(name, {}).values())))
-    figures = training.measure(lab, timed, bandwidths, rounds, 1)
+    timed = dict.fromkeys(phase for name in names for phase in (name, *PHASES.get(name, {}).values()))
+    figures = train.measure(lab, {name: TRAINING[name] for name in timed}, bandwidths, rounds, 1)
     return {
         "learnt": learnt,
         "timed": figures,
@@ -67,48 +116,105 @@ def measure(
 
 
 def _learn(name: str, steps: int) -> dict[str, Any]:
-    """Losses on held-out text by step, nats per byte, and the phase of each step."""
-    warnings.simplefilter("ignore", FutureWarning)  # of torch's, of names that rivals use
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that others use
     torch.manual_seed(0)
-    trainee = trainees.trainee_of(name, steps=steps)
-    rank, ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    text = data.read(None)
-    length, drawn = training.LENGTH, torch.Generator().manual_seed(rank)
+    return learn(make(TRAINING[name], steps=steps), steps, train.SEQUENCES, -(-steps // POINTS))
+
+
+def learn(
+    trainer: Trainer, steps: int, sequences: int, validate_every: int, seed: int = 0, rate_factor: float = 1.0
+) -> dict[str, Any]:
+    """Train on the demo's text by the demo's schedule. A collective.
+
+    Args:
+        sequences: in the batch of a rank, of ``train.LENGTH`` tokens.
+        validate_every: steps.
+        seed: of the batches.
+        rate_factor: what the demo's learning rates are multiplied by.
+
+    Returns:
+        Losses on held-out text in nats per byte by step, the phase of each step, and the seconds that all took.
+    """
+    rank, ranks, length = dist.get_rank(), dist.get_world_size(), train.LENGTH
+    text, draws = data.read(None), torch.Generator().manual_seed(seed * ranks + rank)
     spread = torch.linspace(0, len(text.held_out) - length - 1, HELD_OUT * ranks).long()
-    held_out = _tokens(text.held_out, spread[rank::ranks], cpu)
+    held_out = _tokens(text.held_out, spread[rank::ranks])
     losses: dict[int, float] = {}
     phases = []
     start = time.perf_counter()
     for step in range(1, steps + 1):
-        starts = torch.randint(len(text.train) - length, (training.SEQUENCES,), generator=drawn)
-        optimizer = trainee.optimizer
-        phases.append(optimizer.phase.value if isinstance(optimizer, Leading) else "")
+        starts = torch.randint(len(text.train) - length, (sequences,), generator=draws)
+        optimizer = trainer.optimizer
+        phases.append(optimizer.phase.value if isinstance(optimizer, OneBitOptimizer) else "")
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        trainee.step(_tokens(text.train, starts, cpu), clip=CLIP)
-        if step == steps or step % -(-steps // POINTS) == 0:
+            group["lr"] = learning_rate(step, steps) * rate_factor
+        trainer.step(_tokens(text.train, starts), clip=CLIP)
+        if step == steps or step % validate_every == 0:
             with torch.no_grad():
-                losses[step] = mean_over_ranks(trainee.loss(held_out))
+                losses[step] = mean_over_ranks(trainer.loss(held_out))
     return {"losses": losses, "phases": phases, "seconds": time.perf_counter() - start}
 
 
-def _tokens(text: torch.Tensor, starts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[sequences, length + 1] tokens from each start."""
-    inputs, targets = data.windows(text, starts, training.LENGTH, device)
+def _tokens(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Return tokens [sequences, length + 1] from each start."""
+    inputs, targets = data.windows(text, starts, train.LENGTH, torch.device("cpu"))
     return torch.cat([inputs, targets[:, -1:]], dim=1)
 
 
 def _run(learnt: dict[str, Any], name: str, timed: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and loss at each point of a whole run, and what it took and sent in all."""
+    """Return seconds and loss at each point of a whole run, and what it took and sent in all."""
     as_timed = [PHASES.get(name, {}).get(phase, name) for phase in learnt["phases"]]
     seconds = [timed[each]["seconds"] for each in as_timed]
     curve = [(sum(seconds[: int(step)]), loss) for step, loss in learnt["losses"].items()]
-    beside = len(seconds) * timed[TRAINING[name].beside]["seconds"] if TRAINING[name].beside in timed else None
+    baseline = timed.get(TRAINING[name].baseline)
     return {
         "curve": curve,
         "seconds": sum(seconds),
-        "times_as_fast": beside and beside / sum(seconds),
+        "times_as_fast": baseline and len(seconds) * baseline["seconds"] / sum(seconds),
         "sent_bytes": sum(timed[each]["sent_bytes"] for each in as_timed),
         "loss": curve[-1][1],
         "steady_seconds": timed[name]["seconds"],
     }
+
+
+def slow_table(runs: Mapping[str, Any]) -> str:
+    """Return a row for each contestant at one bandwidth."""
+    return table(
+        ("", "held-out loss", "minutes", "faster", "MB sent", "s/step, settled"),
+        *(
+            (
+                name,
+                f"{each['loss']:.4f}",
+                f"{each['seconds'] / 60:.2f}",
+                times(each["times_as_fast"]),
+                f"{each['sent_bytes'] / 1e6:.1f}",
+                f"{each['steady_seconds']:.3f}",
+            )
+            for name, each in runs.items()
+        ),
+    )
+
+
+def draw(path: Path, title: str, runs: dict[str, dict[str, Any]]) -> None:
+    """Draw held-out loss against minutes, a panel for each bandwidth, as the kind of image that the name ends with."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    rcParams["svg.hashsalt"] = title  # the same picture from the same figures
+    figure = Figure(figsize=(4 * len(runs), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for panel, (bandwidth, curves) in zip(panels, runs.items(), strict=True):
+        for name, each in curves.items():
+            points = each["curve"][len(each["curve"]) // 10 :]  # without the fall from the loss of chance
+            minutes, losses = zip(*((seconds / 60, loss) for seconds, loss in points), strict=True)
+            panel.plot(minutes, losses, label=name, linewidth=2.4 if name.startswith("ours") else 1.2)
+        panel.set(title=bandwidth, xlabel="minutes", xscale="log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,40 +1,41 @@
-"""``yafsdp-cc bench``: what training over a slow network and its exchanges cost here, beside torch's own."""
+"""``yafsdp-cc bench``: measure training over a slow network, and collectives, beside torch's own."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from yafsdp_cc.bench.common import about, names, save
 from yafsdp_cc.bench.contestants import EXCHANGES, SLOW, TRAINING
 from yafsdp_cc.demo.options import positive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
 CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES)}
 OF_TRAINING = ("bandwidths", "delay_ms", "steps")
-"""What suite ``exchanges`` has no use for."""
+"""Options that are not for the suite ``exchanges``."""
 PICTURES = (".svg", ".png")
 
 ABOUT = """\
 train: the demo's model trains over links of the given bandwidth, each rank in a network namespace of this machine.
-Tells tokens per second, and the bytes that crossed. slow: the same for whole runs of as many tokens, by what they
-learn: loss against wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback.
-Tells processor and wall milliseconds. Contestants take turns: what slows one down slows all."""
+Shows tokens per second and the bytes sent. slow: the same for whole runs of as many tokens, as loss against
+wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback. Shows processor and
+wall milliseconds. Contestants take turns: what slows one down slows all."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """In one line: how it is used, --help tells."""
+        """Print one line; --help shows the usage."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print; 0, or 1 where this machine can have no network to measure."""
+    """Measure and print; return 0, or 1 where this machine cannot have a network of its own."""
     parser = _parser()
     known, rest = parser.parse_known_args(argv)
     if rest:
@@ -44,8 +45,8 @@ def main(argv: list[str]) -> int:
     asked = vars(known)
     suite, path = asked.pop("suite"), asked.pop("json")
     _check(parser, suite, "suite", CONTESTANTS)
-    names = asked.pop("contestants") or list(CONTESTANTS[suite])
-    for name in names:
+    contestants = asked.pop("contestants") or list(CONTESTANTS[suite])
+    for name in contestants:
         _check(parser, name, "contestant", CONTESTANTS[suite])
     given = {option: value for option, value in asked.items() if value is not None}
     if suite == "exchanges" and given.keys() & set(OF_TRAINING):
@@ -59,24 +60,17 @@ def main(argv: list[str]) -> int:
     if "picture" in given and given["picture"].suffix not in PICTURES:
         parser.error(f"--picture {given['picture']}: name a file that ends with {' or '.join(PICTURES)}")
 
-    from yafsdp_cc.bench import machine, suites  # not before what is asked is known to be good: torch takes seconds
     from yafsdp_cc.netlab import LabError, Unavailable
 
-    measures: dict[str, Callable[..., dict[str, Any]]] = {
-        "train": suites.train,
-        "slow": suites.slow,
-        "exchanges": suites.exchanges,
-    }
     try:
-        figures = measures[suite](names, **given)
+        # Not before the arguments are known to be good: torch takes seconds to import.
+        figures = import_module(f"yafsdp_cc.bench.{suite}").run(contestants, **given)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (LabError, Unavailable) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    if path:
-        about = machine.about(["yafsdp-cc", "bench", *argv])
-        path.write_text(json.dumps({"about": about, suite: figures}, indent=1) + "\n")
+    save(path, {"about": about(["yafsdp-cc", "bench", *argv]), suite: figures})
     return 0
 
 
@@ -90,13 +84,13 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--suite", default="train", metavar="NAME", help="train, slow or exchanges (%(default)s)")
     some = "some of them, as 'ddp fp32,ours 1-bit adam' (all)"
-    parser.add_argument("--contestants", type=_names, metavar="NAMES", help=some)
+    parser.add_argument("--contestants", type=names, metavar="NAMES", help=some)
     parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train: 2, others: 2,4)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
     training = parser.add_argument_group("of train and slow")
     training.add_argument(
-        "--bandwidth", dest="bandwidths", type=_names, metavar="RATES", help="of links, 100mbit,1gbit,unshaped"
+        "--bandwidth", dest="bandwidths", type=names, metavar="RATES", help="of links, 100mbit,1gbit,unshaped"
     )
     training.add_argument("--delay-ms", type=float, metavar="MS", help="one way; an answer takes twice that (0)")
     steps = "of each contestant (in each turn: 2; slow, in all: 300)"
@@ -109,15 +103,11 @@ def _parser() -> _Parser:
 
 
 def _check(parser: _Parser, name: str, what: str, known: Collection[str]) -> None:
-    """End with the nearest name where there is none like this."""
+    """Exit with the nearest known name where there is none like this."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
         parser.error(f"no {what} {name!r}; {hint}")
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _numbers(text: str) -> list[int]:

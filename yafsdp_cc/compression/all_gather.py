@@ -30,6 +30,7 @@ class RoundedAllGather(ExactAllGather):
         codec: of the messages.
     """
 
+    has_finish = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import CompressionError, kept_of_noise
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class DeltaAllGather(ExactAllGather):
         codec: of the messages.
     """
 
-    flat: FlatParam
-
+    has_finish = True
     builds_on_held = True
+    flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
         super().__init__(flat)

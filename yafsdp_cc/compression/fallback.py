@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression.compressed_sum import SUMS, CompressedSum
+from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.encoder import SUMS
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers
 from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.engine.protocols import Observer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yafsdp_cc.compression.compressed_sum import CompressionError
+    from yafsdp_cc.compression.encoder import CompressionError
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.state import FSDPState
@@ -230,8 +231,8 @@ class CodecFallback(Observer):
         self._smallest.pop(name, None)
         self._names = []
         state.counters.why = (
-            f"messages of {kind} of '{measured.flat.name}' and what shares its buffer, in {before}, {why}: {codec} from "
-            "now on"
+            f"messages of {kind} of '{measured.flat.name}' and what shares its buffer, in {before}, {why}: "
+            f"{codec} from now on"
         )
         if dist.get_rank() == state.info.first_rank:
             _log.warning("%s", state.counters.why)

@@ -1,7 +1,7 @@
 """The exact collectives of a parameter group, and the factory that makes them (see ``protocols``).
 
-Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by an
-all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
+Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by
+an all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _SUM_PART = 1 << 19
 class ExactAllGather(AllGather):
     """An all-gather of the shards in the dtype of the forward."""
 
+    has_finish = False
+
     def __init__(self, flat: FlatShard) -> None:
         self.flat = flat
 
@@ -34,13 +36,11 @@ class ExactAllGather(AllGather):
         return self.context.comm.peer_bytes(self.flat.layout.numel * self.flat.compute_dtype.itemsize)
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
-        comm = self.context.comm
-        source = self.flat.send_buffer(comm.own_chunk(output), in_place=comm.is_gloo or comm.world == 1)
-        self.sent_bytes = comm.peer_bytes(output.nbytes)
+        comm, chunk = self.context.comm, self.flat.layout.chunk
+        own = output.narrow(0, comm.rank * chunk, chunk)
+        source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1)
+        self.sent_bytes = comm.peer_bytes(output.nbytes)  # not planned_bytes: subclasses send less on average
         return comm.all_gather(output, source, async_op)
-
-    def finish(self, output: Tensor, scratch: Tensor | None) -> None:
-        pass
 
 
 class ExactReduceScatter(ReduceScatter):
@@ -98,7 +98,8 @@ class ExactReduceScatter(ReduceScatter):
     def _summands(self, grads: Tensor) -> Sequence[Tensor]:
         """Return the chunks to sum, in rank order."""
         comm = self.context.comm
-        own = comm.own_chunk(grads)
+        chunk = self._numel // comm.world
+        own = grads.narrow(0, comm.rank * chunk, chunk)
         if comm.reduces_in_place:
             return (own,)
         received = self._received()

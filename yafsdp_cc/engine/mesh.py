@@ -82,6 +82,17 @@ def to_mesh_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 
+def all_reduce_over(
+    groups: Iterable[dist.ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+) -> None:
+    """All-reduce ``tensor`` in place over each of ``groups`` in turn."""
+    carried = to_mesh_device(tensor, mesh)
+    for group in groups:
+        dist.all_reduce(carried, op=op, group=group)
+    if carried is not tensor:
+        tensor.copy_(carried)
+
+
 def broadcast_over(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: DeviceMesh) -> None:
     """Overwrite ``tensor`` with that of the first rank of each of ``groups`` in turn."""
     carried = to_mesh_device(tensor, mesh)

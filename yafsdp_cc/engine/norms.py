@@ -20,23 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
+from yafsdp_cc.engine.mesh import all_reduce_over
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
-
-
-def all_reduce_over(
-    groups: Iterable[dist.ProcessGroup], tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
-) -> None:
-    """All-reduce ``tensor`` in place over each of ``groups`` in turn."""
-    carried = tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
-    for group in groups:
-        dist.all_reduce(carried, op=op, group=group)
-    if carried is not tensor:
-        tensor.copy_(carried)
 
 
 class Reduction(NamedTuple):

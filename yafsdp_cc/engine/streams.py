@@ -1,9 +1,9 @@
 """Communication streams: where collectives are issued, and what their consumers wait on.
 
 One schedule runs on two kinds of device. On CUDA a ``CommStream`` is a side stream: a collective and what completes it
-(decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's own
-threads: a handle holds the works in flight and a completion callback, which runs in the thread that waits. That is the
-only difference.
+(decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's
+own threads: a handle holds the works in flight and a completion callback, which runs in the thread that waits. That is
+the only difference.
 
     caller    ──forward k──┬─wait(all-gather k+1)──forward k+1──
     stream    all-gather k+1┘   all-gather k+2 …
@@ -27,6 +27,12 @@ Finish: TypeAlias = Callable[[], None]
 
 class CommHandle(ABC):
     """One operation of a ``CommStream``. A new handle is idle: waiting for it returns at once."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending = False
+        """Whether there is something to wait for."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -94,10 +100,12 @@ class CpuCommHandle(CommHandle):
     __slots__ = ("finish", "works")
 
     def __init__(self) -> None:
+        super().__init__()
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
     def wait(self) -> None:
+        self.pending = False
         works, self.works = self.works, ()
         for work in works:
             work.wait()
@@ -126,6 +134,7 @@ class CpuCommStream(CommStream):
         assert isinstance(handle, CpuCommHandle)
         handle.works = start(True)
         handle.finish = finish
+        handle.pending = True
 
     def record(self, event: StreamEvent | None = None) -> None:
         return None
@@ -146,15 +155,15 @@ class CpuCommStream(CommStream):
 class CudaCommHandle(CommHandle):
     """An event that the stream records behind the completion callback."""
 
-    __slots__ = ("device", "event", "issued")
+    __slots__ = ("device", "event")
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self.event = torch.cuda.Event()
-        self.issued = False
 
     def wait(self) -> None:
-        if self.issued:
+        if self.pending:  # for good: every stream that waits has to
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def settle(self) -> None:
@@ -195,7 +204,7 @@ class CudaCommStream(CommStream):
             if finish is not None:
                 finish()
             handle.event.record(self.side)
-        handle.issued = True
+        handle.pending = True
 
     def record(self, event: StreamEvent | None = None) -> StreamEvent:
         stream = torch.cuda.current_stream(self.device)

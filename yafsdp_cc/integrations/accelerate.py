@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.dtensor import patch_torch
+from yafsdp_cc.engine.module import require_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
-    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has cut, as one of FSDP2; returns the same object.
+    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; returns the same
+    object.
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
-    with stays; of its settings only those of saving matter.
+    with stays; of its settings only those of saving matter. Calls ``yafsdp_cc.patch_torch``, for the setting
+    ``FULL_STATE_DICT``: Accelerate broadcasts full state dicts from rank 0.
 
     Raises:
         ValueError: ``model`` is not sharded, or the plugin is for the first FSDP.
@@ -29,7 +32,8 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    root_of(model)
+    require_state(model)
+    patch_torch()
     state: Any = accelerator.state
     if getattr(state, "fsdp_plugin", None) is None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -55,7 +59,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
-    root_of(each)  # or Accelerate would shard it, or wrap it, and nobody notice
+    require_state(each)  # or Accelerate would shard it, or wrap it, and nobody notice
     if each in accelerator._models:
         return each
     return accelerator.prepare_model(each, evaluation_mode=True)

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
-from yafsdp_cc.engine.module import root_of
+from yafsdp_cc.engine.init import specs_below
+from yafsdp_cc.engine.module import require_state
 
 
 class ShardedStage(PipelineStage):
@@ -34,8 +35,9 @@ class ShardedStage(PipelineStage):
                 "a sharded stage cannot be run backward in two parts, for inputs and for weights, as zero-bubble "
                 "schedules do: its weights would have to be gathered twice. Use Schedule1F1B or ScheduleGPipe"
             )
-        for draft in root_of(self.submod).drafts:
-            draft.settings.synchronises = last_backward
+        require_state(self.submod)
+        for spec in specs_below(self.submod):
+            spec.settings.reduces = last_backward
         return stage_backward(**bwd_kwargs), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -144,7 +144,12 @@ def span(kind: Kind, name: str = "") -> Span:
 
 @cache
 def mark_optimizer_steps() -> None:
-    """From now on, every ``step()`` of every torch optimizer of this process is a range ``YaFSDP::step``."""
+    """Make every ``step()`` of every torch optimizer of this process a range ``YaFSDP::step`` from now on.
+
+    For NVTX alone, where a tool listens: Kineto has torch's own ranges, ``Optimizer.step#AdamW.step``.
+    """
+    if not NVTX_LISTENS:
+        return
     step, handles = span("step"), dict[int, "Handle | None"]()
 
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

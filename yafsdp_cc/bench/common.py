@@ -1,0 +1,72 @@
+"""What all benchmarks share: interleaved rounds, tables, and files of figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+def interleaved(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield the number of each round, from 1, with each name, another one first in every round.
+
+    A machine that slows down then slows all of them.
+    """
+    order = list(names)
+    for number in range(rounds):
+        first = number % len(order)
+        for name in (*order[first:], *order[:first]):
+            yield number + 1, name
+
+
+def about(command: Sequence[str]) -> dict[str, Any]:
+    """Return the command, and the machine and software that it runs on: the head of a file of figures."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "command": shlex.join(command),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": {"model": next(models, platform.machine()), "cores": len(os.sched_getaffinity(0))},
+        "instructions": os.environ.get("YAFSDP_CC_SIMD", "the best there are"),
+    }
+
+
+def save(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write figures to ``path``, if there is one. Call it after each measurement: a run may be interrupted."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def table(*rows: Sequence[str]) -> str:
+    """Align columns, the first to the left and the others to the right. The first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def cell(value: float | None, form: str) -> str:
+    """Format a number; a dash stands for None."""
+    return "-" if value is None else format(value, form)
+
+
+def times(ratio: float | None) -> str:
+    """Format how many times better than the baseline."""
+    return "-" if ratio is None else f"{ratio:.2f} x"
+
+
+def names(text: str) -> list[str]:
+    """Split an argument of the command line at its commas."""
+    return text.split(",")

@@ -1,0 +1,162 @@
+"""The demo's model (ten million parameters) with an optimizer, wrapped in every way that is compared."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from yafsdp_cc.api import counters_of, shard
+from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.fsdp2 import compress
+from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import CLIP
+from yafsdp_cc.optim import OneBitAdam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yafsdp_cc.bench.contestants import Contestant
+
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+class Trainer:
+    """A model and its optimizer.
+
+    Args:
+        model: wrapped, from tokens [sequences, length] to logits.
+        sent_bytes: returns the bytes that this rank has sent so far, by its own count; None where it counts none.
+        optimizer: AdamW if None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sent_bytes: Callable[[], int] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.model = model
+        self.sent_bytes = sent_bytes
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAM)
+
+    def step(self, tokens: Tensor, clip: float | None = None) -> None:
+        """Learn from ``tokens`` [sequences, length + 1], with gradients clipped to a norm of ``clip``."""
+        self.loss(tokens).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Return the mean loss in nats per token."""
+        logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def make(contestant: Contestant, steps: int = 0) -> Trainer:
+    """Make the trainer of a contestant as it is once warm, or with ``steps`` as it trains for so many."""
+    if steps and contestant.maker == "one_bit_adam":
+        return one_bit_adam(warmup_steps=max(1, steps // 20), refreshes=4)
+    trainer: Trainer = globals()[contestant.maker](**contestant.settings)
+    return trainer
+
+
+def shard_by_fsdp2(model: Any, policy: MixedPrecisionPolicy, **settings: Any) -> nn.Module:
+    """Apply torch's FSDP2 to each of ``model.blocks`` and then to the root, which always keeps its weights."""
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, **settings)
+    settings.pop("reshard_after_forward", None)
+    sharded: nn.Module = fully_shard(model, mp_policy=policy, **settings)
+    return sharded
+
+
+def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainer:
+    """torch's FSDP2; with ``compression``, by our ``compress``."""
+    model = shard_by_fsdp2(GPT(), BF16 if bf16 else MixedPrecisionPolicy())
+    if not compression:
+        return Trainer(model)
+    compressed = compress(model, Compression(**compression))
+    return Trainer(model, lambda: compressed.sent_bytes)
+
+
+def ddp(*, fp16_hook: bool = False) -> Trainer:
+    """torch's DDP, with gradients cast by torch's own hook if asked."""
+    model = DistributedDataParallel(GPT())
+    if fp16_hook:
+        model.register_comm_hook(None, fp16_compress_hook)
+    return Trainer(model)
+
+
+def ddp_powersgd() -> Trainer:
+    """DDP with torch's own PowerSGD."""
+    model = GPT()
+    # In one bucket. The hook starts its second and third sum from the threads on which the one before has ended: those
+    # of two buckets start in another order on another rank, sums of different sizes meet, and gloo ends the process.
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=-(-nbytes // (1 << 20)))
+    wrapped.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
+    return Trainer(wrapped)
+
+
+class Zero3(Trainer):
+    """DeepSpeed's ZeRO-3 in bf16, whose engine has the optimizer."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        # Would be compiled at the first start, for ranks of one machine; those of a lab are machines of their own.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        model = GPT()
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), **ADAM),
+            config={
+                "train_micro_batch_size_per_gpu": 8,
+                "zero_optimization": {"stage": 3},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": True},
+            },
+        )
+        super().__init__(self._engine, optimizer=self._engine.optimizer)
+
+    def step(self, tokens: Tensor, clip: float | None = None) -> None:
+        self._engine.backward(self.loss(tokens))
+        self._engine.step()
+
+
+def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainer:
+    """This package's engine in bf16, exact without a ``compression``."""
+    config = Compression(**compression) if compression else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large residuals: the model is small
+        model = shard(GPT(), mp_policy=BF16, compression=config, zero_stage=zero_stage)
+    counters = counters_of(model)
+    return Trainer(model, lambda: counters.gathered_bytes + counters.reduced_bytes)
+
+
+def one_bit_adam(
+    *, phase: str = "encoded", weights: str = "ternary", warmup_steps: int = 1, refreshes: int = 0
+) -> Trainer:
+    """This package's engine in bf16 with 1-bit Adam: momentum in one bit, weights kept and sent as deltas.
+
+    Args:
+        phase: of every step but the first: "encoded"; "exact", as in the warm-up; or "both", as where the second moment
+            is refreshed.
+        weights: the codec of their deltas.
+        warmup_steps, refreshes: as of ``OneBitAdam``, for the phase "encoded".
+    """
+    if phase != "encoded":
+        warmup_steps, refreshes = (1 << 30, 0) if phase == "exact" else (1, 1 << 30)
+    trainer = ours(zero_stage=2, gradients="onebit", weights=weights, residual="int8")
+    trainer.optimizer = OneBitAdam(
+        trainer.model.parameters(), **ADAM, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=CLIP
+    )
+    return trainer
