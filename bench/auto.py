@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch._dynamo  # by the optimizers, before ranks are forked
 import torch.distributed as dist
+from yafsdp_cc.bench.turns import in_turns
 
 from yafsdp_cc.bench import machine, trainees
-from yafsdp_cc.bench.turns import in_turns
 from yafsdp_cc.compression.autotune import FIRST, autotuner_of, backward_seconds
 from yafsdp_cc.demo.model import VOCABULARY
 from yafsdp_cc.engine.module import require_state
