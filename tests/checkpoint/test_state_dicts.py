@@ -63,6 +63,7 @@ def test_getting():
 
 
 def sets():
+    yafsdp_cc.patch_torch()
     source = job("fsdp2", steps=2)
     expected = contents(*source)
     for full, broadcast, flatten in [
@@ -123,6 +124,7 @@ class Scalar(nn.Module):
 
 @ranks(2)
 def test_parameters_without_dimensions():
+    yafsdp_cc.patch_torch()
     torch.manual_seed(0)
     model = Scalar()
     yafsdp_cc.shard(model, units=[model.linear])
@@ -152,6 +154,7 @@ def test_parameters_without_dimensions():
 
 @ranks(2)
 def test_strict():
+    yafsdp_cc.patch_torch()
     model, _ = job("ours")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     del weights["norm.weight"]
