@@ -1,196 +1,238 @@
-"""Native kernels beside a copy of as many bytes, and beside plain torch."""
+"""Native kernels beside a copy of as many bytes, and beside plain torch.
+
+    python bench/kernels.py                                  # about five minutes, one thread
+    python bench/kernels.py --codecs onebit,int8 --rounds 15
+    python bench/kernels.py --device cuda                    # bench/gpu.sh runs it; no GPU has so far
+
+A kernel moves what it reads and writes at least: gradients, residual, messages, sum. *Of a copy* is the median of the
+time of a copy that reads half as many bytes and writes the other half, taken just before, over the kernel's. Kernels
+take turns round by round; times are medians over rounds. On a CPU they are processor milliseconds of the thread. What
+is updated in place is in the cache when it is written, while a copy's target is fetched for nothing: more than a copy's
+speed is possible. On a GPU they are CUDA events', 0.85 is aimed at, and the last table has matrix products with a
+kernel beside them on a few multiprocessors (YAFSDP_CC_CUDA_SMS), which are to lose less than 2 %.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 import time
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
 
+from yafsdp_cc.bench.common import about, names, save, table
 from yafsdp_cc.compression import error_feedback, kernels
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.compression.kernels import ops_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 CODECS = ("onebit", "ternary", "int4", "int8", "fp8", "topk", "bf16", "fp32")
-CPU = torch.device("cpu")
-
-WANTED = {"onebit": 0.8, "int8": 0.8, "int4": 0.6, "ternary": 0.6, "topk": 0.4}
-"""How much of a copy's speed is aimed at: fp32 gradients, fp32 residual."""
-FASTER = {"onebit": 20.0, "int8": 20.0, "int4": 20.0}
-"""And how many times the speed of plain torch."""
-
-_PLAIN = 16
-"""Plain torch takes turns with the native kernel on a part this many times smaller."""
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+MESSAGES = 4
+PLAIN = 16
+"""Plain torch is compared on a part this many times smaller."""
+WARM_UP, PRODUCTS = 3, 8
+FEW_SMS = (8, 16, 32, 64)
 
 
-@dataclass
-class Job:
-    """One call, and what it moves."""
+class Job(NamedTuple):
+    """One kernel."""
 
     codec: str
     what: str
-    bytes: int
-    """Read and written."""
-    native: Callable[[], None]
-    wanted: float | None = None
+    moved: int
+    """Bytes read and written."""
+    run: Callable[[], object]
 
 
-def measure(names: list[str], elements: int, rounds: int) -> dict[str, Any]:
-    """Every job's times, round by round, with a copy of as many bytes just before."""
-    if ops_for(CPU) is None:
-        raise SystemExit("bench/wire.py measures the native kernels, and they are not built")
-    source = torch.ones(elements * 8, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    jobs = [job for name in names for job in _jobs(name, elements)]
-    for job in jobs:
-        job.native()
-    clocks: dict[int, list[tuple[float, float]]] = {number: [] for number in range(len(jobs))}
-    for _ in range(rounds):
-        for number, job in enumerate(jobs):
-            half = min(job.bytes // 2, len(source))
-            copied = _time(partial(target[:half].copy_, source[:half])) * job.bytes / (2 * half)
-            clocks[number].append((copied, _time(job.native)))
-    return {
-        "elements": elements,
-        "rounds": rounds,
-        "jobs": [_figures(job, clocks[number], elements) for number, job in enumerate(jobs)],
-        "plain": [_plain(name, max(elements // _PLAIN, 4096), min(rounds, 3)) for name in names],
-    }
+def jobs(name: str, gradients: dict[torch.dtype, Tensor]) -> Iterator[Job]:
+    """Yield the kernels of a codec. ``gradients`` are [MESSAGES, n] of each dtype."""
+    codec, (fp32, bf16) = codec_of(name), gradients.values()
+    n, device = fp32.shape[1], fp32.device
+    messages = torch.zeros(MESSAGES, codec.message_bytes(n), dtype=torch.uint8, device=device)
+    kernels.encode(codec, fp32, messages)
 
+    def encode(values: Tensor, kept: torch.dtype | None, noise: Noise | None = None) -> Job:
+        residual = None if kept is None else Residual(MESSAGES, n, kept, codec.block, device)
+        moved = values.nbytes + messages.nbytes + (0 if residual is None else 2 * residual.nbytes)
+        what = f"encode {SHORT[values.dtype]}, " + ("random" if noise else "none" if kept is None else SHORT[kept])
+        return Job(name, what, moved, lambda: kernels.encode(codec, values, messages, residual=residual, noise=noise))
 
-def _time(call: Callable[[], Any]) -> float:
-    """Processor milliseconds of this thread."""
-    start = time.thread_time()
-    call()
-    return 1e3 * (time.thread_time() - start)
-
-
-def _figures(job: Job, clocks: list[tuple[float, float]], elements: int) -> dict[str, Any]:
-    ms, ratio = median(own for _, own in clocks), median(copy / own for copy, own in clocks)
-    return {
-        "codec": job.codec,
-        "what": job.what,
-        "bytes_per_element": job.bytes / elements,
-        "ms": {"median": ms, "rounds": [own for _, own in clocks]},
-        "copy_ms": {"median": median(copy for copy, _ in clocks), "rounds": [copy for copy, _ in clocks]},
-        "gb_per_s": job.bytes / ms / 1e6,
-        "of_a_copy": ratio,
-        "wanted": job.wanted,
-    }
-
-
-_buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-
-
-def _gradients(n: int, dtype: torch.dtype) -> Tensor:
-    """[1, n], the same for every job."""
-    if (n, dtype) not in _buffers:
-        drawn = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
-        _buffers[n, dtype] = drawn.to(dtype)
-    return _buffers[n, dtype]
-
-
-def _jobs(name: str, n: int) -> Iterator[Job]:
-    codec = codec_of(name)
-    message = torch.zeros(1, codec.message_bytes(n), dtype=torch.uint8)
-    kernels.encode(codec, _gradients(n, torch.float32), message)
-
-    def encode(dtype: torch.dtype, kept: torch.dtype | None, noise: Noise | None = None) -> Job:
-        gradients = _gradients(n, dtype)
-        residual = None if kept is None else Residual(1, n, kept, codec.block, CPU)
-        moved = gradients.nbytes + message.nbytes + (0 if residual is None else 2 * residual.nbytes)
-        how = ("drawn" if noise else "none") if kept is None else _short(kept)
-        return Job(
-            name,
-            f"encode {_short(dtype)}, {how}",
-            moved,
-            lambda: kernels.encode(codec, gradients, message, residual=residual, noise=noise),
-            WANTED.get(name) if dtype == kept == torch.float32 else None,
-        )
-
-    yield encode(torch.float32, torch.float32)
-    yield encode(torch.bfloat16, torch.float32)
-    yield encode(torch.bfloat16, torch.bfloat16)
-    yield encode(torch.float32, torch.int8)
-    yield encode(torch.float32, None)
+    yield encode(fp32, torch.float32)
+    yield encode(bf16, torch.float32)
+    yield encode(bf16, torch.bfloat16)
+    yield encode(bf16, torch.int8)
+    yield encode(bf16, None)
     if codec.rounds_randomly:
-        yield encode(torch.float32, None, Noise(1))
-    quarter = n // 4
-    four = torch.zeros(4, codec.message_bytes(quarter), dtype=torch.uint8)
-    kernels.encode(codec, _gradients(n, torch.float32).view(4, quarter), four)
-    total = torch.zeros(quarter)
+        yield encode(bf16, None, Noise(1))
+    total, decoded = torch.zeros(n, device=device), torch.zeros(1, n, dtype=torch.bfloat16, device=device)
     yield Job(
         name,
-        "sum of 4 messages",
-        four.nbytes + total.nbytes,
-        lambda: kernels.decode_sum(codec, four, quarter, None, 0, total),
+        f"sum of {MESSAGES} messages",
+        messages.nbytes + total.nbytes,
+        lambda: kernels.decode_sum(codec, messages, n, None, 0, total),
     )
-    values = torch.zeros(1, quarter, dtype=torch.bfloat16)
     yield Job(
         name,
         "decode bf16",
-        four[:1].nbytes + values.nbytes,
-        lambda: kernels.decode(codec, four[:1], values),
+        messages[:1].nbytes + decoded.nbytes,
+        lambda: kernels.decode(codec, messages[:1], decoded),
     )
 
 
-def _plain(name: str, n: int, rounds: int) -> dict[str, Any]:
-    """Encoding with an fp32 residual, by the definitions and natively."""
-    codec, gradients = codec_of(name), _gradients(n, torch.float32)
-    message = torch.zeros(1, codec.message_bytes(n), dtype=torch.uint8)
-    residual = Residual(1, n, torch.float32, codec.block, CPU)
-    clocks = []
+def accumulate_jobs(gradients: Tensor) -> Iterator[Job]:
+    for dtype in SHORT:
+        residual = Residual(*gradients.shape, dtype, 256, gradients.device)
+        moved = gradients.nbytes + 2 * residual.nbytes
+        yield Job("any", f"accumulate in {SHORT[dtype]}", moved, partial(kernels.accumulate, gradients, residual))
+
+
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """Time one call: on the processor of this thread, or on the GPU."""
+    if device.type == "cpu":
+        start = time.thread_time()
+        run()
+        return 1e3 * (time.thread_time() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def race(compared: list[Job], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return figures of each kernel, in turns, each with a copy just before."""
+    source = torch.ones(max(job.moved for job in compared) // 2, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    times: list[list[tuple[float, float]]] = [[] for _ in compared]
     for turn in range(rounds + 1):
-        native = min(
-            _time(lambda: kernels.encode(codec, gradients, message, residual=residual)) for _ in range(_PLAIN // 4)
+        for job, taken in zip(compared, times, strict=True):
+            half = job.moved // 2
+            copied = milliseconds(lambda half=half: target[:half].copy_(source[:half]), device)
+            own = milliseconds(job.run, device)
+            if turn:  # the first one warms up
+                taken.append((own, copied))
+    return [
+        {
+            "codec": job.codec,
+            "what": job.what,
+            "moved_bytes": job.moved,
+            "ms": (ms := median(own for own, _ in taken)),
+            "gb_per_s": job.moved / ms / 1e6,
+            "of_a_copy": median(copied / own for own, copied in taken),
+        }
+        for job, taken in zip(compared, times, strict=True)
+    ]
+
+
+def beside_plain_torch(name: str, gradients: Tensor, rounds: int) -> dict[str, Any]:
+    """Return how fast it encodes fp32 with an fp32 residual, by the definitions and natively."""
+    codec, (messages, n) = codec_of(name), gradients.shape
+    message = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
+    residual = Residual(messages, n, torch.float32, codec.block, gradients.device)
+    native, plain = (
+        median(
+            [
+                milliseconds(partial(encode, codec, gradients, message, residual=residual), gradients.device)
+                for _ in range(count + 1)
+            ][1:]
         )
-        plain = _time(lambda: error_feedback.encode(codec, gradients, message, residual=residual))
-        if turn:  # the first one warms up
-            clocks.append((native, plain))
-    return {
-        "codec": name,
-        "elements": n,
-        "native_ms": median(native for native, _ in clocks),
-        "plain_ms": median(plain for _, plain in clocks),
-        "faster": median(plain / native for native, plain in clocks),
-        "wanted": FASTER.get(name),
-    }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}[dtype]
-
-
-def table(result: dict[str, Any]) -> str:
-    """Fixed-width, at most 110 columns."""
-    lines = ["", f"{result['elements'] / 2**20:.0f} Mi elements, one thread, median of {result['rounds']} rounds"]
-    lines.append(
-        f"{'codec':<9}{'gradients, residual':<20}{'B/elem':>8}{'ms':>8}{'GB/s':>7}{'copy ms':>9}{'of a copy':>11}"
-        f"{'wanted':>8}"
+        for encode, count in ((kernels.encode, 4 * rounds), (error_feedback.encode, min(rounds, 3)))
     )
-    for job in result["jobs"]:
-        lines.append(
-            f"{job['codec']:<9}{job['what']:<20}{job['bytes_per_element']:>8.2f}{job['ms']['median']:>8.1f}"
-            f"{job['gb_per_s']:>7.1f}{job['copy_ms']['median']:>9.1f}{job['of_a_copy']:>11.2f}"
-            + _verdict(job["wanted"], job["of_a_copy"])
-        )
-    lines += ["", f"encode fp32, fp32 of {result['plain'][0]['elements'] / 2**20:.1f} Mi elements"]
-    lines.append(f"{'codec':<9}{'native ms':>11}{'plain torch ms':>16}{'times':>8}{'wanted':>8}")
-    for one in result["plain"]:
-        lines.append(
-            f"{one['codec']:<9}{one['native_ms']:>11.1f}{one['plain_ms']:>16.1f}{one['faster']:>8.0f}"
-            + _verdict(one["wanted"], one["faster"])
-        )
-    return "\n".join(lines)
+    return {"codec": name, "elements": gradients.numel(), "native_ms": native, "plain_ms": plain}
 
 
-def _verdict(wanted: float | None, found: float) -> str:
-    return "" if wanted is None else f"{wanted:>8.1f}{'' if found >= wanted else '  no'}"
+def beside_matrix_products(job: Job, rounds: int) -> list[dict[str, Any]]:
+    """Return how much longer matrix products take while ``job`` runs once on so many multiprocessors."""
+    device = torch.device("cuda")
+    factors = [torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    product, side = torch.empty_like(factors[0]), torch.cuda.Stream(priority=-1)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(*factors, out=product)
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            job.run()
+        products()
+
+    times: dict[int, list[tuple[float, float]]] = {count: [] for count in FEW_SMS}
+    for turn in range(WARM_UP + rounds):
+        for count, taken in times.items():
+            os.environ["YAFSDP_CC_CUDA_SMS"] = str(count)
+            alone, together = milliseconds(products, device), milliseconds(both, device)
+            torch.cuda.synchronize()
+            if turn >= WARM_UP:
+                taken.append((alone, together))
+    del os.environ["YAFSDP_CC_CUDA_SMS"]
+    return [
+        {
+            "codec": job.codec,
+            "multiprocessors": count,
+            "ms": median(alone for alone, _ in taken),
+            "longer_by": median(together / alone for alone, together in taken) - 1,
+        }
+        for count, taken in times.items()
+    ]
+
+
+def show(figures: list[dict[str, Any]]) -> None:
+    """Print a table whose head are the keys."""
+    cells = [[f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values()] for row in figures]
+    print(table([key.replace("_", " ") for key in figures[0]], *cells), "\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--codecs", type=names, default=CODECS, help=f"of {', '.join(CODECS)}")
+    parser.add_argument("--elements", type=int, default=1 << 26, help="of all gradients, a multiple of 4096")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    options = parser.parse_args()
+    for name in options.codecs:
+        if name not in CODECS:
+            parser.error(f"{name!r} is not one of {', '.join(CODECS)}")
+    if options.elements % 4096 or options.elements < 4096:
+        parser.error(f"--elements {options.elements}: a multiple of 4096")
+    device = torch.device(options.device)
+    if kernels.ops_for(device) is None:
+        parser.error(f"the native kernels for {device} are not built")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fp32 = torch.randn(MESSAGES, options.elements // MESSAGES, device=device).mul_(1e-3)
+    gradients = {dtype: fp32.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    results: dict[str, Any] = {"about": about(["python", "bench/kernels.py", *sys.argv[1:]])}
+    print(f"{options.elements / 2**20:.1f} Mi elements, medians of {options.rounds} rounds")
+    results["jobs"] = []
+    for name in options.codecs:  # one after another: buffers of all of them together take too much memory
+        results["jobs"] += race(list(jobs(name, gradients)), options.rounds, device)
+        save(options.json, results)
+    results["jobs"] += race(list(accumulate_jobs(fp32)), options.rounds, device)
+    show(results["jobs"])
+    if device.type == "cpu":
+        part = fp32[:, : max(fp32.shape[1] // PLAIN // 1024, 1) * 1024].contiguous()
+        results["plain"] = [beside_plain_torch(name, part, options.rounds) for name in options.codecs]
+        show([each | {"times": each["plain_ms"] / each["native_ms"]} for each in results["plain"]])
+    else:
+        job = next(jobs(options.codecs[0], gradients))
+        results["beside_matrix_products"] = beside_matrix_products(job, options.rounds)
+        show(results["beside_matrix_products"])
+    save(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from yafsdp_cc.bench.turns import in_turns
 
 import yafsdp_cc
 from bench.llama import SHAPES, Block, Llama
 from bench.spans import joined, without
 from yafsdp_cc.bench import machine
 from yafsdp_cc.bench.modelled import Fabric, LinkCost, begin
-from yafsdp_cc.bench.turns import in_turns
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5

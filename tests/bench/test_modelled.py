@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench.spans import joined, without
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
-from bench.spans import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
