@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import on_ranks
-from yafsdp_cc.profiling import Span, mark_optimizer_steps, span, spans
+from yafsdp_cc.profiling import Span, span, spans
 
 
 class Range(NamedTuple):
