@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from yafsdp_cc.engine.dtensor import patch_torch
 from yafsdp_cc.engine.module import require_state
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     require_state(model)
+    patch_torch()  # load_state fills from full state dicts
     state: Any = accelerator.state
     if getattr(state, "fsdp_plugin", None) is None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
