@@ -93,6 +93,11 @@ class OptimizerPhases:
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in parameters:
             param = _fsdp_param(parameter)
+            if param is not None and param.state is None:
+                raise ValueError(
+                    f"{optimizer} was given '{param.spec.name}' of a model that fully_shard has sharded and that has "
+                    "not run yet: run a forward first, or take yafsdp_cc.shard(model, compression=...)"
+                )
             schedule = None if param is None or param.state is None else schedule_of(param.state)
             if param is None or schedule is None:
                 raise ValueError(
