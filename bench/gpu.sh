@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call of less than ten minutes: the native extension with its CUDA kernels is built;
+# Everything that needs a GPU, in one call of less than ten minutes: the native extension with its CUDA kernels is built;
 # tests/test_cuda.py and the kernels' own tests, some of these under compute-sanitizer where there is one; then
-# bench/gpu.py (one rank), bench/worlds.py (modelled worlds) and bench/wire_gpu.py (kernels).
+# bench/worlds.py (modelled worlds) and bench/kernels.py.
 #
 #   bash bench/gpu.sh                      # results in bench/out: everything.json, tables as they are printed, gpu-*.txt
-#   PARTS=worlds bash bench/gpu.sh         # some of build, tests, sanitizer, one, worlds, kernels
+#   PARTS=worlds bash bench/gpu.sh         # some of build, tests, sanitizer, worlds, kernels
 #   WHEELS=dir OUT=dir bash bench/gpu.sh   # missing Python packages from a folder of wheels; results elsewhere
 #
 # Needs torch 2.11 or newer with CUDA, numpy, pydantic and pytest; nvtx and pytest-timeout are used where they are. No
@@ -27,15 +27,14 @@ if [ -n "${WHEELS:-}" ]; then
     PYTHONPATH="$PYTHONPATH:$packages"
 fi
 if ! "$PYTHON" -c 'import pydantic'; then
-    echo "what is measured wants pydantic: WHEELS=dir with its wheels, from pip download -d dir pydantic pytest nvtx" >&2
+    echo "pydantic is needed: WHEELS=dir with its wheels, from pip download -d dir pydantic pytest nvtx" >&2
     exit 2
 fi
-
 if ! "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__); sys.exit(not torch.cuda.is_available())'; then
     echo "no torch with a CUDA device for $PYTHON" >&2
     exit 2
 fi
-PARTS=${PARTS:-build,tests,sanitizer,one,worlds,kernels}
+PARTS=${PARTS:-build,tests,sanitizer,worlds,kernels}
 declare -A exits
 
 # ``part NAME SECONDS COMMAND...``, where it is asked for; by itself it has all of the time.
@@ -80,12 +79,11 @@ if [ -x "$SANITIZER" ]; then
 else
     echo "no compute-sanitizer: going on without"
 fi
-part one 90 "$PYTHON" bench/gpu.py --json "$OUT/gpu.json"
-part worlds 120 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
+part worlds 170 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if "$PYTHON" -c 'import sys, torch
 from yafsdp_cc.compression.kernels import ops_for
 sys.exit(ops_for(torch.device("cuda")) is None)'; then
-    part kernels 40 "$PYTHON" bench/wire_gpu.py --json "$OUT/wire_gpu.json"
+    part kernels 60 "$PYTHON" bench/kernels.py --device cuda --json "$OUT/kernels.json"
 else
     echo "no native extension with CUDA kernels: they are neither tested nor timed"
 fi
@@ -97,7 +95,7 @@ done | sort | tee "$OUT/gpu-exits.txt"
 "$PYTHON" - "$OUT" <<'PY'
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[1])
-parts = {name: out / f"{name}.json" for name in ("gpu", "worlds", "wire_gpu")}
+parts = {name: out / f"{name}.json" for name in ("worlds", "kernels")}
 found = {name: json.loads(path.read_text()) for name, path in parts.items() if path.exists()}
 exits = dict(line.split() for line in (out / "gpu-exits.txt").read_text().splitlines())
 (out / "everything.json").write_text(json.dumps({"exits": exits, **found}, indent=1) + "\n")

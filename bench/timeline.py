@@ -1,25 +1,48 @@
-"""What a GPU computes and what crosses its wire in one step, as a picture.
+"""Draw what a GPU computes and what it communicates in one step.
 
     python bench/timeline.py bench/out/worlds.json --case 0 --picture docs/pictures/timeline.svg
 
-From what ``bench/worlds.py --json`` has written: two bars for each contestant, on the same scale. Wants matplotlib.
+From what ``bench/worlds.py --json`` has written: two bars for each contestant, on the same scale. Needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-from bench.spans import joined, without
-
-COLOURS = {"computed": "#4c72b0", "on the wire": "#dd8452", "exposed": "#c44e52"}
+Span: TypeAlias = "tuple[float, float]"
+"""A stretch of time: begin and end."""
+COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005
 """Of a step: what is closer together is drawn as one."""
+
+
+def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Return the same time in as few spans as possible, in order; those no further apart than ``gap`` become one."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def without(spans: list[Span], covers: list[Span]) -> list[Span]:
+    """Return the time of ``spans`` that is in none of ``covers``; both are ``joined``."""
+    found = []
+    for begin, end in spans:
+        for cover in covers:
+            if begin < cover[1] and cover[0] < end:
+                found.append((begin, cover[0]))
+                begin = cover[1]
+        found.append((begin, end))
+    return [(begin, end) for begin, end in found if begin < end]
 
 
 def draw(path: Path, title: str, contestants: dict[str, dict[str, Any]]) -> None:
@@ -31,19 +54,21 @@ def draw(path: Path, title: str, contestants: dict[str, dict[str, Any]]) -> None
     rcParams["svg.hashsalt"] = title
     figure = Figure(figsize=(12, 0.9 + 0.8 * len(contestants)), layout="constrained")
     panel = figure.subplots()
-    names = list(contestants)
-    for row, name in enumerate(names):
-        wire, rest = ([(*span,) for span in contestants[name][key]] for key in ("wire_us", "rest_us"))
-        start = min(span[0] for span in (*wire, *rest))
-        length = max(span[1] for span in (*wire, *rest)) - start
-        kinds = {"computed": (rest, 0.05), "on the wire": (wire, 0.45), "exposed": (without(wire, rest), 0.45)}
-        for kind, (spans, offset) in kinds.items():
-            bars = [((begun - start) / 1e3, (ended - begun) / 1e3) for begun, ended in joined(spans, GAP * length)]
-            panel.broken_barh(bars, (row + offset, 0.4), color=COLOURS[kind], linewidth=0)
-    panel.set_yticks([row + 0.45 for row in range(len(names))], names)
+    for row, each in enumerate(contestants.values()):
+        communicated, computed = ([(*span,) for span in each[key]] for key in ("communicated_us", "computed_us"))
+        start = min(span[0] for span in (*communicated, *computed))
+        length = max(span[1] for span in (*communicated, *computed)) - start
+        bars = {
+            "computed": (computed, 0.05),
+            "communicated": (communicated, 0.45),
+            "exposed": (without(communicated, computed), 0.45),
+        }
+        for kind, (spans, offset) in bars.items():
+            drawn = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in joined(spans, GAP * length)]
+            panel.broken_barh(drawn, (row + offset, 0.4), color=COLOURS[kind], linewidth=0)
+    panel.set_yticks([row + 0.45 for row in range(len(contestants))], list(contestants))
     panel.invert_yaxis()
-    panel.set_xlabel("milliseconds")
-    panel.set_title(title)
+    panel.set(xlabel="milliseconds", title=title)
     panel.legend(handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()], loc="upper right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -55,14 +80,13 @@ def main() -> None:
     parser.add_argument("--contestants", default="fsdp2,ours")
     parser.add_argument("--picture", type=Path, required=True)
     options = parser.parse_args()
-    cases = json.loads(options.figures.read_text())["cases"]
-    title, found = list(cases.items())[options.case]
+    title, found = list(json.loads(options.figures.read_text())["cases"].items())[options.case]
     if isinstance(found, str):
         parser.error(f"{title}: {found}")
-    asked = options.contestants.split(",")
-    if missing := [name for name in asked if not found.get(name, {}).get("rest_us")]:
+    names = options.contestants.split(",")
+    if missing := [name for name in names if not found.get(name, {}).get("computed_us")]:
         parser.error(f"{title}: no trace of a GPU for {missing[0]!r}; there are {', '.join(found)}")
-    draw(options.picture, title, {name: found[name] for name in asked})
+    draw(options.picture, title, {name: found[name] for name in names})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 // have to be under way. A thread that encodes has up to 128 bytes of loads under way, 600 to 750 threads fit on a
 // multiprocessor, and about half of them wait for loads at a time: 80 to 100 of the 132. So by default the grid is what
 // fits on three quarters of them, and the rest is left to a matmul that runs at the same time. YAFSDP_CC_CUDA_SMS=n
-// makes it what fits on n. All this is reckoned, not measured: bench/wire_gpu.py measures.
+// makes it what fits on n. All this is reckoned, not measured: bench/kernels.py measures.
 #pragma once
 
 #include <algorithm>

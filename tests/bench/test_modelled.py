@@ -1,4 +1,4 @@
-"""The modelled wire: what crosses it is of the size it would have, and both engines train over it."""
+"""The modelled network: what is sent has the size it would have, and both engines train over it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench.spans import joined, without
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
+from bench.timeline import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.bench import paced
@@ -27,7 +27,7 @@ WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
 FABRIC = Fabric(far=LinkCost(15e-6, 1 / 25e9), near=LinkCost(5e-6, 1 / 350e9), machine=4)
 
 
-def twins(world: int, device: str) -> Any:
+def join(world: int, device: str) -> Any:
     """This process as a rank of a modelled world."""
     dist.destroy_process_group()
     begin(1, world, FABRIC)
@@ -45,7 +45,7 @@ DEVICES = pytest.mark.parametrize(
 
 
 def collectives(device: str) -> None:
-    mesh = twins(4, device)
+    mesh = join(4, device)
     with torch.device(device):
         exchange()
     everybody: list[Any] = [None] * 4
@@ -60,23 +60,23 @@ def exchange() -> None:
     mine, whole = torch.arange(3.0), torch.empty(12)
     dist.all_gather_into_tensor(whole, mine)
     assert whole.equal(mine.repeat(4))
-    said = torch.arange(12.0)
+    sent = torch.arange(12.0)
     chunk = torch.empty(3)
-    dist.reduce_scatter_tensor(chunk, said)
-    assert chunk.equal(4 * said[3:6])
+    dist.reduce_scatter_tensor(chunk, sent)
+    assert chunk.equal(4 * sent[3:6])
     dist.all_gather_into_tensor(whole, chunk)
-    assert whole.equal(4 * said)  # as an all-reduce
+    assert whole.equal(4 * sent)  # as an all-reduce
     dist.all_gather_into_tensor(whole, chunk)
     assert whole.equal(chunk.repeat(4))
-    dist.reduce_scatter_tensor(said[3:6], said, op=dist.ReduceOp.AVG)
-    assert said.equal(torch.arange(12.0))
+    dist.reduce_scatter_tensor(sent[3:6], sent, op=dist.ReduceOp.AVG)
+    assert sent.equal(torch.arange(12.0))
     received = torch.empty(12)
-    dist.all_to_all_single(received, said)
-    assert received.equal(said[3:6].repeat(4))
-    dist.all_to_all_single(received[:6], said[:6], [2, 0, 1, 3], [2, 0, 1, 3])
-    assert received[:6].equal(said[:6])
-    with pytest.raises(ValueError, match="a twin says as much as it is told"):
-        dist.all_to_all_single(received[:2], said[:2], [2, 0, 0, 0], [0, 0, 0, 2])
+    dist.all_to_all_single(received, sent)
+    assert received.equal(sent[3:6].repeat(4))
+    dist.all_to_all_single(received[:6], sent[:6], [2, 0, 1, 3], [2, 0, 1, 3])
+    assert received[:6].equal(sent[:6])
+    with pytest.raises(ValueError, match="modelled ranks send what they receive"):
+        dist.all_to_all_single(received[:2], sent[:2], [2, 0, 0, 0], [0, 0, 0, 2])
     for op, times in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.MAX, 1), (dist.ReduceOp.AVG, 1)):
         total = torch.ones(2)
         assert dist.all_reduce(total, op=op, async_op=True).wait()
@@ -98,7 +98,7 @@ def exchange() -> None:
 
 
 @DEVICES
-def test_every_rank_is_a_twin(device):
+def test_every_rank_has_the_same_numbers(device):
     on(device, collectives)
 
 
@@ -115,7 +115,7 @@ def net(device: str) -> nn.Sequential:
 
 
 def trains(device: str) -> None:
-    mesh = twins(64, device)
+    mesh = join(64, device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     exact: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh, mp_policy=policy)
     coded: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh, mp_policy=policy, compression="int8")
@@ -148,30 +148,30 @@ def test_both_engines_train_over_it(device):
 
 
 def test_what_is_exposed_is_what_nothing_covers():
-    wire = joined([(3.0, 5.0), (0.0, 4.0), (10.0, 12.0)])
-    assert wire == [(0, 5), (10, 12)]
-    assert joined(wire, gap=5.0) == [(0, 12)]
-    assert without(wire, []) == wire
-    assert without(wire, joined([(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)])) == [(0, 1), (3.5, 5), (10, 11)]
-    assert without(wire, [(0.0, 12.0)]) == without([], wire) == []
+    sent = joined([(3.0, 5.0), (0.0, 4.0), (10.0, 12.0)])
+    assert sent == [(0, 5), (10, 12)]
+    assert joined(sent, gap=5.0) == [(0, 12)]
+    assert without(sent, []) == sent
+    assert without(sent, joined([(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)])) == [(0, 1), (3.5, 5), (10, 11)]
+    assert without(sent, [(0.0, 12.0)]) == without([], sent) == []
 
 
 def test_a_timeline_is_drawn_of_traces(tmp_path):
     pytest.importorskip("matplotlib")
-    spans = {"wire_us": [[0, 400], [500, 900]], "rest_us": [[300, 600], [600, 1000]]}
+    spans = {"communicated_us": [[0, 400], [500, 900]], "computed_us": [[300, 600], [600, 1000]]}
     (tmp_path / "worlds.json").write_text(json.dumps({"cases": {"8b": {"fsdp2": spans, "ours": spans}, "1b": "died"}}))
     command = [sys.executable, str(WORLDS.with_name("timeline.py")), str(tmp_path / "worlds.json")]
     picture = ["--picture", str(tmp_path / "timeline.svg")]
     subprocess.run([*command, *picture], check=True)
     assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
-    for more, told in ((["--case", "1"], "1b: died"), (["--contestants", "ddp"], "no trace of a GPU for 'ddp'")):
+    for more, message in ((["--case", "1"], "1b: died"), (["--contestants", "ddp"], "no trace of a GPU for 'ddp'")):
         done = subprocess.run([*command, *picture, *more], capture_output=True, text=True)
         assert done.returncode == 2
-        assert told in done.stderr
+        assert message in done.stderr
 
 
 @LONG
-def test_a_world_runs_and_is_told(tmp_path):
+def test_a_world_runs(tmp_path):
     out = tmp_path / "worlds.json"
     command = [
         sys.executable,
@@ -199,7 +199,7 @@ def test_its_kernels_compile(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc: CUDA sources compile where its compiler is, with or without a GPU")
     moves = [(kind, paced._COPY) for kind in paced._COPIED.values()]
-    for kind, move in (*moves, *((kind, paced._SUM) for kind in paced.SUMMED.values())):
+    for kind, move in (*moves, *((kind, paced._SUM) for kind in paced.SUMMED_DTYPES.values())):
         (tmp_path / "carry.cu").write_text(paced.source_of(kind, move))
         for arch in ("sm_80", "sm_90"):
             command = ["nvcc", f"-arch={arch}", "-cubin", "-Werror", "all-warnings", "-o", "carry.cubin", "carry.cu"]

@@ -337,3 +337,17 @@ def scale_that_grows() -> dict[str, str]:
 
 def test_a_loss_scale_that_grows_is_no_gradient_that_grows():
     assert on_ranks(2, scale_that_grows)[0] == {}
+
+
+def counters_that_users_reset() -> dict[str, str]:
+    run = Regression(Compression("loud"))
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for _ in range(6):
+        run.train(optimizer, 1)
+        yafsdp_cc.counters_of(run.model).reduced_bytes = 0
+    return run.chosen
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+def test_counters_steer_nothing():
+    assert on_ranks(2, counters_that_users_reset)[0] == {"0": "int4"}

@@ -1,4 +1,4 @@
-"""Bytes that move on a GPU as fast as a link would let them, and no faster."""
+"""A kernel that copies on a GPU as fast as a link would, and no faster."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 THREADS = 512
 PART = 1 << 18
-"""Bytes on the link that are a turn, before another collective has one: 10 µs at 25 GB/s."""
+"""Bytes that a collective has the link for, before another one has it: 10 µs at 25 GB/s."""
 
-# A block carries part after part. For each it takes the next time that the link is free: all blocks, and all kernels on
-# the link, take turns there. It is done with a part when the link is. Nobody waits for another block, so all may run in
-# any order; a block that cannot start yet leaves its turns to others.
+# A block transfers part after part. For each it reserves the next time that the link is free: all blocks, and all
+# kernels on the link, take turns there. It is done with a part when the link is. No block waits for another, so they run
+# in any order; a block that cannot start yet leaves its turns to others.
 _BEGIN = r"""
 typedef unsigned long long u64;
 __device__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
@@ -43,7 +43,7 @@ __device__ void narrow(float x, unsigned short *to) {
 _BODY = r"""
 typedef long long i64;
 // Numbers come as doubles: whole ones of up to 53 bits are exact, and the caller has nothing wider than that.
-extern "C" __global__ void carry(T *to, const T *from, u64 *free, double count, double period, double part,
+extern "C" __global__ void modelled_transfer(T *to, const T *from, u64 *free, double count, double period, double part,
                                  double terms, double which, double scale, double delay, double each) {
     __shared__ u64 until;
     const i64 all = (i64)count, size = (i64)part, wrap = (i64)period;
@@ -73,33 +73,33 @@ _SUM = """
 """
 _COPIED = {16: "uint4", 4: "unsigned", 1: "unsigned char"}
 """Types that are copied, by their bytes."""
-SUMMED = {torch.float32: "float", torch.bfloat16: "unsigned short"}
+SUMMED_DTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 
 
 def source_of(kind: str, move: str) -> str:
-    """CUDA C++ of a kernel ``carry`` for elements of this type."""
+    """CUDA C++ of the kernel ``modelled_transfer`` for elements of this type."""
     return f"typedef {kind} T;" + _BEGIN + _BODY.replace("MOVE", move)
 
 
 @cache
 def _kernel(kind: str, move: str) -> Any:
-    return torch.cuda._compile_kernel(source_of(kind, move), "carry")
+    return torch.cuda._compile_kernel(source_of(kind, move), "modelled_transfer")
 
 
-class Terms(NamedTuple):
-    """Of a sum whose terms are all read, as a sum over ranks would, and all but one count nothing."""
+class Summands(NamedTuple):
+    """A sum of which all summands are read, as by a sum over ranks, and all but one count nothing."""
 
-    terms: int = 1
+    parts: int = 1
     which: int = 0
     scale: float = 1.0
 
 
-class Carrier:
-    """A link's worth of time, shared by all that crosses it.
+class PacedLink:
+    """Takes the time of a link, which all transfers share.
 
     Args:
         link: whose time it takes.
-        device: whose multiprocessors carry.
+        device: whose multiprocessors copy.
         blocks: how many of them, as many as NCCL has channels.
     """
 
@@ -108,25 +108,27 @@ class Carrier:
         self._free = torch.zeros(1, dtype=torch.int64, device=device)
         """The time in nanoseconds from which on the link is free."""
 
-    def carry(self, output: Tensor, source: Tensor, terms: Terms, sent: int, stream: torch.cuda.Stream) -> None:
-        """Write the sum of ``terms`` of the source, as often as ``output`` has room for it.
+    def transfer(
+        self, output: Tensor, source: Tensor, summands: Summands, sent: int, stream: torch.cuda.Stream
+    ) -> None:
+        """Write the sum of the parts of ``source``, repeated until ``output`` is full.
 
         Args:
-            output, source: contiguous, on the device; the output may be a term.
+            output, source: contiguous, on the device; the output may be a summand.
             sent: bytes that cross the link meanwhile.
             stream: on which that is enqueued.
 
         Raises:
             TypeError: elements that are to be summed or scaled are neither fp32 nor bf16.
         """
-        if terms == Terms():
+        if summands == Summands():
             width = next(each for each in _COPIED if all(_fits(tensor, each) for tensor in (output, source)))
             kernel, period = _kernel(_COPIED[width], _COPY), source.nbytes // width
-        elif source.dtype in SUMMED:
+        elif source.dtype in SUMMED_DTYPES:
             width = source.itemsize
-            kernel, period = _kernel(SUMMED[source.dtype], _SUM), source.numel() // terms.terms
+            kernel, period = _kernel(SUMMED_DTYPES[source.dtype], _SUM), source.numel() // summands.parts
         else:
-            raise TypeError(f"the modelled wire sums float32 and bfloat16, not {source.dtype}")
+            raise TypeError(f"a modelled link sums float32 and bfloat16, not {source.dtype}")
         count = output.nbytes // width
         nanoseconds = 1e9 * self._link.per_byte * sent
         turns = max(-(-sent // PART), 1)
@@ -138,7 +140,7 @@ class Carrier:
                 output,
                 source,
                 self._free,
-                *map(float, (count, period, part, *terms, 1e9 * self._link.latency, nanoseconds / max(count, 1))),
+                *map(float, (count, period, part, *summands, 1e9 * self._link.latency, nanoseconds / max(count, 1))),
             ],
             stream=stream,
         )

@@ -124,6 +124,8 @@ class CompressedSum(Collective):
         """Observes messages while it is there."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
+        self._share_divisor: tuple[float, Tensor] | None = None
+        """A share of the momentum form, and one over it."""
         self._messages = 0
         """Sums so far whose messages were rounded at random."""
 
@@ -297,7 +299,7 @@ class CompressedSum(Collective):
         if self._is_momentum and self.momentum is not None:
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
-            total.add_(mine, alpha=beta / share * self._units).mul_(share)
+            total.add_(mine, alpha=beta / share * self._units).div_(self._divisor_of(share))
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
@@ -313,6 +315,15 @@ class CompressedSum(Collective):
         assert self.momentum is not None
         stored = Residual.around(self.momentum.unsqueeze(0), self.schedule.config.block)
         kernels.accumulate(own.unsqueeze(0), stored, scale=share / self._units)
+
+    def _divisor_of(self, share: float) -> Tensor:
+        """Return 1 / share, 0-d on the device: a Python number would become a new tensor in every division.
+
+        Dividing by it and then, in the engine, by a power of two rounds once, as if the divisor were both.
+        """
+        if self._share_divisor is None or self._share_divisor[0] != share:
+            self._share_divisor = share, torch.full((), 1 / share, device=self.flat.device)
+        return self._share_divisor[1]
 
     @property
     def _units(self) -> float:

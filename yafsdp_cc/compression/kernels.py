@@ -130,7 +130,7 @@ OPERATORS = ("encode", "accumulate", "decode_sum", "decode")
 
 _BUILD = "YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, or --editable ."
 _SLOWER = {"cpu": "10 to 90 times "}
-"""How much longer encoding takes in plain torch, by codec, as measured by ``bench/wire.py``."""
+"""How much longer encoding takes in plain torch, by codec, as measured by ``bench/kernels.py``."""
 
 _logger = logging.getLogger("yafsdp_cc")
 
