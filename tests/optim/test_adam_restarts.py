@@ -15,7 +15,6 @@ from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-
 SAVED_AT, THEN = (3, 5, 6, 14), 8
 """In the warm-up, at its end, in the step after that and later; and how many steps are compared from there on."""
 
