@@ -139,9 +139,10 @@ def test_training_is_that_of_fsdp2_and_of_one_process(everything: bool) -> None:
 @ranks(4)
 def test_in_half_precision_with_kept_weights_and_with_replicas() -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for more in ({"mp_policy": bf16}, {"reshard_after_forward": False}):
-        ours, theirs = (Job(api, (2, 2), **more).train(2) for api in (yafsdp_cc, torch_fsdp))
-        close(ours, theirs, 1e-6)
+    ours, theirs = (
+        Job(api, (2, 2), mp_policy=bf16, reshard_after_forward=False).train(2) for api in (yafsdp_cc, torch_fsdp)
+    )
+    close(ours, theirs, 1e-6)
     ours, theirs = (Job(api, (2, 1, 2)).train(2) for api in (yafsdp_cc, torch_fsdp))
     close(ours, theirs, 1e-6)
 

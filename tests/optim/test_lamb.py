@@ -13,6 +13,7 @@ from tests.compression.ledger import net
 from tests.internals import record_norm_reduces
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
+from tests.soak import also
 from yafsdp_cc.optim import OneBitLamb
 
 BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4
@@ -65,7 +66,7 @@ class Rule:
 
 
 @pytest.mark.parametrize("form", ["momentum", "gradient"])
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), also(4, 1), (4, 2)])
 @ranks("world")
 def test_steps_are_those_of_the_rule_on_whole_parameters(world, replicas, form):
     mesh = {}

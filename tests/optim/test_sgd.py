@@ -14,6 +14,7 @@ import yafsdp_cc
 from tests.compression.ledger import net, unsent
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc.optim import OneBitSGD
 
 FORMS = ("momentum", "gradient")
@@ -49,7 +50,7 @@ def the_steps_of_torch(form: str, warmup_steps: int, replicas: int) -> None:
         assert_close(model, twin, 2e-6)
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), also(4, 1), (4, 2)])
 def test_with_a_codec_that_loses_nothing_steps_are_those_of_torch(world, replicas):
     """Through the warm-up, out of it and without one: with weight decay, groups and a schedule."""
     for form, warmup_steps in itertools.product(FORMS, (0, 4)):
@@ -77,7 +78,7 @@ def test_the_warm_up_is_that_of_torch_bit_for_bit(form: str) -> None:
 # Where something is left for later
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @pytest.mark.parametrize("form", FORMS)
 @ranks("world")
 def test_steps_sum_up_to_exact_ones_less_what_is_still_to_come(world, form):

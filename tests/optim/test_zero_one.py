@@ -12,6 +12,7 @@ from tests.compression.ledger import net, unsent
 from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
+from tests.soak import also
 from yafsdp_cc.optim import ZeroOneAdam
 
 RATE, BETAS, EPS, DECAY, KAPPA = 0.01, (0.8, 0.95), 1e-8, 0.1, 3
@@ -19,7 +20,7 @@ EXACT = (1, 2, 3, 5, 7, 9, 13, 17, 21, 29)
 """By hand, of the formula with κ = 3: distances 1 1 2 2 2 4 4 4 8."""
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @pytest.mark.parametrize("codec", ["lossless", "onebit"])
 @ranks("world")
 def test_steps_are_those_of_the_rule(world, codec):
