@@ -11,10 +11,10 @@ The third step of a model of three blocks with a tied embedding and head on two 
 * *functions*: distinct ones; a comprehension is a part of the function around it.
 * *lines*: of all files that were entered; *longest*: of the longest function that was called, from its `def` on.
 
-Each way is counted without and with what makes a sharded tensor of a `torch.Tensor` and what that calls. FSDP2's own files have nothing of
-that: theirs is all of `torch.distributed.tensor`. Threads that C++ starts, such as a gloo thread that runs a callback,
-are not seen by Python's profilers before 3.12. Counts of one version differ by a function or two between runs where the
-engine tries out the links when a model is sharded.
+Each way is counted without and with what makes a sharded tensor of a `torch.Tensor` and what that calls. FSDP2's own
+files have nothing of that: theirs is all of `torch.distributed.tensor`. Threads that C++ starts, such as a gloo thread
+that runs a callback, are not seen by Python's profilers before 3.12. Counts of one version differ by a function or two
+between runs where the engine tries out the links when a model is sharded.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Functions whose name begins with ``break_`` or ``set_`` patch this process for g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.compression.autotune import autotuner_of
+from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.kernels import ops_for
 from yafsdp_cc.compression.schedule import LocalClip
-from yafsdp_cc.compression.state import compressed_sum_of, mean_residuals
+from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
 from yafsdp_cc.engine import dtensor, full_params, mesh, norms, offload, streams
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.dtensor import FlatDTensor
@@ -30,6 +31,7 @@ from yafsdp_cc.engine.module import ShardedModule, require_state
 from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.engine.offload import HostMemory, HostTransfer, HostTransfers
 from yafsdp_cc.engine.param import unsharded_grad_bytes
+from yafsdp_cc.engine.param_group import ParamGroup
 from yafsdp_cc.engine.state import FSDPState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream
 
@@ -166,6 +168,29 @@ def awaits_exact_step(optimizer: Any) -> bool:
     return waits
 
 
+def kept_weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that deltas of the next forward build on, by full names. A collective."""
+    return {name: each.full_tensor() for name, each in kept_weights(require_state(model))[0].items()}
+
+
+def autotuner_of(model: nn.Module) -> CodecAutotuner:
+    """Return what chooses the codecs of a model with ``compression="auto"``."""
+    found = autotune.autotuner_of(require_state(model))
+    assert found is not None
+    return found
+
+
+def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
+    """Have the gradients of each group of a model with ``compression="auto"`` encoded so from now on. A collective."""
+    state = require_state(model)
+    autotuner_of(model).set_codecs(state, dict(zip(state.groups, codecs, strict=True)))
+
+
+def stop_autotuner(model: nn.Module) -> None:
+    """Let the codecs of a model with ``compression="auto"`` change only by ``set_tuned_codecs``."""
+    autotuner_of(model).next_tuning = 1 << 30
+
+
 def replicated_residual(optimizer: Any) -> list[Tensor]:
     """Return what ``ReplicatedOneBitAdam`` has still to send of each parameter, fp64."""
     pending = optimizer.mean.unsent().double()
@@ -174,10 +199,9 @@ def replicated_residual(optimizer: Any) -> list[Tensor]:
 
 def measured_backward(model: nn.Module) -> list[float]:
     """Return the seconds that the codec autotuner has measured of each group's backward, in module order."""
-    autotuner = autotuner_of(require_state(model))
-    assert autotuner is not None
-    assert autotuner.last is not None
-    return [costs.compute for costs in autotuner.last.costs[::-1]]
+    last = autotuner_of(model).last
+    assert last is not None
+    return [costs.compute for costs in last.costs[::-1]]
 
 
 def has_native_kernels() -> bool:
@@ -249,10 +273,10 @@ def set_staging_bytes(count: int) -> None:
 def break_buffer_release() -> None:
     """Let buffers be refilled before their last use is over."""
 
-    def release(self: Buffer, _: Any) -> None:
-        self.users = max(self.users - 1, 0)
+    def release(self: ParamGroup, unsharded: Any) -> None:
+        unsharded.buffer.users -= 1
 
-    Buffer.release = release  # type: ignore[method-assign]
+    ParamGroup.release = release  # type: ignore[method-assign]
 
 
 def break_wait() -> None:

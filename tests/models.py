@@ -36,6 +36,30 @@ class Mlp(nn.Module):
         return out
 
 
+class Checkpointed(Mlp):
+    """The same, with every block recomputed in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        out: Tensor = self.leave(x)
+        return out
+
+
+class Skipping(nn.Module):
+    """Two layers, of which a forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        out: Tensor = self.first(x) if skips else self.second(self.first(x))
+        return out
+
+
 class Attention(nn.Module):
     """Pre-norm causal self-attention and an MLP."""
 

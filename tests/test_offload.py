@@ -22,11 +22,11 @@ import yafsdp_cc
 from tests import internals
 from tests.checkpoint.jobs import contents, grouped, same, train
 from tests.engine import test_streams
-from tests.engine.test_streams import BF16, Checkpointed, steps
+from tests.engine.test_streams import BF16, steps
 from tests.fully_shard import programs as fsdp2
 from tests.fully_shard.run import Run
 from tests.internals import set_staging_bytes
-from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
+from tests.models import VOCABULARY, WIDTH, Checkpointed, Mlp, Transformer
 from tests.ranks import RankError, on_ranks, ranks
 from tests.streams import streams
 from tests.twins import seeded
@@ -292,6 +292,7 @@ def test_checkpoints_and_whole_weights(tmp_path: Path) -> None:
     assert not full or all(full[name].equal(value) for name, value in truth.items())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     fresh, _ = _job(seed=2, offload_policy=OFFLOADED)
+    yafsdp_cc.patch_torch()
     set_model_state_dict(fresh, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with torch.no_grad(), yafsdp_cc.whole_parameters(fresh, write=True):
         assert all(parameter.equal(truth[name]) for name, parameter in fresh.named_parameters())

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import yafsdp_cc
 from tests.models import Mlp, Transformer
 from tests.ranks import ranks
+from tests.soak import also
 from tests.twins import added, inputs, means, mine, same_gradients, sgd, square, step_both, trains_on, twins
 
 
@@ -76,7 +77,7 @@ def replicated() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16])
 @ranks("world")
 def test_replicas(world: int, reduce: torch.dtype | None) -> None:

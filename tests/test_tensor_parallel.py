@@ -333,7 +333,7 @@ def test_what_cannot_be_cut_further() -> None:
         with pytest.raises(ValueError, match=r"If it was sharded before, shard it once"):
             shard(torch_fsdp.fully_shard(Net()))
     apart = init_device_mesh("cpu", (4,))
-    with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be cut across"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is already a DTensor, across .* is to be sharded across"):
         yafsdp_cc.fully_shard(model, mesh=apart)
     part = DTensor.from_local(torch.ones(64, 64), mesh["tp"], [Partial()], run_check=False)
     model = nn.Sequential(nn.Linear(64, 64))

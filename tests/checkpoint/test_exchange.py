@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import yafsdp_cc
 from tests.checkpoint.jobs import FORMS, HYBRID, contents, job, same, train
 from tests.ranks import on_ranks
+from tests.soak import also
 
 
 def saved(forms, folder, replicas=1):
@@ -46,14 +47,14 @@ def state_of(model, optimizer):
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 3), also(4, 2), (2, 1)])
 def test_any_form_and_any_number_of_ranks(writers, readers, tmp_path):
     on_ranks(writers, saved, FORMS[:2], tmp_path)
     on_ranks(1, saved, FORMS[2:], tmp_path)
     on_ranks(readers, loaded, FORMS if readers == 1 else FORMS[:2], tmp_path)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [((4, 2), (2, 1)), ((3, 1), (4, 2)), ((2, 2), (4, 2))])
+@pytest.mark.parametrize(("writers", "readers"), [also((4, 2), (2, 1)), ((3, 1), (4, 2)), also((2, 2), (4, 2))])
 def test_with_replicas(writers, readers, tmp_path):
     """(ranks, replicas among them)"""
     on_ranks(writers[0], saved, HYBRID, tmp_path, writers[1])

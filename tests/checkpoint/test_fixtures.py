@@ -58,7 +58,8 @@ def test_as_many_ranks_go_on_as_the_version_that_wrote_it_did(unpacked):
     name, path, expected = unpacked
     for found in on_ranks(2, resumed, name, path):
         exact = ["parameters", "moments", "chosen", "chosen_after"]
-        if found["machine"] == expected["machine"]:
+        # Sums of momentum are multiplied by 1 - beta now and divided by the ranks then, in one division before.
+        if found["machine"] == expected["machine"] and not CASES[name].sends_moments:
             exact += ["losses", "parameters_after"]
         assert {each: found[each] for each in exact} == {each: expected[each] for each in exact}
         first, later = (HALF, HALF) if name.startswith("bf16") else (CLOSE, LOOSE)

@@ -1,8 +1,6 @@
 """Weights to safetensors that ``transformers`` loads, and back into a sharded model; with and without the model."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,8 +10,8 @@ from torch import nn
 
 import yafsdp_cc
 import yafsdp_cc.checkpoint.safetensors
+import yafsdp_cc.cli as cli
 from tests.checkpoint.jobs import job, same, whole
-from tests.cli.command import ROOT
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc.checkpoint.convert import convert
@@ -155,17 +153,18 @@ def converted(folder):
     same({name: value.bfloat16() for name, value in direct.items()}, theirs)
 
 
-def test_conversion_without_the_model(tmp_path):
+def test_conversion_without_the_model(tmp_path, monkeypatch, capsys):
     for form in ("ours", "fsdp2"):
         on_ranks(2, saved, form, tmp_path / form)
     on_ranks(1, converted, tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "yafsdp_cc", "convert", "ours", "out", "--dtype=float16", "--config=config.json"]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    for expected, said in ((0, ""), (1, "yafsdp-cc convert: ")):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == expected, done.stderr
-        assert done.stderr.startswith(said)
-    assert "out holds 'config.json', which would be lost" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = ["convert", "ours", "out", "--dtype=float16", "--config=config.json"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(command) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("yafsdp-cc convert: ")
+    assert "out holds 'config.json', which would be lost" in error
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same, train, whole
-from tests.internals import FlatDTensor
-from tests.ranks import on_ranks, ranks
+from tests.ranks import on_ranks
+from yafsdp_cc.engine.dtensor import FlatDTensor
 
 
 def flat(state, name=""):
@@ -46,8 +46,7 @@ def frozen(form):
     return model, optimizer
 
 
-@ranks(2)
-def test_getting():
+def gets():
     ours, theirs = frozen("ours"), frozen("fsdp2")
     for full, offload, ignore, flatten in itertools.product((False, True), repeat=4):
         options = StateDictOptions(
@@ -62,7 +61,12 @@ def test_getting():
         alike(*parts)
 
 
+def test_getting():
+    on_ranks(2, gets)
+
+
 def sets():
+    yafsdp_cc.patch_torch()
     source = job("fsdp2", steps=2)
     expected = contents(*source)
     for full, broadcast, flatten in [
@@ -91,8 +95,54 @@ def sets():
         train(model, optimizer, 2)
 
 
+def patched_once():
+    def patched():
+        states = torch.distributed.checkpoint.state_dict
+        utils = torch.distributed._state_dict_utils
+        return [utils._distribute_tensors, states._broadcast_state_dict, states._distribute_state_dict]
+
+    before = patched()
+    assert all(one.__module__ == "torch.distributed._state_dict_utils" for one in before)
+    assert not any(hasattr(one, "__wrapped__") for one in before)
+    yafsdp_cc.patch_torch()
+    after = patched()
+    assert [one.__wrapped__ for one in after] == before
+    yafsdp_cc.patch_torch()
+    assert patched() == after
+
+
+def test_torch_is_patched_by_a_call_alone_and_once():
+    on_ranks(1, patched_once)
+
+
+def unpatched():
+    """Weights that every rank has are set all the same; what torch would set wrongly says what to call."""
+    source = job("fsdp2", steps=2)
+    full = StateDictOptions(full_state_dict=True)
+    weights, moments = get_model_state_dict(source[0], options=full), get_optimizer_state_dict(*source, options=full)
+    model, optimizer = job("ours", seed=1)
+    set_model_state_dict(model, dict(weights), options=full)
+    expected = {name: whole(value) for name, value in source[0].state_dict().items()}
+    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
+
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = weights if dist.get_rank() == 0 else {}
+    with pytest.raises(NotImplementedError, match=r"'[a-z.0-9]+weight'.*sharded by flat ranges.*patch_torch\(\)"):
+        set_model_state_dict(model, given, options=broadcast)
+    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
+
+    set_optimizer_state_dict(model, optimizer, moments, options=full)
+    with pytest.raises(NotImplementedError, match=r"not sharded alike on '.*weight' .*patch_torch\(\) before"):
+        train(model, optimizer, 1)
+
+
+def test_without_the_patch():
+    on_ranks(2, unpatched)
+
+
 def torch_cannot():
     """Setting what is flattened and whole: so it is with FSDP2 too."""
+    yafsdp_cc.patch_torch()
     for form, broadcast in itertools.product(("fsdp2", "ours"), (False, True)):
         options = StateDictOptions(
             full_state_dict=True, flatten_optimizer_state_dict=True, broadcast_from_rank0=broadcast
@@ -122,8 +172,8 @@ class Scalar(nn.Module):
         return self.linear(x) * self.scale
 
 
-@ranks(2)
-def test_parameters_without_dimensions():
+def scalars():
+    yafsdp_cc.patch_torch()
     torch.manual_seed(0)
     model = Scalar()
     yafsdp_cc.shard(model, units=[model.linear])
@@ -151,8 +201,12 @@ def test_parameters_without_dimensions():
         same(contents(model, optimizer), after)
 
 
-@ranks(2)
-def test_strict():
+def test_parameters_without_dimensions():
+    on_ranks(2, scalars)
+
+
+def strictly():
+    yafsdp_cc.patch_torch()
     model, _ = job("ours")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     del weights["norm.weight"]
@@ -165,3 +219,7 @@ def test_strict():
                 model.load_state_dict(given, strict=True)
         set_model_state_dict(model, dict(given), options=StateDictOptions(strict=False, **options))
         assert not whole(model.head.weight).any()
+
+
+def test_strict():
+    on_ranks(2, strictly)

@@ -84,7 +84,7 @@ def test_bad_flags_are_told_before_anything_starts(capsys: pytest.CaptureFixture
 def test_too_little_text_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "short").write_text("too short")
     monkeypatch.setattr(sys, "argv", ["demo", f"--text={tmp_path / 'short'}"])
-    with pytest.raises(SystemExit, match="^too little text: "):
+    with pytest.raises(SystemExit, match=r"^too little text: "):
         train.main()
 
 

@@ -1,4 +1,4 @@
-"""A small model whose gradients cross ranks encoded, and an account of what was said of them."""
+"""A small model whose gradients are encoded, and an account of what was sent and what is left in residuals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from yafsdp_cc.engine.residuals import mean_residuals
 
 import yafsdp_cc
-from yafsdp_cc.engine.module import root_of
+from tests.internals import mean_residuals_of, set_tuned_codecs
 
 
 def net() -> nn.Module:
@@ -38,26 +37,24 @@ def step_of(model: Any, step: int) -> None:
 
 def set_codecs(model: nn.Module, codecs: list[str]) -> None:
     """Have the gradients of each unit of a model with ``compression="auto"`` encoded so from now on."""
-    root = root_of(model)
-    assert root.autotuner is not None
-    root.autotuner.set_codecs(root, dict(zip(root.units, codecs, strict=True)))
+    set_tuned_codecs(model, codecs)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.full_tensor().double() for name, parameter in model.named_parameters()}
 
 
-def unsaid(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.full_tensor().double() for name, each in mean_residuals(root_of(model)).items()}
+def unsent(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.double() for name, each in mean_residuals_of(model).items()}
 
 
 class Ledger:
-    """What was said and what should have been, summed over steps."""
+    """Gradients as they were summed and as they should have been, summed over steps."""
 
     def __init__(self, model: Any, exact: Any) -> None:
         self.models = model, exact
         self.sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self.before = unsaid(model)
+        self.before = unsent(model)
 
     def step(self, step: int, micro: int = 1) -> None:
         for model, total in zip(self.models, self.sums, strict=True):
@@ -69,9 +66,9 @@ class Ledger:
             model.zero_grad()
 
     def check(self) -> None:
-        """Σ said = Σ gradients + E₀ − E_T."""
-        said, due = self.sums
-        after = unsaid(self.models[0])  # of what is encoded; the rest is exact
+        """Σ decoded = Σ gradients + E₀ − E_T."""
+        decoded, due = self.sums
+        after = unsent(self.models[0])  # of what is encoded; the rest is exact
         for name, gradient in due.items():
-            off = said[name] - (gradient + self.before.get(name, 0.0) - after.get(name, 0.0))
+            off = decoded[name] - (gradient + self.before.get(name, 0.0) - after.get(name, 0.0))
             assert off.norm() <= 3e-6 * gradient.norm(), name

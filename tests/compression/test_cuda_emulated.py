@@ -5,20 +5,28 @@ Neither speed nor what a real GPU does with memory is seen here; every index, sh
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from tests.compression import simt
-from tests.compression.twins import BLOCKS, GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
+from tests.compression.kernel_checks import (
+    BLOCKS,
+    GRADIENTS,
+    KINDS,
+    NAMES,
+    RESIDUALS,
+    Case,
+    KernelChecks,
+    numbers,
+    some_counts,
+)
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Recursion, Residual, encode
 
 pytestmark = [
     pytest.mark.skipif(simt.compiler() is None, reason="no g++"),
-    pytest.mark.skipif("YAFSDP_SOAK" not in os.environ, reason="minutes of processor time: in make soak"),
     pytest.mark.timeout(900),  # it compiles
 ]
 
@@ -31,8 +39,8 @@ def ops() -> Any:
 
 
 @pytest.fixture
-def twins(ops: Any) -> Twins:
-    return Twins(ops, "cpu")
+def checks(ops: Any) -> KernelChecks:
+    return KernelChecks(ops, "cpu")
 
 
 def elements(name: str, block: int) -> int:
@@ -42,25 +50,25 @@ def elements(name: str, block: int) -> int:
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode_every_block(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+def test_encode_every_block(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
     for seed, block in enumerate(BLOCKS):
         n, messages = elements(name, block), 1 if name == "topk" else 3
-        twins.encode(name, block, Case(numbers("usual", messages, n, torch.float32, seed), residual=residual))
+        checks.encode(name, block, Case(numbers("usual", messages, n, torch.float32, seed), residual=residual))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode_what_is_awkward(twins: Twins, name: str, kind: str) -> None:
+def test_encode_what_is_awkward(checks: KernelChecks, name: str, kind: str) -> None:
     for seed, dtype in enumerate(GRADIENTS):
         for at, residual in enumerate(RESIDUALS):
             for block in (64, 256, 512) if name != "topk" else (256,) if at == seed else ():
                 gradients = numbers(kind, 1, elements(name, block), dtype, seed)
-                twins.encode(name, block, Case(gradients, residual=residual, scale=0.37))
+                checks.encode(name, block, Case(gradients, residual=residual, scale=0.37))
 
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode_with_tails(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+def test_encode_with_tails(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
     for seed, (block, recursion) in enumerate(
         [(256, Recursion(0.9, 0.95)), (128, Recursion(1.0, 0.5)), (1024, Recursion(0.1, 1.0))]
     ):
@@ -69,37 +77,37 @@ def test_encode_with_tails(twins: Twins, name: str, residual: torch.dtype | None
         gradients = numbers("ragged", 2, n, GRADIENTS[seed], seed)
         padding = torch.arange(block) >= counts.unsqueeze(-1)
         gradients.masked_fill_(padding.flatten(1), 0.0)
-        twins.encode(name, block, Case(gradients, counts, residual, recursion, scale=2.0**-11))
+        checks.encode(name, block, Case(gradients, counts, residual, recursion, scale=2.0**-11))
         # Padding that is not zero, which only a mistake makes, is not remembered either.
         gradients = numbers("usual", 2, n, torch.float32, seed)
-        twins.encode(name, block, Case(gradients, counts, residual, recursion), steps=1)
+        checks.encode(name, block, Case(gradients, counts, residual, recursion), steps=1)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
-def test_encode_at_random(twins: Twins, name: str) -> None:
+def test_encode_at_random(checks: KernelChecks, name: str) -> None:
     for seed, block in enumerate(BLOCKS):
         for kind in ("usual", "ragged", "bad", "tiny"):
             gradients = numbers(kind, 3, elements(name, block), GRADIENTS[seed % 3], seed)
             for noise in (Noise(0), Noise(0xDEADBEEF, 2**32 - 700), Noise(12345, 5 * 2**33 + 77)):
-                twins.encode(name, block, Case(gradients, noise=noise), steps=1)
+                checks.encode(name, block, Case(gradients, noise=noise), steps=1)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
-def test_a_residual_makes_rounding_nearest(twins: Twins, name: str) -> None:
+def test_a_residual_makes_rounding_nearest(checks: KernelChecks, name: str) -> None:
     gradients = numbers("usual", 2, elements(name, 256), torch.float32, 0)
-    twins.encode(name, 256, Case(gradients, residual=torch.float32, noise=Noise(1)))
+    checks.encode(name, 256, Case(gradients, residual=torch.float32, noise=Noise(1)))
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode_at_odd_addresses(twins: Twins, name: str, dtype: torch.dtype) -> None:
+def test_encode_at_odd_addresses(checks: KernelChecks, name: str, dtype: torch.dtype) -> None:
     for residual in RESIDUALS if name != "topk" else (torch.bfloat16,):
         for block in (64, 256) if name != "topk" else (256,):
             gradients = numbers("usual", 2, elements(name, block), dtype, 1)
-            twins.encode(name, block, Case(gradients, residual=residual), odd=True)
+            checks.encode(name, block, Case(gradients, residual=residual), odd=True)
 
 
-def test_a_tile_of_few_buckets(twins: Twins) -> None:
+def test_a_tile_of_few_buckets(checks: KernelChecks) -> None:
     """More elements at the threshold than there is room for, all over the tile; and fewer than are kept that are not
     zero."""
     draw = torch.Generator().manual_seed(0)
@@ -107,16 +115,16 @@ def test_a_tile_of_few_buckets(twins: Twins) -> None:
     few = torch.where(torch.rand(2, 3 * 65_536, generator=draw) < 0.001, alike, -0.0)
     for gradients in (alike, few, torch.zeros(1, 64), torch.ones(1, 128)):
         for residual in (None, torch.float32):
-            twins.encode("topk", 64, Case(gradients, residual=residual), steps=1)
+            checks.encode("topk", 64, Case(gradients, residual=residual), steps=1)
 
 
 @pytest.mark.parametrize("dtype", RESIDUALS[1:], ids=str)
-def test_accumulate(twins: Twins, dtype: torch.dtype) -> None:
+def test_accumulate(checks: KernelChecks, dtype: torch.dtype) -> None:
     for seed, block in enumerate(BLOCKS):
         for gradient in GRADIENTS:
             for odd, kind in enumerate(("ragged", "bad", "tiny") if block <= 512 else ("bad",)):
                 gradients = numbers(kind, 2, 5 * block, gradient, seed)
-                twins.accumulate(gradients, dtype, block, 0.37, odd=odd == 1)
+                checks.accumulate(gradients, dtype, block, 0.37, odd=odd == 1)
 
 
 def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torch.Tensor:
@@ -128,44 +136,44 @@ def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torc
 
 @pytest.mark.parametrize("kind", ["usual", "ragged", "zeros", "bad"])
 @pytest.mark.parametrize("name", NAMES)
-def test_decode(twins: Twins, name: str, kind: str) -> None:
+def test_decode(checks: KernelChecks, name: str, kind: str) -> None:
     for block in BLOCKS if name != "topk" else (128,):
         n = elements(name, block)
         message = messages_of(name, block, kind, 3, n)
         for dtype in GRADIENTS:
-            twins.decode(name, block, message, n, dtype, odd=block == 128)
+            checks.decode(name, block, message, n, dtype, odd=block == 128)
         mine = numbers("zeros", 1, n, torch.bfloat16, 6)[0]
         for own, place in ((None, 0), (mine, 0), (mine.float(), 1), (mine.half(), 3)):
-            twins.decode_sum(name, block, message, n, own, place, PART, odd=block == 128)
+            checks.decode_sum(name, block, message, n, own, place, PART, odd=block == 128)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "topk"])
-def test_decode_anything(twins: Twins, name: str) -> None:
+def test_decode_anything(checks: KernelChecks, name: str) -> None:
     """Codes that no encoder writes mean what the definition makes of them, too."""
     for block in BLOCKS:
         n = 11 * block
         draw = torch.Generator().manual_seed(block)
         message = torch.randint(0, 256, (2, codec_of(name, block).message_bytes(n)), generator=draw, dtype=torch.uint8)
-        twins.decode(name, block, message, n, torch.float32)
+        checks.decode(name, block, message, n, torch.float32)
 
 
-def test_positions_out_of_range_touch_nothing(twins: Twins) -> None:
+def test_positions_out_of_range_touch_nothing(checks: KernelChecks) -> None:
     n = 65_536 + 256
     message = torch.full((2, codec_of("topk", 256).message_bytes(n)), 0xFF, dtype=torch.uint8)
     values = torch.empty(2, n)
-    twins.ops.decode(message, NAMES.index("topk"), 256, values, 0)
+    checks.ops.decode(message, NAMES.index("topk"), 256, values, 0)
     assert int((values != 0).sum()) == 2  # position 65,535 of the whole tiles
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_in_parts(twins: Twins, name: str) -> None:
+def test_decode_in_parts(checks: KernelChecks, name: str) -> None:
     for block in (64, 256, 4096):
         n = PART + 3 * 4096
         message = messages_of(name, block, "zeros", 2, n)
-        twins.decode_sum(name, block, message, n, numbers("usual", 1, n, torch.bfloat16, 3)[0], 1, PART)
+        checks.decode_sum(name, block, message, n, numbers("usual", 1, n, torch.bfloat16, 3)[0], 1, PART)
 
 
-def test_what_is_not_right_is_an_error(twins: Twins) -> None:
+def test_what_is_not_right_is_an_error(checks: KernelChecks) -> None:
     def call(**other: Any) -> None:
         given: dict[str, Any] = {
             "gradients": torch.zeros(2, 512),
@@ -182,7 +190,7 @@ def test_what_is_not_right_is_an_error(twins: Twins) -> None:
             "first": 0,
             "stream": 0,
         }
-        twins.ops.encode(*(given | other).values())
+        checks.ops.encode(*(given | other).values())
 
     call()
     wrong: list[tuple[str, dict[str, Any]]] = [
@@ -204,7 +212,7 @@ def test_what_is_not_right_is_an_error(twins: Twins) -> None:
             call(**other)
 
 
-def test_nothing_to_do(twins: Twins) -> None:
-    twins.encode("int8", 256, Case(torch.zeros(0, 512)))
+def test_nothing_to_do(checks: KernelChecks) -> None:
+    checks.encode("int8", 256, Case(torch.zeros(0, 512)))
     residual = Residual(0, 256, torch.int8, 256, torch.device("cpu"))
-    twins.ops.accumulate(torch.zeros(0, 256), residual.values, residual.scales, 256, 1.0, 0)
+    checks.ops.accumulate(torch.zeros(0, 256), residual.values, residual.scales, 256, 1.0, 0)

@@ -12,21 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compression.twins import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, Twins, numbers, some_counts
+from tests.compression.kernel_checks import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, KernelChecks, numbers, some_counts
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Recursion
 from yafsdp_cc.compression.kernels import ops_for
 
 OPS = ops_for(torch.device("cuda")) if torch.cuda.is_available() else None
-pytestmark = pytest.mark.skipif(OPS is None, reason="no CUDA device, or no native extension for it")
+if OPS is None:
+    pytest.skip("no CUDA device, or no native extension for it", allow_module_level=True)
 
 PART = 327_680
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def twins(request: pytest.FixtureRequest) -> Twins:
-    return Twins(OPS, "cuda", reference=request.param)
+def checks(request: pytest.FixtureRequest) -> KernelChecks:
+    return KernelChecks(OPS, "cuda", reference=request.param)
 
 
 def elements(block: int) -> int:
@@ -36,36 +37,36 @@ def elements(block: int) -> int:
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+def test_encode(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
     for seed, block in enumerate(BLOCKS):
         for kind in ("usual", KINDS[seed % len(KINDS)]):
             gradients = numbers(kind, 3, elements(block), GRADIENTS[seed % 3], seed)
-            twins.encode(name, block, Case(gradients, residual=residual, scale=0.37))
+            checks.encode(name, block, Case(gradients, residual=residual, scale=0.37))
 
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_encode_with_tails_at_odd_addresses(twins: Twins, name: str, residual: torch.dtype | None) -> None:
+def test_encode_with_tails_at_odd_addresses(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
     for seed, block in enumerate(BLOCKS):
         n = elements(block)
         counts = some_counts(2, n // block, block, seed)
         gradients = numbers("ragged", 2, n, GRADIENTS[seed % 3], seed)
-        twins.encode(name, block, Case(gradients, counts, residual, Recursion(0.9, 0.95)), odd=True)
+        checks.encode(name, block, Case(gradients, counts, residual, Recursion(0.9, 0.95)), odd=True)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
-def test_encode_at_random(twins: Twins, name: str) -> None:
+def test_encode_at_random(checks: KernelChecks, name: str) -> None:
     for block in BLOCKS:
         gradients = numbers("ragged", 3, elements(block), torch.bfloat16, block)
-        twins.encode(name, block, Case(gradients, noise=Noise(0xDEADBEEF, 2**32 - 700)))
+        checks.encode(name, block, Case(gradients, noise=Noise(0xDEADBEEF, 2**32 - 700)))
 
 
 @pytest.mark.parametrize("dtype", RESIDUALS[1:], ids=str)
-def test_accumulate(twins: Twins, dtype: torch.dtype) -> None:
+def test_accumulate(checks: KernelChecks, dtype: torch.dtype) -> None:
     for seed, block in enumerate(BLOCKS):
         for kind in KINDS:
             gradients = numbers(kind, 2, elements(block), GRADIENTS[seed % 3], seed)
-            twins.accumulate(gradients, dtype, block, 0.37)
+            checks.accumulate(gradients, dtype, block, 0.37)
 
 
 def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
@@ -76,16 +77,16 @@ def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decode(twins: Twins, name: str) -> None:
+def test_decode(checks: KernelChecks, name: str) -> None:
     for block in (64, 256, 1024):
         n = PART + 3 * 4096
         for kind in ("zeros", "bad"):
             message = messages_of(name, block, kind, n)
             for dtype in GRADIENTS:
-                twins.decode(name, block, message, n, dtype)
+                checks.decode(name, block, message, n, dtype)
             own = numbers("zeros", 1, n, torch.bfloat16, 6)[0]
             for mine, place in ((None, 0), (own, 0), (own.float(), 2), (own, 3)):
-                twins.decode_sum(name, block, message, n, mine, place, PART)
+                checks.decode_sum(name, block, message, n, mine, place, PART)
 
 
 @pytest.mark.parametrize("processors", ["1", "7", "100000"])
@@ -93,7 +94,7 @@ def test_any_grid_gives_the_same(monkeypatch: pytest.MonkeyPatch, processors: st
     monkeypatch.setenv("YAFSDP_CC_CUDA_SMS", processors)
     for name in NAMES:
         gradients = numbers("usual", 4, 10 * 65_536, torch.bfloat16, 3)
-        Twins(OPS, "cuda").encode(name, 256, Case(gradients, residual=torch.bfloat16))
+        KernelChecks(OPS, "cuda").encode(name, 256, Case(gradients, residual=torch.bfloat16))
 
 
 class Run:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.engine.tensor import Cut, flat_dtensor
 
 SHAPES = [(12, 9), (3, 5, 2), (), (7,), (8,), (1,), (64, 3), (0, 4), ()]
 REPLICATED = {4, 8}
@@ -23,7 +23,7 @@ def cuts_of(mesh):
     """Laid out as a unit lays them out (some ranks hold none of a parameter), some of them replicated."""
     layout = Layout.of(SHAPES, mesh.size())
     return [
-        Cut(f"layers.{i}.w", torch.Size(shape), mesh, None if i in REPLICATED else layout.bounds(extent))
+        ShardSpec(f"layers.{i}.w", torch.Size(shape), mesh, None if i in REPLICATED else layout.bounds(extent))
         for i, (shape, extent) in enumerate(zip(SHAPES, layout.extents, strict=True))
     ]
 
@@ -35,13 +35,13 @@ def uneven_cuts_of(mesh):
     for i, shape in enumerate(SHAPES):
         numel = math.prod(shape)
         starts = [numel * (r * r) // (world * world) if i % 2 == 0 else 0 for r in range(world)]
-        cuts.append(Cut(f"ragged.{i}", torch.Size(shape), mesh, (*starts, numel)))
+        cuts.append(ShardSpec(f"ragged.{i}", torch.Size(shape), mesh, (*starts, numel)))
     return cuts
 
 
 def part_of(whole, cut):
     """This rank's part of a whole tensor, in memory of its own."""
-    start, stop = cut.owned
+    start, stop = cut.local_range()
     return flat_dtensor(whole.clone() if cut.bounds is None else whole.reshape(-1)[start:stop].clone(), cut)
 
 
@@ -65,6 +65,6 @@ def one_sharded(name="layers.0.w", shape=(4, 4), bounds=None):
     """A parameter of 16 elements over the first elements of a buffer of 64, on this rank."""
     mesh = mesh_of_all()
     numel = math.prod(shape)
-    cut = Cut(name, torch.Size(shape), mesh, bounds or (0,) + (numel,) * mesh.size())
+    cut = ShardSpec(name, torch.Size(shape), mesh, bounds or (0,) + (numel,) * mesh.size())
     buffer = torch.arange(64.0)
-    return flat_dtensor(buffer[: cut.owned[1] - cut.owned[0]], cut), buffer
+    return flat_dtensor(buffer[: cut.local_shape.numel()], cut), buffer

@@ -223,6 +223,10 @@ def refusals():
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):
                 refused()
+        out = torch.ones(1)
+        with pytest.raises(NotImplementedError, match=r"not sharded alike on 'layers.0.w'"):
+            torch.add(w, 1, out=out)
+        assert out.tolist() == [1.0]
         scalar = part_of(torch.ones(()), ShardSpec("layers.0.w", torch.Size([]), mesh, (0, 1, 1)))
         with pytest.raises(NotImplementedError, match=r"aten._local_scalar_dense on 'layers.0.w'.*full_tensor"):
             scalar.item()

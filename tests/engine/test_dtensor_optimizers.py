@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
 from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, twins, uneven_cuts_of
 from tests.ranks import on_ranks
@@ -71,6 +74,20 @@ def all_optimizers():
 @pytest.mark.parametrize("world", [2, also(4)])
 def test_optimizers_equal_a_single_process_bit_for_bit(world):
     on_ranks(world, all_optimizers)
+
+
+def chosen_forms():
+    """torch lists the types for which it takes the foreach and fused forms by itself; nothing is added to its lists."""
+    parameter = nn.Parameter(one_sharded()[0])
+    for listed in (optimizer_types, clipping_types):
+        assert type(parameter) in listed
+        assert not any(each is FlatDTensor for each in listed)
+    assert FlatDTensor != torch.Tensor
+    assert len({FlatDTensor, DTensor}) == 2
+
+
+def test_foreach_is_the_default_without_a_change_of_torch_s_lists():
+    on_ranks(1, chosen_forms)
 
 
 def scalar_rprop():

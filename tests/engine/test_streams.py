@@ -10,24 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests import internals
-from tests.models import WIDTH, Mlp
+from tests.models import WIDTH, Checkpointed, Mlp
 from tests.ranks import RankError, on_ranks
+from tests.soak import also
 from tests.streams import streams
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-class Checkpointed(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        out: Tensor = self.leave(x)
-        return out
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -94,11 +85,22 @@ def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecis
     return watched.accesses
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("kind", [Mlp, Checkpointed])
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-def test_nothing_races(world: int, program: Any, kind: type[nn.Module], policy: MixedPrecisionPolicy | None) -> None:
+@pytest.mark.parametrize(
+    ("policy", "kind", "world"),
+    [
+        (None, Mlp, 1),
+        (None, Checkpointed, 2),
+        (BF16, Checkpointed, 1),
+        (BF16, Mlp, 2),
+        also(None, Mlp, 2),
+        also(None, Checkpointed, 1),
+        also(BF16, Checkpointed, 2),
+        also(BF16, Mlp, 1),
+    ],
+    ids=lambda value: "fp32" if value is None else "bf16" if value is BF16 else getattr(value, "__name__", value),
+)
+def test_nothing_races(policy: MixedPrecisionPolicy | None, kind: type[nn.Module], world: int, program: Any) -> None:
     assert on_ranks(world, run, program, kind, policy, world == 2)[0] > 1000
 
 

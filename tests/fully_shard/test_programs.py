@@ -14,8 +14,8 @@ from tests.ranks import ranks
 from tests.soak import also
 
 RUNS = [
-    (also if world == 4 and number % 3 and "replicas" not in program.__name__ else pytest.param)(program, world)
-    for number, program in enumerate(PROGRAMS)
+    (also if world == 4 and "replicas" not in program.__name__ else pytest.param)(program, world)
+    for program in PROGRAMS
     for world in (2, 4)
 ]
 

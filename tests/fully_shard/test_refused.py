@@ -45,10 +45,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         ValueError,
         r"'\(root\)' is sharded across .* 'blocks.0' across .* takes one mesh",
     ),
-    "an optimizer before": (
-        lambda m: (torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m)),
-        ValueError,
-        "make it after",
+    "an optimizer made before": (
+        lambda m: (optimizer := torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m), optimizer.step()),
+        RuntimeError,
+        "SGD was made before 'embed.weight' was sharded .* make the optimizer after",
     ),
     "a custom reduce-scatter": (
         lambda m: yafsdp_cc.fully_shard(m).set_custom_reduce_scatter(None),

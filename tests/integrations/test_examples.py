@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.integrations.examples import EXAMPLES
+from tests.soak import LONG
 
 ROOT = EXAMPLES.parent.parent
 COMMAND = re.compile(r"^yafsdp-cc (launch --standalone --nproc-per-node=[24] docs/examples/(\w+\.py))$", re.MULTILINE)
@@ -26,6 +27,7 @@ def test_its_command_and_its_page(name: str) -> None:
     assert f"(examples/{name})" in (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
 
 
+@LONG
 def test_the_command_as_it_stands() -> None:
     command = COMMAND.search((EXAMPLES / "compiled_blocks.py").read_text(encoding="utf-8"))
     assert command is not None

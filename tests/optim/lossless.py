@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.compression.ledger import net
 from tests.internals import Codec, Noise
-from tests.wire.ledger import net
 from yafsdp_cc import Compression
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.compression.ledger import net
 from tests.internals import record_norm_reduces
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
-from tests.wire.ledger import net
 from yafsdp_cc.optim import OneBitLamb
 
 BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4

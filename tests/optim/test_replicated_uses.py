@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compression.ledger import net
 from tests.optim.lossless import loss_of, sharded
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net
 from yafsdp_cc.optim import ReplicatedOneBitAdam
 
 
@@ -92,9 +92,9 @@ def saved(folder: Any) -> None:
         step(model, optimizer, number)
     with pytest.raises(RuntimeError, match=r"call optimizer.settle\(\) on all of them before"):
         optimizer.state_dict()
-    left = optimizer.mean.unsaid()
+    left = optimizer.mean.unsent()
     optimizer.settle()
-    assert torch.allclose(optimizer.mean.unsaid(), left, atol=1e-9)
+    assert torch.allclose(optimizer.mean.unsent(), left, atol=1e-9)
     if dist.get_rank() == 0:  # alone: it is no collective
         torch.save((model.state_dict(), optimizer.state_dict()), folder / "state.pt")
     for number in range(7, 11):
@@ -155,13 +155,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert mine.equal(other)
     assert scaler.get_scale() > 2.0**8
-    left, before = optimizer.mean.unsaid(), [each.clone() for each in model.parameters()]
+    left, before = optimizer.mean.unsent(), [each.clone() for each in model.parameters()]
     optimizer.zero_grad()
     (scaler.scale(loss_of(model, 8, 0)) * (torch.inf if dist.get_rank() == 1 else 1.0)).backward()
     scaler.step(optimizer)  # on both ranks, or on none
     scaler.update()
     assert optimizer.steps == 8
-    assert optimizer.mean.unsaid().equal(left)
+    assert optimizer.mean.unsent().equal(left)
     assert all(now.equal(then) for now, then in zip(model.parameters(), before, strict=True))
 
 

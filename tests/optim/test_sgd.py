@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import OneBitSGD
 
 FORMS = ("momentum", "gradient")
@@ -105,7 +105,7 @@ def test_steps_sum_up_to_exact_ones_less_what_is_still_to_come(world, form):
         for name, theirs in zip(names, twin.parameters(), strict=True):
             momentum[name].mul_(beta).add_(theirs.grad.double())
             exact[name].sub_(momentum[name], alpha=rate)
-        left = unsaid(model)
+        left = unsent(model)
         for name in left:
             faded[name].mul_(beta).add_(left[name])
         for name, parameter in zip(names, parameters, strict=True):

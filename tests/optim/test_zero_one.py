@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import yafsdp_cc
+from tests.compression.ledger import net, unsent
 from tests.internals import phase_at
 from tests.optim.lossless import backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
-from tests.wire.ledger import net, unsaid
 from yafsdp_cc.optim import ZeroOneAdam
 
 RATE, BETAS, EPS, DECAY, KAPPA = 0.01, (0.8, 0.95), 1e-8, 0.1, 3
@@ -58,7 +58,7 @@ def test_steps_are_those_of_the_rule(world, codec):
             assert (now[name] - theirs_now).norm() <= 1e-5 * now[name].norm(), (name, step)
         x = now
     if codec == "onebit":
-        left = unsaid(model)
+        left = unsent(model)
         assert left.keys() == encoded
         for name in encoded:
             assert left[name].norm() > 0

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 import yafsdp_cc
 from tests.models import Mlp
 from tests.ranks import ranks
+from tests.soak import also
 from tests.twins import added, inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins, whole
 
 
@@ -23,7 +24,7 @@ def test_each_micro_batch_is_reduced_into_the_shard() -> None:
     same_gradients(model, added(*(means(plain, square, micro) for micro in batches)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @ranks("world")
 def test_gradients_can_be_kept_whole_until_the_last_micro_batch(world: int) -> None:
     model, plain = twins(Mlp)

@@ -11,6 +11,7 @@ from torch import nn
 import yafsdp_cc
 from tests.models import CASES, Attention, Transformer, next_token, stack
 from tests.ranks import ranks
+from tests.soak import also
 from tests.twins import (
     agrees,
     inputs,
@@ -28,7 +29,7 @@ from tests.twins import (
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [also("eager"), "aot_eager"])
 @ranks(2)
 def test_a_compiled_forward_has_no_graph_break(backend: str, when: str) -> None:
     def compiled(model: Any) -> nn.Module:

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests import reference
 from tests.models import CASES, WIDTH, Mlp, Tiny, Transformer, next_token
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from tests.twins import Means, inputs, mine, reload, same_gradients, sgd, square, step_both, trains_on, twins, whole
 
 
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @ranks("world")
 def test_bf16_compute_sums_in_fp32_on_the_owner(world: int, reduce: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce, output_dtype=torch.float32)
@@ -82,7 +83,7 @@ def test_double_precision_is_not_lost_on_the_way() -> None:
     same_gradients(model, {name: (by_rank[0][name] + by_rank[1][name]) / 2 for name in by_rank[0]}, within=1e-14)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_scalars_empty_shards_and_parameters_of_no_elements(world: int) -> None:
     model, plain = twins(lambda: nn.Sequential(Tiny(), Tiny(), nn.Linear(WIDTH, 1)), units=[Tiny])

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests.models import CASES, WIDTH, Block, Mlp, Transformer, next_token, stack
 from tests.ranks import ranks
+from tests.soak import also
 from tests.twins import inputs, refusal, seeded, square, trains_on, twins
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])
 @ranks("world")
 def test_tied_weights(world: int) -> None:
     model, plain = twins(lambda: Transformer(tied=True))

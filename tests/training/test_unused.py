@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.models import WIDTH
 from tests.ranks import ranks
+from tests.soak import also
 from tests.twins import added, inputs, means, mine, same_gradients, trains_on, twins
 
 
@@ -43,7 +44,7 @@ def used(model: nn.Module, batch: tuple[Tensor, list[str]]) -> Tensor:
     return model(*batch).square().mean()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_parameters_unused_on_all_or_some_ranks(world: int) -> None:
     model, plain = twins(Options, units=[Optional])

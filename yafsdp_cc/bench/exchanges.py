@@ -32,6 +32,7 @@ from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
+from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 from yafsdp_cc.netlab import namespaces
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import RECEIVED, CompressedSum, Encoder, Feedback, kept_of_noise
+from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import LOW_RANK
+from yafsdp_cc.compression.encoder import RECEIVED, Encoder, Feedback, kept_of_noise
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.engine.collectives import ExactAllReduce

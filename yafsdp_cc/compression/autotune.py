@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression import kernels
-from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT
 from yafsdp_cc.compression.config import EXACT
+from yafsdp_cc.compression.encoder import RECEIVED, SENT
 from yafsdp_cc.compression.error_feedback import Residual, lost_share
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.engine.mesh import all_groups

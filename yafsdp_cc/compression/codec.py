@@ -54,7 +54,7 @@ class Noise(NamedTuple):
     """Index of the first element in the whole buffer."""
 
     def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements ``first``, ``first + 1``, ... in row-major order."""
+        """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements from ``first`` on in row-major order."""
         index = torch.arange(self.first, self.first + shape.numel(), device=device).bitwise_and_(_WORD)
         return (hashed(index ^ self.seed) >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
 
@@ -145,8 +145,6 @@ def kind_of(name: str) -> type[Codec]:
     Raises:
         ValueError: there is none.
     """
-    import yafsdp_cc.compression.codecs  # noqa: F401  (they register themselves, and import this module)
-
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
     return _codecs[name]

@@ -19,98 +19,36 @@ next sum, the optimizer's momentum, and the counter of random numbers. Each ``st
 M becomes β(M + g_w) and the update (1 − β)/N · Σ(M + g_w) where C is exact: residual and Adam's first moment are one
 buffer (Ahn et al., "Dion", 2025, algorithm 1, whose C is of low rank; Karimireddy et al., 2019, for the feedback). The
 owner's own part crosses no network and so is exact. It lies where the optimizer keeps its first moment,
-e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums goes
-on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share`` of 1 in
-place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
+e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums
+goes on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share``
+of 1 in place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
 """
 
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from yafsdp_cc.compression import kernels
-from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.codec import Noise
 from yafsdp_cc.compression.config import AUTO, EXACT
-from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual, lost_share
+from yafsdp_cc.compression.encoder import CompressionError, Encoder, Feedback
+from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.protocols import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yafsdp_cc.compression.codec import Codec
-    from yafsdp_cc.compression.powersgd import LowRank
+    from yafsdp_cc.compression.encoder import SharedFactors
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.layout import Layout
     from yafsdp_cc.engine.param import Divisor, FSDPParam
-
-SENT, RECEIVED = "sent messages", "received messages"
-"""Scratch buffers of messages, shared by all sums of a stream."""
-
-SUMS = 3
-
-
-class CompressionError:
-    """Measures how well a codec suits what it is given: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
-
-    h is what is due and D(m) what is decoded. After a message its residual is E = h − a·D(m), so both come from the
-    residual and the message: h − D(m) = E − (1 − a)·D(m).
-
-    A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
-    al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
-    than about δ²/4 of what is due. ``least`` is that for half the δ that a codec has of normal noise, as real gradients
-    are far from alike. They are further from it where residuals are momentum (a < 1), in which noise averages out: by
-    about √a.
-
-    Args:
-        device: of the messages.
-        kept: the share of noise that messages keep.
-        recursion: of their residuals.
-    """
-
-    def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC) -> None:
-        self.recursion = recursion
-        self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
-        """The share that messages have to keep for residuals not to grow."""
-        self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
-        """Squares of what was lost, of what was due, and of what was decoded."""
-        self.seen = False
-        """Whether there has been a message."""
-
-    @torch.no_grad()
-    def observe(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
-        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
-        self.seen = True
-        n = residual.values.shape[1]
-        step = min(kernels.PART, n) if kernels.is_native(codec, messages.device) else n
-        scratch = torch.empty(step, dtype=torch.float32, device=messages.device)
-        for row, message in enumerate(messages):
-            left_of_row = residual.rows(row, row + 1)
-            for start in range(0, n, step):
-                decoded = scratch[: min(step, n - start)]
-                kernels.decode_sum(codec, message.unsqueeze(0), n, None, 0, decoded, start)
-                left = left_of_row.columns(start, start + len(decoded)).load()[0]
-                lost = left.sub_(decoded, alpha=1 - self.recursion.taken)
-                self.add(lost, lost + decoded, decoded)
-
-    @torch.no_grad()
-    def add(self, *parts: Tensor) -> None:
-        """Take in what was lost, what was due, and what was decoded."""
-        self.seen = True
-        self.sums += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
-
-
-@cache
-def kept_of_noise(codec: str, block: int) -> float:
-    """Return the share of the squares of normal noise that a message keeps: 0.64 by onebit, 0.99 by int4."""
-    return 1 - lost_share(codec_of(codec, block))
 
 
 class SummedBuffer(Protocol):
@@ -152,68 +90,6 @@ class PlainBuffer:
     trainable: bool = True
     has_grad: bool = False
     params: Sequence[FSDPParam] = ()
-
-
-class Feedback(NamedTuple):
-    """What an encoder uses of its ``CompressedSum`` in one ``start``."""
-
-    residual: Residual | None
-    recursion: Recursion
-    noise: Noise | None
-    """For stochastic rounding, where there is no residual."""
-    error: CompressionError | None
-
-
-class Encoder(ABC):
-    """Makes messages of a buffer's values, exchanges them, and decodes their sum. Keeps nothing but its settings."""
-
-    factors: LowRank | None = None
-    """Of low rank; None of codecs."""
-    context: CommContext
-
-    def bind(self, context: CommContext) -> None:
-        """Use this communicator, and reserve scratch buffers for messages."""
-        self.context = context
-
-    @property
-    @abstractmethod
-    def kept(self) -> float:
-        """The share of noise that messages keep, between 0 and 1."""
-
-    @property
-    @abstractmethod
-    def step(self) -> int:
-        """Elements that ``decode`` fills at once; their starts are multiples of it."""
-
-    @abstractmethod
-    def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        """Encode ``values``, keep what is lost in the residual, and start the exchange."""
-
-    @abstractmethod
-    def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        """Fill ``total`` fp32 with elements from ``start`` on of the sum of all messages.
-
-        Args:
-            own: of a reduce-scatter, those elements of this rank's own chunk, which was not encoded.
-            start: a multiple of ``step``.
-            total: overwritten.
-        """
-
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends by the next ``start``."""
-
-    def planned_bytes(self) -> int:
-        """Return the bytes that this rank sends per ``start``, on average."""
-        return self.sent_bytes()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its own buffers, which are not scratch."""
-        return 0
-
-    def restart(self) -> None:
-        """Drop what an interrupted exchange may have left different on some ranks."""
 
 
 class CompressedSum(Collective):
@@ -324,6 +200,14 @@ class CompressedSum(Collective):
             self._encoder.bind(self.context)
             self._make_residual()
 
+    def reserve_exact_mean(self) -> None:
+        """Make ``exact_mean`` unless it is there; the schedule does before a reduce is issued.
+
+        On CUDA its memory is to be that of the caller's stream: the optimizer frees it there.
+        """
+        if self.exact_mean is None:
+            self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+
     def watch(self) -> CompressionError:
         """Observe messages from the next one on, until ``compression_error`` is None again."""
         assert self._encoder is not None
@@ -331,7 +215,7 @@ class CompressedSum(Collective):
         return self.compression_error
 
     @property
-    def factors(self) -> LowRank | None:
+    def factors(self) -> SharedFactors | None:
         """The factors of ``powersgd``, which all ranks hold alike; None with a codec."""
         return None if self._encoder is None else self._encoder.factors
 
@@ -385,9 +269,8 @@ class CompressedSum(Collective):
         self._adds_exact = self.exact_mean is not None and self.flat.has_grad
         if phase.encodes or phase.keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
-        if phase.keeps_exact and self.exact_mean is None:
-            # On CUDA this memory belongs to the reduce stream, which waits for the optimizer's stream before each sum.
-            self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+        if phase.keeps_exact:
+            self.reserve_exact_mean()
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
@@ -444,12 +327,3 @@ class CompressedSum(Collective):
             kept.add_(total / self.flat.divisor.tensor)
         else:
             torch.div(total, self.flat.divisor.tensor, out=kept)
-
-
-def other_chunks(buffer: Tensor, world: int, rank: int) -> list[tuple[int, Tensor]]:
-    """Return the chunks of other ranks in ``buffer`` [world * chunk], as those below and those above ``rank``.
-
-    Each as [chunks, chunk], with the number of its first message among all.
-    """
-    chunks = buffer.view(world, -1)
-    return [(first, part) for first, part in ((0, chunks[:rank]), (rank, chunks[rank + 1 :])) if part.shape[0]]

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import CompressionError, kept_of_noise
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ _UNKNOWN, _BEHIND = -2, -1
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
+def part_numel(device: torch.device) -> int:
+    """Return the elements of a part: on a CPU what stays in its cache, else what is worth a kernel's launch."""
+    return kernels.PART * (16 if device.type == "cuda" else 1)
+
+
 class DeltaAllGather(ExactAllGather):
     """Sends encoded deltas to weights that ranks have kept from the gather before, where the schedule encodes.
 
@@ -58,6 +63,7 @@ class DeltaAllGather(ExactAllGather):
     """
 
     has_finish = True
+    builds_on_held = True
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
@@ -69,7 +75,7 @@ class DeltaAllGather(ExactAllGather):
         self.compression_error: CompressionError | None = None
         """Observes messages while it is there."""
         self._codec = codec
-        self._part = kernels.PART * (16 if flat.device.type == "cuda" else 1)  # a CPU's cache; worth a kernel's launch
+        self._part = part_numel(flat.device)
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
         self._sends_delta = False

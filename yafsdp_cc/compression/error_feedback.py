@@ -97,7 +97,7 @@ class Residual:
         return loaded
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite it with ``fresh`` [messages, n] fp32; with ``where`` [messages, blocks] bool, those blocks alone."""
+        """Overwrite it with ``fresh`` [messages, n] fp32; with ``where`` [messages, blocks] bool, in those blocks."""
         blocks = fresh.unflatten(1, (-1, self.block))
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)

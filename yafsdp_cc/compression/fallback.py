@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression.compressed_sum import SUMS, CompressedSum
+from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.delta import DeltaAllGather
+from yafsdp_cc.compression.encoder import SUMS
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers
 from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.engine.protocols import Observer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from yafsdp_cc.compression.compressed_sum import CompressionError
+    from yafsdp_cc.compression.encoder import CompressionError
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.state import FSDPState
@@ -192,7 +193,7 @@ class CodecFallback(Observer):
         """Return what is wrong with messages that keep this share of what is due, and have this norm."""
         least = measured.error.least
         if kept < least or kept < 0:
-            return f"keep {kept:.2%} of the gradients: residuals grow below {least:.2%}"
+            return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"
         if isinstance(measured.collective, CompressedSum) and (times := self._growth(measured.name, norm)):
             return f"are {times:.0f} times their smallest norm: gradients grow"
         return ""
@@ -217,9 +218,9 @@ class CodecFallback(Observer):
         return f"come with losses that have risen from {best:.4g} to {loss:.4g}"
 
     def _fall_back(self, state: FSDPState, measured: Measured, why: str) -> None:
-        name, collective = measured.name, measured.collective
+        name, collective, kind = measured.name, measured.collective, "gradients"
         if isinstance(collective, DeltaAllGather):
-            before, codec = str(self._config.weights), "exact"
+            before, codec, kind = str(self._config.weights), "exact", "weight deltas"
             collective.always_exact = True
         else:
             before = collective.codec_name
@@ -229,7 +230,10 @@ class CodecFallback(Observer):
         self._strikes.pop(name, None)
         self._smallest.pop(name, None)
         self._names = []
-        state.counters.why = f"messages of {name} and what shares its buffer, in {before}, {why}: {codec} from now on"
+        state.counters.why = (
+            f"messages of {kind} of '{measured.flat.name}' and what shares its buffer, in {before}, {why}: "
+            f"{codec} from now on"
+        )
         if dist.get_rank() == state.info.first_rank:
             _log.warning("%s", state.counters.why)
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.compressed_sum import RECEIVED, SENT, Encoder, Feedback, other_chunks
+from yafsdp_cc.compression.encoder import RECEIVED, SENT, Encoder, Feedback, other_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -245,11 +245,15 @@ class _FactorEncoder(Encoder):
         name: str,
         device: torch.device,
     ) -> None:
-        self.factors: LowRank = LowRank(*matrices_of(places, matrix_rank, first, last), matrix_rank, name, device)
+        self._low_rank = LowRank(*matrices_of(places, matrix_rank, first, last), matrix_rank, name, device)
         self._numel = last - first
         self._block = block
         self._is_finite = torch.empty(self._numel // block, dtype=torch.bool, device=device)
-        self._room = 4 * max(self.factors.numel(False), self.factors.numel(True))
+        self._room = 4 * max(self._low_rank.numel(False), self._low_rank.numel(True))
+
+    @property
+    def factors(self) -> LowRank:
+        return self._low_rank
 
     @property
     def kept(self) -> float:
@@ -257,21 +261,21 @@ class _FactorEncoder(Encoder):
 
     @property
     def nbytes(self) -> int:
-        return self.factors.factors.nbytes + self._is_finite.nbytes
+        return self._low_rank.factors.nbytes + self._is_finite.nbytes
 
     def sent_bytes(self) -> int:
         return self.context.comm.all_reduce_bytes(4 * self._message_numel)
 
     def planned_bytes(self) -> int:
-        comm, factors = self.context.comm, self.factors
+        comm, factors = self.context.comm, self._low_rank
         return sum(comm.all_reduce_bytes(4 * factors.numel(is_right)) for is_right in (False, True)) // 2
 
     def restart(self) -> None:
-        self.factors.restart()  # some ranks may have made the next factors already
+        self._low_rank.restart()  # some ranks may have made the next factors already
 
     @property
     def _message_numel(self) -> int:
-        return self.factors.numel(self.factors.sends_right)
+        return self._low_rank.numel(self._low_rank.sends_right)
 
     def _message(self, buffer: str) -> Tensor:
         return self.context.scratch.take(buffer, self._message_numel, torch.float32)
@@ -287,12 +291,12 @@ class _FactorEncoder(Encoder):
         parts = [(residual.rows(first, first + len(rows)), rows) for first, rows in self._rows(due)]
         for kept, rows in parts:
             rows.add_(kept.load(), alpha=recursion.carry)
-        self.factors.encode(due, message)
+        self._low_rank.encode(due, message)
         if recursion.carry != 1:
             for kept, rows in parts:
                 rows.add_(kept.load(), alpha=1 - recursion.carry)
         before = None if feedback.error is None else due.clone()
-        self.factors.subtract(due, message, recursion.taken, self._is_finite, self._block)
+        self._low_rank.subtract(due, message, recursion.taken, self._is_finite, self._block)
         for (kept, rows), (_, finite) in zip(parts, self._rows(self._is_finite), strict=True):
             kept.store(rows, finite)
         if feedback.error is not None and before is not None:
@@ -333,8 +337,8 @@ class ChunkFactors(_FactorEncoder):
         summed = self._message(RECEIVED)
         others = self._message(SENT).neg_().add_(summed)
         total.copy_(own)
-        self.factors.add(others, total, self._rank * self._layout.chunk + start)
-        self.factors.advance(summed)
+        self._low_rank.add(others, total, self._rank * self._layout.chunk + start)
+        self._low_rank.advance(summed)
 
     def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         return other_chunks(buffer, self._layout.world, self._rank)
@@ -364,8 +368,8 @@ class SharedFactors(_FactorEncoder):
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
         message = self._message(SENT)
-        self.factors.add(message, total.zero_(), 0)
-        self.factors.advance(message)
+        self._low_rank.add(message, total.zero_(), 0)
+        self._low_rank.advance(message)
 
     def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         return [(0, buffer.view(1, -1))]

@@ -20,16 +20,9 @@ from torch import Tensor
 
 from yafsdp_cc.compression import kernels
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import (
-    RECEIVED,
-    SENT,
-    CompressedSum,
-    Encoder,
-    Feedback,
-    kept_of_noise,
-    other_chunks,
-)
+from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import EXACT, LOW_RANK
+from yafsdp_cc.compression.encoder import RECEIVED, SENT, Encoder, Feedback, kept_of_noise, other_chunks
 from yafsdp_cc.compression.powersgd import ChunkFactors
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.protocols import ReduceScatter

@@ -56,10 +56,13 @@ class PhaseController(Protocol):
         """Set the phase again, as what clips gradients has changed."""
 
 
-class ScaledSum(Protocol):
+class ScheduledSum(Protocol):
     """A compressed sum, as far as its schedule knows it."""
 
     schedule: CompressionSchedule
+
+    def reserve_exact_mean(self) -> None:
+        """Make the buffer of the exact mean gradient."""
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients that it keeps for later sums."""
@@ -97,7 +100,8 @@ class CompressionSchedule(Observer):
         self._state: weakref.ref[FSDPState] | None = None
         self._versions: tuple[tuple[int, ...], ...] = ()
         self._has_warned = False
-        self._sums: weakref.WeakSet[ScaledSum] = weakref.WeakSet()
+        self._sums: weakref.WeakValueDictionary[int, ScheduledSum] = weakref.WeakValueDictionary()
+        """By id."""
 
     @property
     def is_controlled(self) -> bool:
@@ -123,10 +127,10 @@ class CompressionSchedule(Observer):
         """Return the ratio of a sum over ranks to the mean gradient of an unscaled loss."""
         return divisor_factor * self.loss_scale
 
-    def adopt(self, compressed: ScaledSum) -> None:
+    def adopt(self, compressed: ScheduledSum) -> None:
         """Become the schedule of a compressed sum."""
         compressed.schedule = self
-        self._sums.add(compressed)
+        self._sums[id(compressed)] = compressed
 
     def set_controller(
         self, controller: PhaseController, beta: float, share: float, max_grad_norm: float | None
@@ -156,6 +160,15 @@ class CompressionSchedule(Observer):
             self._follow_scaler()
             self._warn_of_few_bits()
         self.count_step()
+
+    def before_reduce(self, group: str) -> None:
+        state = None if self._state is None else self._state()
+        if not self.phase.keeps_exact or state is None:
+            return
+        for flat in (flat for each in state.groups if each.name == group for flat in each.flats if flat.trainable):
+            for collective in (flat.reduce_scatter, flat.all_reduce):
+                if (compressed := self._sums.get(id(collective))) is not None:
+                    compressed.reserve_exact_mean()
 
     def count_step(self) -> None:
         """Count a step of the warm-up if weights have changed since the last call."""
@@ -195,7 +208,7 @@ class CompressionSchedule(Observer):
     def set_loss_scale(self, loss_scale: float) -> None:
         """Rescale residuals, exactly for powers of two. Nothing may be in flight."""
         factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
-        for each in self._sums:
+        for each in self._sums.values():
             each.rescale(factor)
 
     def _follow_scaler(self) -> None:

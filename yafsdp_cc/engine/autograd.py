@@ -5,8 +5,8 @@
 
 ``Narrow`` gives the forward a view of one parameter in the weight buffer, and its backward writes that parameter's
 gradient into the gradient buffer. All ``Narrow`` nodes of a group, and all consumers of its inputs, precede the group's
-gate in the backward; so autograd itself runs the gate's backward exactly when the group's last gradient is written, also
-when some gradients never come. Group gates in turn precede the root gate, which is the last node of all.
+gate in the backward; so autograd itself runs the gate's backward exactly when the group's last gradient is written,
+also when some gradients never come. Group gates in turn precede the root gate, which is the last node of all.
 
 Below them: maps over the tensors in a module's arguments and outputs.
 """

@@ -1,7 +1,7 @@
 """What is checked before anything is sharded. Checks that may fail on one rank alone are made collective.
 
-``refused_together`` has every rank refuse what one rank refuses; ``check_settings`` and ``check_equal`` compare arguments
-and parameters; ``check_trial_exchange`` sends a few numbers the way that weights and gradients will go.
+``refused_together`` has every rank refuse what one rank refuses; ``check_settings`` and ``check_equal`` compare
+arguments and parameters; ``check_trial_exchange`` sends a few numbers the way that weights and gradients will go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exact collectives of a parameter group, and the factory that makes them (see ``protocols``).
 
-Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by an
-all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
+Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by
+an all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExactAllGather(AllGather):
         comm, chunk = self.context.comm, self.flat.layout.chunk
         own = output.narrow(0, comm.rank * chunk, chunk)
         source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1)
-        self.sent_bytes = self.planned_bytes()
+        self.sent_bytes = comm.peer_bytes(output.nbytes)  # not planned_bytes: subclasses send less on average
         return comm.all_gather(output, source, async_op)
 
 

@@ -1,7 +1,7 @@
 """How collectives are called on each backend, and the scratch buffers that they share.
 
-Over gloo a sum is an all-to-all of chunks and a local sum: gloo's own reduce-scatter is a clone, an all-reduce and a copy.
-Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is sent.
+Over gloo a sum is an all-to-all of chunks and a local sum: gloo's own reduce-scatter is a clone, an all-reduce and a
+copy. Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is sent.
 """
 
 from __future__ import annotations

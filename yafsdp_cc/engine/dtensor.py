@@ -32,8 +32,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine import norms
 from yafsdp_cc.engine.mesh import (
-    all_reduce_over,
     all_groups,
+    all_reduce_over,
     broadcast_from_first,
     shard_group,
     shard_rank,
@@ -230,7 +230,7 @@ class FlatShard(Shard):
     of the right size, but of other elements, would go unnoticed.
     """
 
-    spec: ShardSpec
+    spec: ShardSpec | str = "a parameter"  # of a copy or from a pickle
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
@@ -298,9 +298,10 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         if widest == 0:
             return local.new_empty(spec.shape)
         # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
-        padded = to_mesh_device(local.view(torch.uint8), spec.mesh)
+        padded = local.view(torch.uint8)
         if local.numel() < widest:
             padded = torch.nn.functional.pad(padded, (0, (widest - local.numel()) * local.itemsize))
+        padded = to_mesh_device(padded, spec.mesh)
         gathered = padded.new_empty((len(widths), padded.numel()))
         all_gather_single(gathered.view(-1), padded, group=shard_group(spec.mesh))
         rows = gathered.view(local.dtype)
@@ -493,22 +494,34 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     return value
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself: on local tensors, in place or into ``out`` where torch's is."""
-    written = _written(func)
-    in_place = written[:1] == (0,)
-    targets = args[:1] if in_place else tuple(kwargs[func._schema.arguments[i].name] for i in written)
-    sharded = [x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
-    if any(type(target) is not FlatDTensor for target in targets):
-        _operand(func, None, sharded[0])
-    spec: Any = args[0].shard_spec if in_place else _largest(x.shard_spec for x in sharded)
+def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     locals_ = [
         x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
     ]
-    result = func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
-    if targets:
-        increment_version([target._local_tensor for target in targets])
-        return targets[0] if len(targets) == 1 else targets
+    return func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each element by itself, on local tensors."""
+    target = args[0]
+    if type(target) is not FlatDTensor:
+        _operand(func, None, next(x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor))
+    _on_locals(func, target.shard_spec, args, kwargs)
+    increment_version((target._local_tensor,))
+    return target
+
+
+def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each element by itself, into new local tensors or those of ``out``."""
+    sharded = [x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
+    outs = tuple(kwargs[func._schema.arguments[i].name] for i in _written(func)) if kwargs else ()
+    if any(type(out) is not FlatDTensor for out in outs):
+        _operand(func, None, sharded[0])
+    spec: Any = sharded[0].shard_spec if len(sharded) == 1 else _largest(x.shard_spec for x in sharded)
+    result = _on_locals(func, spec, args, kwargs)
+    if outs:
+        increment_version([out._local_tensor for out in outs])
+        return outs[0] if len(outs) == 1 else outs
     return type(result)(_wrap(x, spec) for x in result) if isinstance(result, (list, tuple)) else _wrap(result, spec)
 
 
@@ -583,29 +596,35 @@ def _same_where_replicated(local: torch.Tensor, spec: ShardSpec) -> None:
         spec.tensor_parallel.broadcast_first(local)
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``copy_`` from a tensor sharded alike, from any that is whole or of the same shape, or from a number."""
-    target, value, *rest = args
+def _source(func: Any, target: torch.Tensor, value: torch.Tensor) -> Any:
+    """What to copy into the local tensor of ``target``: this rank's elements of ``value``, which is sharded alike,
+    divided by tensor parallelism alike, or whole; or one number."""
     if type(target) is not FlatDTensor:
-        _operand(func, None, value)
-    spec, local = target.shard_spec, target._local_tensor
+        return _operand(func, None, value)
+    spec = target.shard_spec
     if isinstance(value, (FlatDTensor, LazyNorm)):
-        source = _operand(func, spec, value)
-    elif isinstance(value, DTensor) and spec.tensor_parallel is not None and spec.tensor_parallel.holds(value):
-        source = spec.local_of(value._local_tensor)
-    else:
-        # set_model_state_dict makes DTensors of full state dicts; all ranks load the same.
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        source = spec.local_of_full(whole) if whole.shape == spec.global_shape else _operand(func, spec, whole)
-    func(local, source, *rest, **kwargs)
-    increment_version((local,))
-    return cast("FlatDTensor", target)
+        return _operand(func, spec, value)
+    if isinstance(value, DTensor):
+        if spec.tensor_parallel is not None and spec.tensor_parallel.holds(value):
+            return spec.local_of(value._local_tensor)
+        value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load the same
+    return spec.local_of_full(value) if value.shape == spec.global_shape else _operand(func, spec, value)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, value, *rest = args
+    source = _source(func, target, value)
+    func(target._local_tensor, source, *rest, **kwargs)
+    increment_version((target._local_tensor,))
+    return target
 
 
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     targets, values, *rest = args
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value, *rest, **kwargs)
+    sources = [_source(func, target, value) for target, value in zip(targets, values, strict=True)]
+    locals_ = [target._local_tensor if type(target) is FlatDTensor else target for target in targets]
+    func(locals_, sources, *rest, **kwargs)
+    increment_version(locals_)
 
 
 def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
@@ -730,7 +749,9 @@ def _handler_of(func: Any) -> Callable[..., Any]:
         base in _UNTAGGED or any(torch.Tag.pointwise in form.tags for form in forms)
     ):
         return _refused
-    return _foreach if name.startswith("_foreach_") else _elementwise
+    if name.startswith("_foreach_"):
+        return _foreach
+    return _in_place if _written(func)[:1] == (0,) else _out_of_place
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------

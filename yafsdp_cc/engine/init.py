@@ -1,9 +1,9 @@
 """From a module to a sharded one: its parameters become shards, and groups become an engine.
 
-``shard_parameters`` replaces parameters by shards in flat buffers and makes a ``ParamGroupSpec``. ``assemble`` makes the
-engine (``FSDPState``: groups, buffers, streams) of all specs below a root module. ``shard`` assembles at once; after
-``fully_shard``, which goes bottom-up, the first forward tells which module is the root. A setting that takes other
-buffers takes effect when the engine is assembled again, before the next forward.
+``shard_parameters`` replaces parameters by shards in flat buffers and makes a ``ParamGroupSpec``. ``assemble`` makes
+the engine (``FSDPState``: groups, buffers, streams) of all specs below a root module. ``shard`` assembles at once;
+after ``fully_shard``, which goes bottom-up, the first forward tells which module is the root. A setting that takes
+other buffers takes effect when the engine is assembled again, before the next forward.
 """
 
 from __future__ import annotations
@@ -296,6 +296,7 @@ def assemble(model: nn.Module) -> FSDPState:
                 context.bind_reduce(flat)
     for old in retired:
         state.is_last_backward = old.is_last_backward
+        context.has_warned |= old.context.has_warned
         if context.replicas is not None and old.context.replicas is not None:
             context.replicas.sums = old.context.replicas.sums
     context.observers = tuple(observer for factory in factories for observer in factory.observers())
@@ -424,7 +425,7 @@ def _make_groups(
 
 
 def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None) -> Role:
-    """Return the spec's role; blocks are what is made of other modules, so that no embedding sets their buffers' size."""
+    """Return the spec's role; what is made of other modules is a block, so that no embedding sets buffers' sizes."""
     if spec is own:
         return "root"
     if spec.role is not None:

@@ -116,7 +116,7 @@ class ShardedModule(FSDPModule):
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's all-gathers wait for ``event`` alone, not for all that the current stream has to do."""
+        """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream."""
         current_state(_as_module(self)).post_optim_event = event
 
     # Gradients ---------------------------------------------------------------------------------------------------
@@ -124,9 +124,9 @@ class ShardedModule(FSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether a backward reduces the gradients.
 
-        False keeps unsharded gradients on this rank (a warning tells how many bytes that costs) until the first backward
-        after True, which reduces what has come together. All ranks must set the same. Left alone, every micro-batch is
-        reduced into the sharded gradients and nothing unsharded is kept.
+        False keeps unsharded gradients on this rank (a warning tells how many bytes that costs) until the first
+        backward after True, which reduces what has come together. All ranks must set the same. Left alone, every
+        micro-batch is reduced into the sharded gradients and nothing unsharded is kept.
         """
         for spec in self._specs(recurse):
             spec.settings.reduces = requires_gradient_sync

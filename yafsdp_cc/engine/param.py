@@ -1,7 +1,7 @@
 """Parameters of a group: their shards, their unsharded weights and gradients in buffers, and their ``.grad``.
 
-    FlatParam         | w1        |·| w2               |·| w3     |····|     unsharded, world * chunk elements; · padding
-    rank's shard      | chunk 0         | chunk 1         | chunk 2    |
+    FlatParam         | w1        |·| w2               |·| w3     |····|     world * chunk elements; · padding
+    shards of ranks   | chunk 0         | chunk 1         | chunk 2    |
 
 A ``FlatParam`` holds the parameters of one dtype (and codec) of a group; each ``FSDPParam`` is one of them, and its
 range of the chunk is the local tensor of the ``FlatDTensor`` that users see. ``UnshardedParams`` and
@@ -84,7 +84,7 @@ class FSDPParam:
         return None if self._state is None else self._state()
 
     def set_state(self, state: Any) -> None:
-        """Be a parameter of this ``FSDPState`` from now on. It is not kept alive: users may keep parameters for ever."""
+        """Be a parameter of this ``FSDPState`` from now on. It is not kept alive by parameters that users keep."""
         self._state = weakref.ref(state)
 
     def check_unchanged(self) -> None:

@@ -4,8 +4,8 @@
     no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
 
 ``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called by the first
-gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is decided
-by ``state``.
+gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is
+decided by ``state``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GroupContext:
         """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
         self._leaf_node = leaf_node
         self._bound: set[FlatParam] = set()
-        self._warned = False
+        self.has_warned = False
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +159,16 @@ class GroupContext:
             self.last_reduce = None
             self.in_flight.clear()
 
+    def release(self) -> None:
+        """Let go of groups, buffers and observers."""
+        for pool in (*self.weight_pools.values(), *self.grad_pools.values()):
+            for buffer in pool.buffers:
+                buffer.owner = None  # groups and buffers refer to each other
+        self.groups = self.observers = ()
+        self.weight_pools.clear()
+        self.grad_pools.clear()
+        self.own_grad_buffers.clear()
+
     def reset(self) -> None:
         """Drop reduces that are in flight, as after an interrupted backward."""
         for buffer in self.in_flight:
@@ -171,7 +181,7 @@ class GroupContext:
 
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
-        if not self._warned and self.gather.comm.rank == 0:
+        if not self.has_warned and self.gather.comm.rank == 0:
             sharing = [group for group in self.groups if not group.has_own_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
             _log.warning(
@@ -179,7 +189,7 @@ class GroupContext:
                 "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",
                 nbytes,
             )
-        self._warned = True
+        self.has_warned = True
 
 
 class ParamGroup:
@@ -384,11 +394,12 @@ class ParamGroup:
 
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
-        span = self._gather_span.start() if context.traces else None
+        span = self._gather_span.of(sum(each.all_gather.planned_bytes() for each in flats)) if context.traces else None
+        handle = None if span is None else span.start()
         completes = any(flat.all_gather.has_finish for flat in flats)
         context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
-            self._gather_span.end(span)
+            span.end(handle)
         buffer.owner, buffer.versions = self, versions
         for flat in flats:
             context.counters.gathered_bytes += flat.all_gather.sent_bytes
@@ -506,14 +517,17 @@ class ParamGroup:
         for observer in context.observers:
             observer.before_reduce(self.name)
         context.fingerprint.record("reduce", self.name)
-        span = self._reduce_span.start() if context.traces else None
+        span = handle = None
+        if context.traces:
+            span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))
+            handle = span.start()
         for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
             finish = partial(_complete_reduce, flat, whole, written)
             context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
             context.reduced.append((flat, written))
             context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
         if span is not None:
-            self._reduce_span.end(span)
+            span.end(handle)
         grads.buffer.owner = None
         for observer in context.observers:
             observer.after_reduce(self.name)

@@ -161,7 +161,7 @@ class Observer:
     """Is called in the host thread of a forward or backward, in the same order on all ranks."""
 
     def assembled(self, state: object) -> None:
-        """The engine was assembled, for the first time or anew; ``state`` is its ``FSDPState``. Nothing is in flight."""
+        """The engine was assembled, perhaps anew; ``state`` is its ``FSDPState``. Nothing is in flight."""
 
     def before_forward(self) -> None:
         """A forward of the root begins; collectives may be issued, each ``record``ed."""

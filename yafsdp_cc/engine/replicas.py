@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from yafsdp_cc.engine.communicator import ScratchBuffers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -35,6 +37,15 @@ class PartialReduceOutput:
         """Which parameters this rank has written; None while the sum is empty."""
         self._replicas = replicas
         self._all_reduce = all_reduce
+        # Where operations do not order themselves, several all-reduces are in flight: each needs its own scratch.
+        self._scratch = None if replicas.stream.is_ordered else ScratchBuffers(flat.device)
+        context = replicas.context
+        all_reduce.bind(context if self._scratch is None else context._replace(scratch=self._scratch))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sum, and of scratch that is its own."""
+        return self.total.nbytes + (0 if self._scratch is None else self._scratch.nbytes)
 
     def add(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
         """Take in the sum of one backward; where this backward sums over replicas, issue that."""
@@ -78,7 +89,6 @@ class Replicas:
         """Make the partial sum of ``flat``, and have sums over its shard's ranks go there."""
         all_reduce = flat.all_reduce
         assert all_reduce is not None
-        all_reduce.bind(self.context)
         self._outputs[flat] = output = PartialReduceOutput(self, flat, all_reduce)
         flat.add_sum = output.add
 
@@ -104,5 +114,5 @@ class Replicas:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the partial sums."""
-        return sum(output.total.nbytes for output in self._outputs.values())
+        """Bytes of the partial sums and their scratch."""
+        return sum(output.nbytes for output in self._outputs.values())

@@ -13,7 +13,8 @@ What a backward must do for its calls is settled by the forward, as the calls in
     forward    a ( b ) c           backward    begin c, end c, begin a, begin b, end b, end a
 
 An output or a gate that the backward reaches moves it on to that point of the sequence. So a rank on which some
-parameters of a group go unused, and perhaps the whole group, issues the same collectives in the same order as the others.
+parameters of a group go unused, and perhaps the whole group, issues the same collectives in the same order as the
+others.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling.spans import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
-"""Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the root's)."""
+"""Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the
+root's)."""
 
 _OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
 _REPLICATED_SPAN = Span("replicated")
@@ -187,9 +189,8 @@ class FSDPState:
         for group in self.groups:
             group.unsharded.buffer.handle.wait()
         # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
-        self.groups = self.context.groups = ()
-        self.root_group, self._expected_order = None, ()
-        self.context.observers = ()
+        self.groups, self.root_group, self._expected_order, self._order = (), None, (), []
+        self.context.release()
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
@@ -320,7 +321,8 @@ class FSDPState:
         return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
-        """After a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
+        """After a forward of a group's module: the buffer may be refilled, and outputs tell when the backward
+        begins."""
         if entered.span is not None:
             group.forward_span.end(entered.span)
         group.register_sharded()
@@ -590,8 +592,8 @@ class RootForward(NamedTuple):
 class IterationState:
     """One forward of the root and the backwards through it: the root gate, and the calls of groups behind it.
 
-    The gate is made on the first use of its anchor. Its backward is the last one of all: when it returns, every gradient
-    is final.
+    The gate is made on the first use of its anchor. Its backward is the last one of all: when it returns, every
+    gradient is final.
     """
 
     def __init__(self, state: FSDPState) -> None:

@@ -10,10 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
-from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
-from tests.ranks import on_ranks, ranks
-from tests.soak import also
-from tests.wire.changes import (
+from tests.compression.deltas import (
     BF16,
     changed_bytes,
     following,
@@ -25,7 +22,10 @@ from tests.wire.changes import (
     train,
     writes,
 )
-from tests.wire.ledger import loss_of, sharded
+from tests.compression.ledger import loss_of, sharded
+from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
+from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 
 CODECS = ("int8", "fp8", "int4", "ternary", "onebit")
@@ -42,7 +42,7 @@ def as_the_rule_says(mesh_of: tuple[int, ...]) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             truth = look(model)
             assert is_exact(model, truth)
-            for step in range(8):
+            for step in range(5):
                 train(model, optimizer, step)
                 now, seen = masters(model), look(model)
                 truth = {name: told(codec, now[name], whole) for name, whole in truth.items()}
@@ -75,15 +75,15 @@ def test_weights_track_their_shards_whatever_the_rate(codec: str) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=rate)
             draws = torch.Generator().manual_seed(dist.get_rank())
             loss_of(model, 0).backward()
-            for step in range(220):
+            for step in range(120):
                 for parameter in model.parameters():
                     local = parameter.grad.to_local()
                     local.copy_(torch.randn(local.shape, generator=draws))
-                if step == 200:
+                if step == 100:
                     optimizer.param_groups[0]["lr"] = 0.0  # still steps, that change nothing
                 optimizer.step()
                 seen = look(model)
-                if step % 20 == 0 or step > 200:
+                if step % 20 == 0 or step > 100:
                     for name, true in masters(model).items():
                         if name in seen:
                             off, size = (true - seen[name].float()).abs(), true.abs().max()

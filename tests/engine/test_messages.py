@@ -1,4 +1,4 @@
-"""What is exact goes over slow links in messages of its own: the same numbers, bit for bit."""
+"""Over slow links, exact collectives are point-to-point messages: the same numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from torch import Tensor
 
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.wire import link
-from yafsdp_cc.wire.exchange import Gather, Reduce
+from yafsdp_cc.engine import mesh
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 17
 """Elements: enough for messages of their own, in any dtype and for any number of ranks."""
+
+
+def set_slow(group: dist.ProcessGroup, is_slow: bool) -> None:
+    mesh._derived[group] = mesh._Derived(has_slow_link=is_slow)
 
 
 def exchanged(dtype: torch.dtype) -> list[Tensor]:
@@ -22,12 +27,13 @@ def exchanged(dtype: torch.dtype) -> list[Tensor]:
     assert group is not None
     draws = torch.Generator().manual_seed(rank)
     whole, shard = (torch.randn(n, generator=draws).to(dtype) for n in (world * CHUNK, CHUNK))
-    gather, reduce = Gather(group, CPU), Reduce(group, CPU)
-    reduce.reserve(whole.numel(), dtype)
+    comm, reduce = Communicator(group, CPU), ExactReduceScatter(whole.numel(), dtype)
+    reduce.bind(CommContext(comm, ScratchBuffers(CPU), lambda kind, name: None))
     gathered = torch.empty_like(whole)
-    for work in (*reduce.send(whole, asynchronous=True), *gather.send(gathered, shard, asynchronous=True)):
+    own = comm.own_chunk(gathered).copy_(shard)
+    for work in (*reduce.start(whole, async_op=True), *comm.all_gather(gathered, own, async_op=True)):
         work.wait()
-    return [torch.cat([part.clone() for _, part in reduce.totals(whole)]), gathered]
+    return [torch.cat([part.clone() for _, part in reduce.finish(whole)]), gathered]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -36,18 +42,18 @@ def test_sums_and_gathers_are_those_over_fast_links(world):
     group = dist.group.WORLD
     assert group is not None
     for dtype in (torch.float32, torch.bfloat16):
-        link._slow[group] = False
+        set_slow(group, False)
         truth = exchanged(dtype)
-        link._slow[group] = True
+        set_slow(group, True)
         assert all(one.equal(other) for one, other in zip(exchanged(dtype), truth, strict=True))
 
 
 def tried_out() -> bool:
     group, other = dist.group.WORLD, dist.new_group([0, 1])
     assert group is not None
-    link.try_out(group, other)
-    assert link.is_slow(other) == link.is_slow(group)
-    return link.is_slow(group)
+    mesh.probe_links(group, other)
+    assert mesh.has_slow_link(other) == mesh.has_slow_link(group)
+    return mesh.has_slow_link(group)
 
 
 def test_a_slow_link_is_found_slow():
@@ -58,8 +64,8 @@ def test_a_slow_link_is_found_slow():
 def alone() -> bool:
     group = dist.group.WORLD
     assert group is not None
-    link.try_out(group)
-    return link.is_slow(group)
+    mesh.probe_links(group, group)
+    return mesh.has_slow_link(group)
 
 
 def test_one_rank_has_no_slow_link():

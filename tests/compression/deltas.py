@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
+from tests.compression.ledger import loss_of, sharded
 from tests.internals import codec_of, unsharded_params
-from tests.wire.ledger import loss_of, sharded
 from yafsdp_cc import Compression
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import autotuner_of
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
-from yafsdp_cc.engine.module import root_of
 
 SUM = 0.042
 """Seconds that the sum of a layer's gradients takes at 100 Mbit/s: half of a megabyte to the other rank."""
@@ -65,7 +65,7 @@ def chosen(computes: tuple[float, ...]) -> Found:
         model(torch.randn(4, 512)).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         model.zero_grad()
-    counters, tuner = yafsdp_cc.counters_of(model), root_of(model).autotuner
+    counters, tuner = yafsdp_cc.counters_of(model), autotuner_of(model)
     return Found(
         {int(name) for name, codec in counters.chosen.items() if codec != "fp32"},
         [group.compute for group in tuner.last.costs[::-1]],

@@ -98,7 +98,7 @@ def same_message(codec: Codec, found: Tensor, expected: Tensor, n: int) -> bool:
     return same(found[:, : codec.body_bytes(n)], expected[:, : codec.body_bytes(n)])
 
 
-class Twins:
+class KernelChecks:
     """Operators on a device, and their definitions on another one, or the same.
 
     ``odd`` rows are aligned to an element (messages to four bytes) and to nothing more.

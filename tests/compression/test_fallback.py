@@ -15,12 +15,12 @@ from tests.internals import gradient_codecs
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
+from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.codecs.onebit import OneBit
+from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
+from yafsdp_cc.compression.error_feedback import Recursion, Residual
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.wire import kernels
-from yafsdp_cc.wire.codec import Noise, codec_of
-from yafsdp_cc.wire.codecs.onebit import OneBit
-from yafsdp_cc.wire.feedback import Recursion, Residual
-from yafsdp_cc.wire.shortfall import Shortfall, said_of_noise
 
 WIDTH = 256
 
@@ -83,14 +83,14 @@ def with_momentum(compression: Compression | None, told: bool = False, steps: in
 def test_a_run_that_diverges_comes_back_by_itself():
     exact, _ = on_ranks(2, with_momentum, None)[0]
     assert exact[-1] < 0.01 * exact[0]
-    lost, why = on_ranks(2, with_momentum, Compression("topk", guard=False))[0]
+    lost, why = on_ranks(2, with_momentum, Compression("topk", fallback=False))[0]
     assert lost[-1] > 1e4 * lost[0]
     assert not why
     guarded, why = on_ranks(2, with_momentum, Compression("topk"))[0]
     assert guarded[-1] < 0.1 * max(guarded)
     assert max(guarded) < 1e-2 * max(lost)
-    assert "messages of gradients of '0.weight' and what goes with it, topk, are " in why
-    assert why.endswith("times what they were once: gradients grow: int4 from now on")
+    assert "messages of gradients of '0.weight' and what shares its buffer, in topk, are " in why
+    assert why.endswith("times their smallest norm: gradients grow: int4 from now on")
 
 
 @pytest.mark.filterwarnings("ignore:gradients=")
@@ -98,7 +98,7 @@ def test_it_comes_back_sooner_where_losses_are_told():
     told, why = on_ranks(2, with_momentum, Compression("topk"), True)[0]
     assert max(told) < 10 * told[0]
     assert told[-1] < 0.1 * told[0]
-    assert "int4, belong to losses that have risen from " in why  # and before that topk
+    assert "int4, come with losses that have risen from " in why  # and before that topk
     assert why.endswith(": bf16 from now on")
 
 
@@ -124,15 +124,15 @@ def test_a_codec_that_says_less_than_nothing_is_given_up_at_once(kind, ranks):
     for end, chosen, why in on_ranks(ranks, loud, kind):
         assert end < 0.2
         assert chosen == {"0": "int4"}
-        assert "loud, say -" in why
-        assert "% of what they should: what is left grows where that is below 0.00%" in why
+        assert "loud, keep -" in why
+        assert "% of what they encode: residuals grow below 0.00%" in why
 
 
 # What does well
 
 
 def untouched(gradients: str, weights: str, guard: bool) -> tuple[list[float], int, int, str]:
-    run = Regression(Compression(gradients, weights=weights, guard=guard), zero_stage=2)
+    run = Regression(Compression(gradients, weights=weights, fallback=guard), zero_stage=2)
     optimizer = OneBitAdam(run.model.parameters(), lr=0.002, warmup_steps=8)
     losses = run.train(optimizer, 45, told=guard)
     counters = yafsdp_cc.counters_of(run.model)
@@ -197,11 +197,11 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
     kernels.encode(codec, gradients, message, residual=residual, recursion=recursion)
     said = torch.empty_like(gradients)
     kernels.decode(codec, message, said)
-    shortfall = Shortfall(gradients.device, said_of_noise(name, 256), recursion)
-    shortfall.look(codec, message, residual)
+    error = CompressionError(gradients.device, kept_of_noise(name, 256), recursion)
+    error.observe(codec, message, residual)
     truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
-    torch.testing.assert_close(shortfall.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
-    assert (1 - truth[0] / truth[1]).item() == pytest.approx(said_of_noise(name, 256), abs=0.02)
+    torch.testing.assert_close(error.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
+    assert (1 - truth[0] / truth[1]).item() == pytest.approx(kept_of_noise(name, 256), abs=0.02)
 
 
 # What is said of it
@@ -211,11 +211,11 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
 def test_losses_that_nobody_would_look_at_are_refused() -> None:
     word: Any = "3"
     number: Any = 1.0
-    for compression, why in ((None, "without a compression"), (Compression("int8", guard=False), "guard=False")):
+    for compression, why in ((None, "without a compression"), (Compression("int8", fallback=False), "fallback=False")):
         run = Regression(compression)
         with pytest.raises(ValueError, match=f"watch_loss: this .*Sequential is sharded .*{why}"):
             yafsdp_cc.watch_loss(run.model, 1.0)
-    with pytest.raises(ValueError, match=r"'auto', which the guard does not watch, .*: leave the call out, or name"):
+    with pytest.raises(ValueError, match=r"'auto', which the fallback does not watch, .*: leave the call out, or name"):
         yafsdp_cc.watch_loss(Regression(Compression("auto")).model, 1.0)
     model = Regression(Compression("int8")).model
     with pytest.raises(ValueError, match=r"one number, and this loss has shape \[2\]: pass loss.mean\(\)"):
@@ -250,7 +250,7 @@ def of_weights() -> tuple[float, str]:
 def test_weights_whose_changes_say_less_than_nothing_are_gathered():
     for end, why in on_ranks(2, of_weights):
         assert end < 1e-3
-        assert why.startswith("messages of changes of '0.weight' and what goes with it, loud, say -")
+        assert why.startswith("messages of weight deltas of '0.weight' and what shares its buffer, in loud, keep -")
         assert why.endswith(": exact from now on")
 
 

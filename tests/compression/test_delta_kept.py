@@ -10,22 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.ranks import on_ranks
-from tests.wire.changes import (
+from tests.compression.deltas import (
     BF16,
     changed_bytes,
     following,
     gathered,
     is_exact,
-    kept,
     look,
     masters,
     told,
     train,
 )
-from tests.wire.ledger import net, sharded
+from tests.compression.ledger import net, sharded
+from tests.internals import exact_gather_bytes, kept_weights_of
+from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 # What keeps its weights, and what does not
 
@@ -53,14 +52,14 @@ def some_only() -> None:
     train(model, optimizer, 0)
     now, after = masters(model), look(model)
     assert after["own"].equal(told("int8", now["own"], seen["own"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
     model[2].set_reshard_after_forward(False)
     seen = look(model)
     assert seen["2.weight"].equal(masters(model)["2.weight"])
     train(model, optimizer, 1)
     now, after = masters(model), look(model)
     assert after["2.weight"].equal(told("int8", now["2.weight"], seen["2.weight"]))
-    assert root_of(model).plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
+    assert yafsdp_cc.plan_of(model).owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
 
 
 def test_some_units_may_keep_their_weights_and_others_not():
@@ -68,22 +67,17 @@ def test_some_units_may_keep_their_weights_and_others_not():
 
 
 def refusals() -> None:
-    why = r"weights='int4', which encodes how .* unit '0' are dropped after each forward .*: pass zero_stage=2 or"
-    with pytest.raises(ValueError, match=why):
-        following(zero_stage=3)
-    every = r"unit '0' are dropped .* the number of all ranks\): .* or weights='int8', which"
-    with pytest.raises(ValueError, match=every):
-        following(zero_stage=3, reshard_after_forward=dist.get_world_size())
-    few = r"unit '0' are divided among 2 ranks after each forward \(reshard_after_forward=2\): pass zero_stage=2 or"
-    with pytest.raises(ValueError, match=few):
-        following(zero_stage=3, reshard_after_forward=2)
+    why = r"weights='int4', which encodes how .* unit '0' are resharded after each forward .* or weights='int8', which"
+    for reshard in (None, 2, dist.get_world_size()):
+        with pytest.raises(ValueError, match=why):
+            following(zero_stage=3, reshard_after_forward=reshard)
     one = net()
     yafsdp_cc.shard(one, units=[one], compression=Compression("fp32", weights="int4"))  # a root keeps its own
     assert is_exact(one, look(one))
     model = following(zero_stage=3, reshard_after_forward=False)
     seen = look(model)
     model[2].set_reshard_after_forward(True)
-    with pytest.raises(ValueError, match=r"weights='int4'.* unit '2' are dropped"):
+    with pytest.raises(ValueError, match=r"weights='int4'.* unit '2' are resharded"):
         look(model)
     model[2].set_reshard_after_forward(False)
     assert all(view.equal(seen[name]) for name, view in look(model).items())
@@ -127,7 +121,7 @@ def saved(folder: Any, policy: Any) -> None:
         if moment == "seen":
             look(model)
         yafsdp_cc.save(folder / moment, model, optimizer, note=1)
-        held = kept(model)
+        held = kept_weights_of(model)
         losses = [train(model, optimizer, step) for step in range(4, 8)]
         ends = masters(model)
         if dist.get_rank() == 0:
@@ -141,10 +135,11 @@ def resumed(folder: Any, policy: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, 100)
         assert yafsdp_cc.load(folder / moment, model, optimizer) == {"note": 1}
-        assert all(view.equal(held[name]) for name, view in kept(model).items())
+        assert all(view.equal(held[name]) for name, view in kept_weights_of(model).items())
         before, now = gathered(model), masters(model)
         seen = look(model)
-        assert gathered(model) - before == (changed_bytes(model) if moment == "stepped" else 0)
+        resumed_bytes, deltas = exact_gather_bytes(model), changed_bytes(model) if moment == "stepped" else 0
+        assert gathered(model) - before == resumed_bytes + deltas
         expected = held
         if moment == "stepped":
             expected = {name: told("onebit", now[name], whole) for name, whole in held.items()}
@@ -177,7 +172,7 @@ def from_elsewhere(folder: Any) -> None:
     assert is_exact(model, look(model))
     other = following("int8", mp_policy=BF16)  # another codec and dtype
     yafsdp_cc.load(folder / "following", other)
-    held = kept(other)
+    held = kept_weights_of(other)
     now, seen = masters(other), look(other)
     assert all(seen[name].equal(told("int8", now[name], whole)) for name, whole in held.items())
     with torch.no_grad():

@@ -16,11 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
+from tests.internals import autotuner_of, state_of
+from tests.internals import groups_of as param_groups_of
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsaid
-from yafsdp_cc import Compression, compression_autotune
-from yafsdp_cc.compression_autotune import (
+from yafsdp_cc import Compression
+from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression.autotune import (
     BackwardTimer,
     CodecCost,
     GroupCosts,
@@ -31,7 +34,6 @@ from yafsdp_cc.compression_autotune import (
     exposed_seconds,
     total_error,
 )
-from yafsdp_cc.engine.module import root_of
 
 # The queue model
 
@@ -222,15 +224,15 @@ def test_waits_and_reduces_are_no_computation(monkeypatch):
 def skewed() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     draws = random.Random(rank)
-    compression_autotune.PERIOD = 2
-    trial = compression_autotune.measure_link
+    autotune.PERIOD = 2
+    trial = autotune.measure_link
 
     def slow(*arguments: Any) -> LinkCost:
         """The links as each rank may have found them: from fast to hopeless."""
         trial(*arguments)
         return LinkCost(draws.random() * 1e-4, 10 ** draws.uniform(-9, -5))
 
-    compression_autotune.measure_link = slow
+    autotune.measure_link = slow
     model = sharded("auto")
     model[0].register_forward_hook(
         lambda _, __, seen: seen.register_hook(lambda _: time.sleep(0.005 * draws.random())) and None
@@ -253,10 +255,10 @@ def test_ranks_that_measure_differently_choose_alike(world):
 
 
 def on_a_fast_network() -> None:
-    compression_autotune.PERIOD = 2
+    autotune.PERIOD = 2
     model, exact = sharded("auto"), sharded(None)
     before = yafsdp_cc.plan_of(model)
-    compression_autotune.measure_link = lambda *_: LinkCost(1.5e-5, 1e-10)
+    autotune.measure_link = lambda *_: LinkCost(1.5e-5, 1e-10)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, exact)]
     for step in range(10):
         for each in (model, exact):
@@ -281,18 +283,17 @@ def test_a_fast_network_is_left_alone():
 def told_by_numbers() -> None:
     """Links of so many seconds a byte, and groups that compute for 10 ms each."""
     model = sharded(Compression("auto", overrides={"2.weight": "int8"}))
-    root = root_of(model)
-    tuner = root.autotuner
+    tuner = autotuner_of(model)
     step_of(model, 0)
-    groups = root.units[::-1]
-    tuner.timer.medians = lambda: [(group, 0.01) for group in groups]
+    groups = param_groups_of(model)[::-1]
+    tuner.timer.medians = lambda: [(group.name, 0.01) for group in groups]
     tuner._work = dict.fromkeys(("fp32", "int8", "int4"), 0.0)
     tuner._step_seconds.extend([0.05] * 4)
-    exact = root.reductions.encoded_of(root.units[0].flats[0]).bytes_with(None)
+    exact = groups[-1].flats[0].reduce_scatter.bytes_with("fp32")
     chosen = {}
     for share in (0.02, 0.6, 20.0):  # seconds of the first group's exact reduce, in multiples of 10 ms
-        compression_autotune.measure_link = lambda *_, share=share: LinkCost(0.0, share * 0.01 / exact)
-        tuner.tune(root)
+        autotune.measure_link = lambda *_, share=share: LinkCost(0.0, share * 0.01 / exact)
+        tuner.tune(state_of(model))
         assert [group.name for group in tuner.last.groups] == ["4", "2", "0"]
         assert [len(costs.codecs) for costs in tuner.last.costs] == [3, 1, 3]  # "2" has the user's codec
         assert tuner.last.step < 0.06
@@ -309,7 +310,7 @@ def test_what_is_exposed_is_encoded():
 def within_budget() -> None:
     shares = {}
     for budget in (None, 1e-3, 1.5e-5):
-        compression_autotune.measure_link = lambda *_: LinkCost(0.0, 1.0)
+        autotune.measure_link = lambda *_: LinkCost(0.0, 1.0)
         model = sharded(Compression("auto", error_budget=budget))
         for step in range(5):
             step_of(model, step)
@@ -330,7 +331,7 @@ def told() -> list[str]:
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("yafsdp_cc").addHandler(handler)
     logging.getLogger("yafsdp_cc").setLevel(logging.INFO)
-    compression_autotune.measure_link = lambda *_: LinkCost(0.0, 1e-3)
+    autotune.measure_link = lambda *_: LinkCost(0.0, 1e-3)
     model = sharded("auto")
     for step in range(5):
         step_of(model, step)
@@ -355,10 +356,10 @@ def over_replicas() -> None:
         sharded("auto", mesh=mesh)
     model = sharded(Compression("auto", scope="shard", residual="fp32"), mesh=mesh)
     ledger = Ledger(model, sharded(None, mesh=mesh))
-    compression_autotune.measure_link = lambda *_: LinkCost(0.0, 10 ** (dist.get_rank() - 5.0))
+    autotune.measure_link = lambda *_: LinkCost(0.0, 10 ** (dist.get_rank() - 5.0))
     for step in range(5):
         step_of(model, step)
-    ledger.before = unsaid(model)
+    ledger.before = unsent(model)
     for step in range(5):
         ledger.step(step)
     set_codecs(model, ["fp32", "int8", "fp32"])
@@ -440,7 +441,7 @@ def refused_elsewhere() -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(net())
-    with pytest.raises(ValueError, match="compress\\(\\) with gradients='auto': what shows of FSDP2's sums"):
+    with pytest.raises(ValueError, match="compress\\(\\) with gradients='auto': how much of a reduce is exposed"):
         yafsdp_cc.compress(model, "auto")
     with pytest.raises(ValueError, match="GradientWire with gradients='auto'"):
         yafsdp_cc.GradientWire("auto")
@@ -454,7 +455,6 @@ def alone() -> None:
     model = sharded("auto")
     for step in range(5):
         step_of(model, step)
-    assert root_of(model).autotuner is None
     assert yafsdp_cc.counters_of(model).chosen == {}
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from tests.internals import gradient_codecs, residuals_of
+from tests.models import Skipping
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK
-from tests.wire.ledger import Ledger, gradients, loss_of, net, sharded, unsaid
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
@@ -29,25 +30,12 @@ CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd"
 @ranks("world", timeout=600)
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
-    steps = 200 if SOAK else 12
+    steps = 200 if SOAK else 6
     for codec in CODECS:
         ledger = Ledger(sharded(Compression(gradients=codec, residual="fp32")), sharded(None))
         for step in range(steps):
             ledger.step(step, micro=3 if step % 4 == 1 else 1)
         ledger.check()
-
-
-class Skipping(nn.Module):
-    """One unit, of which not all is always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor, skips: bool) -> Tensor:
-        seen: Tensor = self.first(x) if skips else self.second(self.first(x))
-        return seen
 
 
 @ranks(4)
@@ -61,9 +49,9 @@ def test_what_is_said_of_parameters_that_nobody_has_used_is_not_lost() -> None:
         assert model.second.weight.grad is None  # as without compression, while there is nothing to be said
         model(torch.randn(2, 64), False).square().mean().backward()
         model.zero_grad()
-        before = unsaid(model)["second.weight"]
+        before = unsent(model)["second.weight"]
         model(torch.ones(2, 64), True).sum().backward()
-        after = unsaid(model)["second.weight"]
+        after = unsent(model)["second.weight"]
         said = model.second.weight.grad.full_tensor().double()
         assert torch.allclose(said, before - after, atol=1e-8)
         assert after.norm() < before.norm()
@@ -151,7 +139,7 @@ def test_residuals_follow_the_scale_of_losses() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert len(scales) > 2
-    ours, plain = unsaid(model), unsaid(twin)
+    ours, plain = unsent(model), unsent(twin)
     assert all(ours[name].equal(plain[name]) for name in plain)
     with pytest.raises(ValueError, match="is sharded without a compression"):
         yafsdp_cc.follow_scaler(exact, scaler)
@@ -300,7 +288,6 @@ def test_what_cannot_be_is_refused_by_name():
         ({"weights": "powersgd"}, "^weights='powersgd': factors are of whole matrices"),
         ({"weights": torch.bfloat16}, "^weights=torch.bfloat16: takes the name of a codec, such as 'int8'$"),
         ({"candidates": (8,)}, r"^candidates\.0=8: takes the name of a codec"),
-        ({"delayed": (3,)}, r"^delayed\.0=3: takes a pattern of full names, such as '0\.\*'$"),
         ({"block": 100}, "block=100: a block has a power of two of elements"),
         ({"carry": 0.0}, "carry=0.0: a residual is carried by a share"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
 from tests.ranks import on_ranks, ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, sharded, unsaid
 from yafsdp_cc import Compression
 
 
@@ -21,7 +21,7 @@ def saved(folder: Any, codec: str) -> None:
         loss_of(model, step).backward()
         model.zero_grad()
     yafsdp_cc.save(folder / "step", model, note=dist.get_rank())
-    residuals = unsaid(model)
+    residuals = unsent(model)
     loss_of(model, 5).backward()
     found = gradients(model)
     if dist.get_rank() == 0:
@@ -41,7 +41,7 @@ def resumed(folder: Any, codec: str) -> None:
     with pytest.warns(UserWarning, match="note differed between ranks and is left out"):
         assert yafsdp_cc.load(folder / "step", model) == {}
     model.set_reshard_after_forward(False)  # another assembly owes what this one does
-    now = unsaid(model)
+    now = unsent(model)
     assert all(torch.allclose(now[name], residuals[name], rtol=1e-5, atol=1e-9) for name in residuals)
     ledger = Ledger(model, sharded(None))
     for step in range(5):
@@ -68,12 +68,12 @@ def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path: 
         if truth is None:
             scaler.scale(loss_of(model, 0)).backward()
             yafsdp_cc.save(tmp_path / "step", model)
-            truth = unsaid(model)
+            truth = unsent(model)
         yafsdp_cc.load(tmp_path / "step", model)
-        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+        assert all(each.equal(truth[name]) for name, each in unsent(model).items())
         scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**12})
         yafsdp_cc.follow_scaler(model, scaler)
-        assert all(each.equal(truth[name]) for name, each in unsaid(model).items())
+        assert all(each.equal(truth[name]) for name, each in unsent(model).items())
 
 
 @ranks(2)
@@ -134,11 +134,11 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path: Any)
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     yafsdp_cc.save(tmp_path / "step", model)
-    kept = unsaid(model)
+    kept = unsent(model)
     loss_of(model, 1).backward()  # forgotten
     for _ in range(2):
         yafsdp_cc.load(tmp_path / "step", model)
-        assert all(each.equal(kept[name]) for name, each in unsaid(model).items())
+        assert all(each.equal(kept[name]) for name, each in unsent(model).items())
         yafsdp_cc.save(tmp_path / "step", model)
 
 
@@ -148,9 +148,11 @@ def test_what_another_compression_does_not_encode_is_said_to_be_left_out(tmp_pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()
     yafsdp_cc.save(tmp_path / "step", model, optimizer)
-    held = unsaid(model)
+    held = unsent(model)
     other = sharded(Compression(gradients="int8", overrides={"0.*": "fp32"}))
     for each, left_out in ((other, "of 0.weight, which"), (sharded(None), "of 0.weight, 2.weight, 4.weight, which")):
-        with pytest.warns(UserWarning, match=f"gradients that were still to be said, {left_out} this model does not"):
+        with pytest.warns(
+            UserWarning, match=f"residuals, gradients that were still to be sent, {left_out} this model does not"
+        ):
             yafsdp_cc.load(tmp_path / "step", each, torch.optim.SGD(each.parameters(), lr=0.1))
-    assert all(torch.allclose(each, held[name]) for name, each in unsaid(other).items())
+    assert all(torch.allclose(each, held[name]) for name, each in unsent(other).items())

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
+from tests.internals import flat_params, groups_of, stop_autotuner
 from tests.ranks import on_ranks
-from tests.wire.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsaid
 from yafsdp_cc import Compression
-from yafsdp_cc.engine.module import root_of
 
 EVERY = ("fp32", "int8", "int4", "onebit", "bf16")
 AUTO = Compression("auto", residual="fp32", candidates=EVERY[1:])
@@ -23,7 +23,7 @@ AUTO = Compression("auto", residual="fp32", candidates=EVERY[1:])
 def untuned(compression: Any) -> Any:
     """A sharded model whose codecs change only by ``set_codecs``."""
     model = sharded(compression)
-    root_of(model).autotuner.next_tuning = 1 << 30
+    stop_autotuner(model)
     return model
 
 
@@ -34,7 +34,7 @@ def switched() -> None:
         model = untuned(config)
         ledger = Ledger(model, sharded(None))
         for step in range(24):
-            codecs = [draws.choice(EVERY) for _ in root_of(model).units]
+            codecs = [draws.choice(EVERY) for _ in groups_of(model)]
             set_codecs(model, codecs)
             assert list(yafsdp_cc.counters_of(model).chosen.values()) == codecs
             sent = yafsdp_cc.counters_of(model).reduced_bytes
@@ -45,7 +45,7 @@ def switched() -> None:
         set_codecs(model, ["fp32"] * 3)
         ledger.step(24)
         ledger.check()
-        assert not any(each.any() for each in unsaid(model).values())  # all has been said
+        assert not any(each.any() for each in unsent(model).values())  # all has been said
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -61,11 +61,11 @@ def handed_over() -> None:
         for step in range(3):
             loss_of(model, step).backward()
         model.zero_grad()
-        due, held = unsaid(model), yafsdp_cc.plan_of(model)
+        due, held = unsent(model), yafsdp_cc.plan_of(model)
         assert any(each.any() for each in due.values())
         assert held.residual_bytes > 0 == before.residual_bytes
         set_codecs(model, ["fp32"] * 3)
-        assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsaid(model).items())
+        assert all(torch.allclose(each, due[name], rtol=1e-6, atol=1e-12) for name, each in unsent(model).items())
         for each in (model, exact):
             loss_of(each, 3).backward()
         for name, gradient in gradients(exact).items():
@@ -92,13 +92,11 @@ def assembled_anew() -> None:
     set_codecs(model, ["fp32", "onebit", "int4"])
     model.set_reshard_after_forward(False)  # another assembly goes on with the choice, and owes what this one does
     ledger.step(1)
-    encoded = [root_of(model).reductions.encoded_of(flat) for unit in root_of(model).units for flat in unit.flats]
-    assert [each.is_exact for each in encoded] == [True, False, False]
-    assert [each.codec.name for each in encoded[1:]] == ["onebit", "int4"]
+    assert [flat.reduce_scatter.codec_name for flat in flat_params(model)] == ["fp32", "onebit", "int4"]
     ledger.step(2)
     ledger.check()
     set_codecs(model, ["onebit", "fp32", "int4"])  # the second one owes what it had to say
-    due = unsaid(model)
+    due = unsent(model)
     for each in ledger.models:
         each.requires_grad_(False)
         each.set_reshard_after_forward(True)
@@ -106,7 +104,7 @@ def assembled_anew() -> None:
         loss_of(each, 3).backward()  # by an assembly that trains none but the last
         each.zero_grad()
         each.requires_grad_(True)
-    now = unsaid(model)
+    now = unsent(model)
     assert all(now[name].equal(due[name]) for name in ("0.weight", "2.weight"))
     ledger.sums[0]["4.weight"] += due.get("4.weight", 0.0) - now["4.weight"]  # of the step that was not counted
     ledger.step(4)
@@ -123,7 +121,7 @@ def saved(folder: Any) -> None:
     for step in range(4):
         step_of(model, step)
     set_codecs(model, ["fp32", "fp32", "int4"])  # the first one's is owed, the last one's in its residual
-    residuals = unsaid(model)
+    residuals = unsent(model)
     assert {name for name, each in residuals.items() if each.any()} == {"0.weight", "4.weight"}
     yafsdp_cc.save(folder / "step", model)
     if dist.get_rank() == 0:
@@ -138,7 +136,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
         loss_of(model, 100).backward()  # residuals of its own, that are forgotten
         model.zero_grad()
     yafsdp_cc.load(folder / "step", model)
-    now = unsaid(model)
+    now = unsent(model)
     for name, each in truth.items():
         assert torch.allclose(now[name], each, rtol=1e-5, atol=1e-9), name
     exact = sharded(None)
@@ -149,7 +147,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
     ledger.check()
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint has gradients that were still to be said")
+@pytest.mark.filterwarnings("ignore:the checkpoint has residuals")
 @pytest.mark.parametrize("readers", [2, 4])
 @pytest.mark.parametrize("codecs", [None, ["fp32"] * 3, ["int4", "int4", "onebit"]])
 def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):
@@ -178,7 +176,7 @@ def unused() -> None:
     model(torch.randn(2, 64), False).square().mean().backward()
     model.zero_grad()
     set_codecs(model, ["fp32"])
-    due = unsaid(model)["second.weight"]
+    due = unsent(model)["second.weight"]
     model(torch.ones(2, 64), True).sum().backward()
     assert torch.allclose(model.second.weight.grad.full_tensor().double(), due, rtol=1e-5, atol=1e-9)
     model.zero_grad()

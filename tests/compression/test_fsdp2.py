@@ -1,4 +1,4 @@
-"""The wire under torch's own FSDP2 and DDP, through their hooks."""
+"""Compressed communication of torch's own FSDP2 and DDP, through their hooks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import ranks
 from yafsdp_cc import Compression
+from yafsdp_cc.compression.kernels import PART
 
 
 def fsdp2(compression: Any = None, **more: Any) -> tuple[nn.Module, Any]:
@@ -72,6 +73,18 @@ def under_fsdp2() -> None:
     exact = losses(fsdp2(mp_policy=bf16)[0])
     both, _ = fsdp2(Compression(gradients="int8", weights="int8"), mp_policy=bf16)
     assert losses(both)[-1] == pytest.approx(exact[-1], rel=0.02)
+
+
+def one_set_of_buffers() -> None:
+    """Messages of all groups go through buffers that the largest one fits in."""
+    model, of_int8 = fsdp2("int8")
+    losses(model, 1)
+    (contexts,) = {hook._contexts for hook in of_int8._hooks}
+    (context,) = contexts._known.values()
+    sums = [each for hook in of_int8._hooks for each in hook._sums.values()]
+    assert len(sums) == 3
+    most = max(2 * each.sent_bytes for each in sums) + max(4 * min(PART, each.chunk) for each in sums)
+    assert context.scratch.nbytes == most
 
 
 def taken_away() -> None:
@@ -192,8 +205,17 @@ def refused() -> None:
 
 
 @ranks(2)
-def test_torch_s_engines_with_our_wire() -> None:
-    for body in (under_fsdp2, taken_away, some_of_a_group, under_ddp, under_ddp_by_factors, buckets_anew, refused):
+def test_torch_s_engines_with_compressed_communication() -> None:
+    for body in (
+        under_fsdp2,
+        one_set_of_buffers,
+        taken_away,
+        some_of_a_group,
+        under_ddp,
+        under_ddp_by_factors,
+        buckets_anew,
+        refused,
+    ):
         body()
 
 
