@@ -2,6 +2,7 @@
 
     python bench/engine.py                                    # everything: about fifteen minutes on two cores
     python bench/engine.py --models launch --precision fp32   # one table
+    python bench/engine.py --models launch --hotspots         # where the time goes, by cProfile
 
 All contestants live in the same forked gloo ranks, of one thread each. Times are processor milliseconds of all threads
 of a rank, averaged over ranks: the median step of a round, of which the median and the minimum over rounds are shown.
@@ -13,7 +14,10 @@ block, then the rest) and the same `MixedPrecisionPolicy`; *alone* and *ddp* com
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
+import io
+import pstats
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -133,7 +137,7 @@ class Training:
         float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def bytes_owned(self) -> dict[str, int]:
-        """Return what the engine's plan says that it owns and what it counts, in bytes; nothing of other engines."""
+        """Return the bytes that the engine owns by its plan and by its own count; nothing of other engines."""
         if not self.is_ours:
             return {}
         plan, counters = yafsdp_cc.plan_of(self.model), yafsdp_cc.counters_of(self.model)
@@ -227,6 +231,18 @@ def _times(own: list[dict[str, Any]], alone: list[dict[str, Any]], tokens: int) 
     }
 
 
+def hotspots(contestant: Contestant, spec: Spec, steps: int = 10, lines: int = 30) -> str:
+    """Return, on one rank, the functions of forward and backward by their own time, by the calling thread's clock."""
+    training, profile, text = Training(contestant, spec), cProfile.Profile(time.thread_time), io.StringIO()
+    for _ in range(WARM_UP):
+        training.step()
+    for _ in range(steps):
+        dist.barrier()
+        training.step(lambda phase: profile if phase in ("forward", "backward") else nullcontext())
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(lines)
+    return f"\n{spec.name}, {contestant.name}: forward + backward of {steps} steps\n{text.getvalue()}"
+
+
 # Tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +312,7 @@ def main() -> None:
     parser.add_argument("--contestants", type=names, help=f"of {', '.join(each.name for each in contestants('fp32'))}")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="instead of each model's own number")
+    parser.add_argument("--hotspots", action="store_true", help="print where rank 0 spends its time instead")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     for given, known in ((options.models, SPECS), (options.precision, ("fp32", "bf16"))):
@@ -311,6 +328,10 @@ def main() -> None:
                 for each in contestants(precision)
                 if not options.contestants or each.name.partition("/")[0] in wanted
             ]
+            if options.hotspots:
+                for each in compared:
+                    print(on_ranks(options.ranks, hotspots, each, spec, timeout=TIMEOUT)[0], flush=True)
+                continue
             figures = measure(spec, compared, options.ranks, rounds)
             results["models"].setdefault(spec.name, {})[precision] = figures
             show(f"{spec.name}, {precision}", spec, rounds, figures)

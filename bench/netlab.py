@@ -5,7 +5,7 @@
     python bench/netlab.py --delay-ms 5 --loss 0.01                               # what it delays and loses
 
 A program runs once for each bandwidth, as every rank, each in a network namespace of its own from which nothing leads
-outside, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Then a line per rank says, by the counters
+outside, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Then a line per rank shows, by the counters
 of its interface, what it sent and received. See docs/netlab.md.
 
 The network is measured by plain sockets and by gloo: every rank sends each other rank a chunk (in an all-reduce, two),
@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from yafsdp_cc.bench.common import names
 from yafsdp_cc.netlab import Lab, LabError, Unavailable
+from yafsdp_cc.netlab.interfaces import address
 from yafsdp_cc.netlab.rate import Rate
-from yafsdp_cc.netlab.wiring import address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -128,7 +128,7 @@ def _on_rank(
     sequences: int,
     inspect: Callable[[Trainer], Any],
 ) -> tuple[dict[str, list[Turn]], dict[str, Any]]:
-    """Return the turns of each contestant, and what ``inspect`` says of it."""
+    """Return the turns of each contestant, and what ``inspect`` returns for it."""
     warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that others use
     warnings.filterwarnings("ignore", message="gradients=")  # of few bits with Adam: nobody keeps what is learned
     trainers, draws = {}, {}
@@ -146,9 +146,9 @@ def _on_rank(
             trainers[name].step(tokens)
         dist.barrier()
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        crossed = lab.traffic()[rank].since(before)
+        traffic = lab.traffic()[rank].since(before)
         own = (sent_bytes() - counted) / count if sent_bytes else None
-        return Turn(wall / count, 1e3 * processor / count, crossed.sent / count, crossed.payload_sent / count, own)
+        return Turn(wall / count, 1e3 * processor / count, traffic.sent / count, traffic.payload_sent / count, own)
 
     tuned = [name for name, contestant in contestants.items() if contestant.settings.get("gradients") == AUTO]
     _set_bandwidth(lab, UNSHAPED)

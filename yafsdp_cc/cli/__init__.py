@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command's ``main(argv) -> exit status`` lives, and what help says of it."""
+    """Where a command's ``main(argv) -> exit status`` lives, and its line in the help."""
 
     module: str
     summary: str
@@ -42,4 +42,4 @@ def main(argv: list[str] | None = None) -> int:
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
-    return f"usage: yafsdp-cc COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help tells more."
+    return f"usage: yafsdp-cc COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more."

@@ -20,7 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# What these two warn of (signals passed on, which process failed) is what this launcher says once, at the end.
+# What these two warn of (signals passed on, which process failed) this launcher reports once, at the end.
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Say once, here, what every rank would say by a traceback."""
+    """Report once, here, what every rank would report by a traceback."""
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():
         parser.error(f"no such script: {options.training_script}")
     try:

@@ -67,7 +67,7 @@ def _close_the_process_group() -> None:
 
 
 def _record(error: BaseException, exit_code: int) -> None:
-    """Write the error file in torch's format, with what tells the first failure from its consequences."""
+    """Write the error file in torch's format, with what distinguishes the first failure from its consequences."""
     story = "" if isinstance(error, SystemExit) else _story(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # Only the last attempt's error files reach the launcher.

@@ -48,9 +48,9 @@ def main() -> None:
     spread = torch.linspace(0, len(text.held_out) - model.context - 1, VALIDATION_WINDOWS * ranks).long()
     held_out = data.windows(text.held_out, spread[rank::ranks], model.context, device)
 
-    log = Log(Path("runs") / asked.name / "metrics.jsonl", speaks=rank == 0)
-    log.say(f"{plan}\n\n{len(text.train):,} bytes of text to train on, {len(text.held_out):,} held out\n")
-    log.keep(event="start", ranks=ranks, **{name: str(value) for name, value in vars(asked).items()}, plan=str(plan))
+    log = Log(Path("runs") / asked.name / "metrics.jsonl", is_first=rank == 0)
+    log.show(f"{plan}\n\n{len(text.train):,} bytes of text to train on, {len(text.held_out):,} held out\n")
+    log.record(event="start", ranks=ranks, **{name: str(value) for name, value in vars(asked).items()}, plan=str(plan))
     begin = since = time.perf_counter()
     steps, gathered, reduced = 0, counters.gathered_bytes, counters.reduced_bytes
     for step in range(1, asked.steps + 1):
@@ -83,7 +83,7 @@ def main() -> None:
 
     seconds, owned, peak = time.perf_counter() - begin, yafsdp_cc.counters_of(model).owned_bytes, peak_memory()
     written = sample(model, asked.seed, device)
-    log.keep(
+    log.record(
         event="end",
         seconds=round(seconds, 1),
         planned_bytes=plan.owned_bytes,
@@ -93,7 +93,7 @@ def main() -> None:
         spills=counters.spills,
         sample=written,
     )
-    log.say(
+    log.show(
         f"\n{seconds:.0f} s. On each rank the plan was to own {plan.owned_bytes:,} bytes; the engine owns {owned:,}.\n"
         f"The process held {peak >> 20:,} MiB at most, {memory_before >> 20:,} MiB of it before there was a model.\n\n"
         f"It writes:\n\n{written}\n\nEverything is in {log.path}"
@@ -135,29 +135,29 @@ def peak_memory() -> int:
 
 
 class Log:
-    """The terminal and a file of JSON lines; only one rank speaks."""
+    """The terminal and a file of JSON lines; only the first rank writes."""
 
-    def __init__(self, path: Path, speaks: bool) -> None:
-        self.path, self.speaks = path, speaks
-        if speaks:
+    def __init__(self, path: Path, is_first: bool) -> None:
+        self.path, self.is_first = path, is_first
+        if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("w", buffering=1)  # by the line: what was written stays, however the run ends
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """To the terminal."""
-        if self.speaks:
+        if self.is_first:
             print(text, flush=True)
 
-    def keep(self, **record: Any) -> None:
+    def record(self, **values: Any) -> None:
         """To the file."""
-        if self.speaks:
-            self.file.write(json.dumps(record) + "\n")
+        if self.is_first:
+            self.file.write(json.dumps(values) + "\n")
 
     def step(self, step: int, steps: int, report: dict[str, float]) -> None:
         """One line of progress, to both."""
-        self.keep(event="step", step=step, **report)
+        self.record(event="step", step=step, **report)
         validation = f"   val {report['val_loss']:.3f}" if "val_loss" in report else ""
-        self.say(
+        self.show(
             f"step {step:4}/{steps}   loss {report['loss']:.3f}   {report['tokens_per_s']:6,} tokens/s   "
             f"gathered {report['gathered_bytes_per_step'] / 1e6:.1f} MB, "
             f"reduced {report['reduced_bytes_per_step'] / 1e6:.1f} MB a step{validation}"

@@ -1,1 +1,1 @@
-"""What other frameworks need to be told about sharded models. Each module imports its framework when it is called."""
+"""Adapters for other frameworks. Each module imports its framework when it is called."""

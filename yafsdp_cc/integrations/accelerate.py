@@ -1,7 +1,8 @@
 """Accelerate leaves a model that is sharded already as it is, and saves its parts.
 
-Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, told of FSDP2, it finds
-the optimizer's new parameters by their addresses, and all parameters that a rank owns nothing of have the same one.
+Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, configured for FSDP2, it
+finds the optimizer's new parameters by their addresses, and all parameters that a rank owns nothing of have the same
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
+<<<<<<< HEAD
     """Let ``accelerator`` treat ``model``, sharded by ``yafsdp_cc.shard``, as one of FSDP2; returns the same object.
+=======
+    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; returns the same
+    object.
+>>>>>>> refs/heads/benches
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
@@ -42,7 +48,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
         )
     if state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
-    # Every new AcceleratorState, a data loader makes one, copies what PartialState says.
+    # Every new AcceleratorState, a data loader makes one, copies that of PartialState.
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def prepare(*objects: Any) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             # Its checkpoints get their folder later. Until then ranks could differ in which is the best one, and at
             # the end load parts of two.
             os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
-        else:  # by the user: the Trainer itself would write nothing, and not say so
+        else:  # by the user: the Trainer itself would silently write nothing
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
         save(output_dir, _internal_call)
 

@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from yafsdp_cc.netlab import namespaces, wiring
+from yafsdp_cc.netlab import interfaces, namespaces
 from yafsdp_cc.netlab.errors import Unavailable
 
 NOT_ALLOWED = (
@@ -35,15 +35,15 @@ def namespaces_of(ranks: int) -> list[int]:
     return held
 
 
-def wire(ranks: list[int], bridge: bool, single: bool) -> None:
-    """Join the ranks' namespaces; without a bridge, the ports are left for the relay. ``single``: see ``wiring``."""
-    _batch("ip", wiring.hub([f"/proc/{os.getpid()}/fd/{held}" for held in ranks], bridge))
+def connect(ranks: list[int], bridge: bool, single: bool) -> None:
+    """Join the ranks' namespaces; without a bridge, the relay takes the ports. ``single``: see ``interfaces``."""
+    _batch("ip", interfaces.hub([f"/proc/{os.getpid()}/fd/{held}" for held in ranks], bridge))
     if bridge:
-        _batch("bridge", wiring.forwarding(len(ranks)))
+        _batch("bridge", interfaces.forwarding(len(ranks)))
     with open("/proc/self/ns/net") as hub:
         for rank, held in enumerate(ranks):
             namespaces.enter(held)
-            _batch("ip", wiring.station(rank, len(ranks), single))
+            _batch("ip", interfaces.station(rank, len(ranks), single))
         namespaces.enter(hub.fileno())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from yafsdp_cc.netlab.interfaces import DEVICE, address
 from yafsdp_cc.netlab.links import VARIABLE
-from yafsdp_cc.netlab.wiring import DEVICE, address
 
 if TYPE_CHECKING:
     from yafsdp_cc.netlab.links import Links
@@ -17,7 +17,7 @@ MASTER_PORT = "29500"
 
 def variables(links: Links, rank: int) -> dict[str, str]:
     ranks, machine = len(links.descriptors), links.descriptors[rank]
-    # Every machine is one of its own, as far as its ranks can tell; each has its share of this one's cores.
+    # To its ranks every machine looks like one of its own; each has its share of this one's cores.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return {
         "RANK": str(rank),

@@ -87,7 +87,7 @@ def _keep(maker: int, word: Connection, machines: int, near: int, delay_ms: floa
                 build.look_for_programs()
                 held = build.namespaces_of(machines)
                 try:
-                    build.wire(held, bridge=not (delay_ms or loss), single=loss > 0)
+                    build.connect(held, bridge=not (delay_ms or loss), single=loss > 0)
                     relay = Relay(folder, machines, delay_ms, loss) if delay_ms or loss else None
                     word.send((folder, *(machine for machine in held for _ in range(near))))
                     _wait_for_the_end(ends, word, relay)

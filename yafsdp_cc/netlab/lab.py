@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yafsdp_cc.netlab import namespaces
+from yafsdp_cc.netlab.interfaces import MOST_RANKS
 from yafsdp_cc.netlab.keeper import Keeper
 from yafsdp_cc.netlab.programs import Programs
 from yafsdp_cc.netlab.ranks import Ranks
 from yafsdp_cc.netlab.rate import UNSHAPED, Rate
-from yafsdp_cc.netlab.wiring import MOST_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ class Lab:
         self._run(Programs(self._keeper, timeout, command))
 
     def set_bandwidth(self, bandwidth: str) -> None:
-        """Change the rate of every link, of running ranks too: between rounds, say, by one of the ranks themselves."""
+        """Change the rate of every link, of running ranks too, also by one of the ranks themselves."""
         self.links.set_bandwidth(bandwidth)
 
     def traffic(self) -> list[Traffic]:

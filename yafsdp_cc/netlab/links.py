@@ -1,4 +1,4 @@
-"""A live lab's links, as anybody inside or outside of it can reach them: their rates, and what crossed them."""
+"""The links of a running lab, for its ranks and for others: their rates, and the bytes that they carried."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from yafsdp_cc.netlab import namespaces, traffic
 from yafsdp_cc.netlab.errors import LabError, Unavailable
+from yafsdp_cc.netlab.interfaces import DEVICE, port
 from yafsdp_cc.netlab.rate import Rate
-from yafsdp_cc.netlab.wiring import DEVICE, port
 
 VARIABLE = "YAFSDP_CC_NETLAB"
 

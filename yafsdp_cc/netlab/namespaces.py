@@ -62,7 +62,7 @@ def die_with(parent: int) -> None:
 
 
 def number(path: str | int) -> int:
-    """What tells a namespace from all others, of one at a path or descriptor."""
+    """Return what identifies the namespace at a path or descriptor."""
     return os.stat(path).st_ino
 
 

@@ -32,7 +32,7 @@ GRACE = 0.3
 class Ranks:
     """All ranks of one run. Who has answered waits for the end: a connection closed early may fail another's last call.
 
-    They find each other by a file, so that nothing crosses the links but what they say to each other.
+    They find each other by a file, so that nothing crosses the links but what they send to each other.
     """
 
     def __init__(self, keeper: Keeper, timeout: float, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -79,7 +79,7 @@ class Ranks:
         except EOFError:
             raise LabError(self._end_of(rank)) from None
         if failed:
-            # Who is killed says nothing, and the others then lose their connection to it.
+            # A rank that is killed sends nothing, and the others lose their connection to it.
             ended = wait([process.sentinel for process in self._processes], timeout=GRACE)
             killed = [other for other, process in enumerate(self._processes) if process.sentinel in ended]
             raise LabError(self._end_of(killed[0]) if killed else f"rank {rank}:\n{value}")

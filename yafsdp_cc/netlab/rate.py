@@ -1,4 +1,4 @@
-"""How many bits a second a rank's link carries each way, and how ``tc`` is told so."""
+"""How many bits a second a rank's link carries each way, and the arguments of ``tc`` for it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from yafsdp_cc.netlab.errors import Unavailable
-from yafsdp_cc.netlab.wiring import port
+from yafsdp_cc.netlab.interfaces import port
 
 SOURCE = Path(__file__).with_name("relay.c")
 

@@ -1,11 +1,11 @@
-"""What crossed a machine's link, by the counters of its interface."""
+"""What a machine has sent and received, by the counters of its interface."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-from yafsdp_cc.netlab.wiring import port
+from yafsdp_cc.netlab.interfaces import port
 
 HEADERS = 66
 """Bytes of a frame before what TCP carries: Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps."""

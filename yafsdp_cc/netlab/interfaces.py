@@ -1,4 +1,4 @@
-"""What stands between the ranks, as lines for ``ip -batch`` and ``bridge -batch``.
+"""The interfaces between the ranks, as lines for ``ip -batch`` and ``bridge -batch``.
 
     rank 0: eth0 ──── port0 ┐                 ┌ port1 ──── eth0 :rank 1
     10.77.0.1               ├ bridge or relay ┤                10.77.0.2
@@ -6,10 +6,10 @@
 
 Every rank and the hub, which holds the ports, have a network namespace each. Both ends of each pair are shaped: eth0 is
 what the rank sends, the port what it receives. Nobody has to ask for an address or to learn one, and nothing but IPv4
-crosses: the counters stand still while the ranks say nothing.
+is sent: the counters stand still while the ranks send nothing.
 
-Packets of one connection cross in frames of up to 64 KB, as between a machine and its network card, and a frame counts
-its headers once; two cores could not carry a gigabit otherwise. Where packets are to be lost, each one is a frame.
+Packets of one connection are sent in frames of up to 64 KB, as between a machine and its network card, and a frame
+counts its headers once; two cores could not carry a gigabit otherwise. Where packets are to be lost, each one is a frame.
 """
 
 from __future__ import annotations
