@@ -17,13 +17,8 @@ PART = 1 << 18
 """Bytes that a collective has the link for, before another one has it: 10 µs at 25 GB/s."""
 
 # A block transfers part after part. For each it reserves the next time that the link is free: all blocks, and all
-<<<<<<< HEAD
-# kernels on the link, take turns there. It is done with a part when the link is. No block waits for another, so they
-# run in any order; a block that cannot start yet leaves its turns to others.
-=======
 # kernels on the link, take turns there. It is done with a part when the link is. No block waits for another: a
 # block that cannot start yet leaves its turns to others.
->>>>>>> refs/heads/benches
 _BEGIN = r"""
 typedef unsigned long long u64;
 __device__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 
 
 def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
-<<<<<<< HEAD
-    """Let ``accelerator`` treat ``model``, sharded by ``yafsdp_cc.shard``, as one of FSDP2; returns the same object.
-=======
     """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; returns the same
     object.
->>>>>>> refs/heads/benches
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
-    with stays; of its settings only those of saving matter.
+    with stays; of its settings only those of saving matter. Calls ``yafsdp_cc.patch_torch``, for the setting
+    ``FULL_STATE_DICT``: Accelerate broadcasts full state dicts from rank 0.
 
     Raises:
         ValueError: ``model`` is not sharded, or the plugin is for the first FSDP.
@@ -37,7 +34,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     require_state(model)
-    patch_torch()  # load_state fills from full state dicts
+    patch_torch()
     state: Any = accelerator.state
     if getattr(state, "fsdp_plugin", None) is None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
