@@ -1,8 +1,7 @@
 """Accelerate leaves a model that is sharded already as it is, and saves its parts.
 
-Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, configured for FSDP2, it
-finds the optimizer's new parameters by their addresses, and all parameters that a rank owns nothing of have the same
-one.
+Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, configured for FSDP2,
+it finds the optimizer's new parameters by their addresses, and all that a rank owns nothing of have the same one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ what the rank sends, the port what it receives. Nobody has to ask for an address
 is sent: the counters stand still while the ranks send nothing.
 
 Packets of one connection are sent in frames of up to 64 KB, as between a machine and its network card, and a frame
-counts its headers once; two cores could not carry a gigabit otherwise. Where packets are to be lost, each one is a frame.
+counts its headers once; two cores could not carry a gigabit otherwise. Where packets are lost, each is a frame.
 """
 
 from __future__ import annotations
