@@ -367,7 +367,7 @@ def _make_context(
 ) -> tuple[GroupContext, Any, Tensor]:
     info, settings = specs[-1].info, specs[-1].settings
     device, group = info.device, info.shard_group
-    # Over gloo a second communicator costs next to nothing, and two ranks need it (see collectives.Communicator).
+    # Over gloo a second communicator costs next to nothing, and two ranks need it (see communicator.Communicator).
     is_gloo = backend_of(group, device) == "gloo"
     separate = (is_gloo and group.size() == 2) or any(spec.settings.separate_reduce_group for spec in specs)
     reduce = reduce_group(info) if separate else group
