@@ -103,7 +103,7 @@ class FSDPParam:
         target = self.unsharded_grad
         if target is None:
             self.acquire_grad_buffer()
-            if (target := self.unsharded_grad) is None:  # torch.autograd.grad passes here on its way to an input
+            if (target := self.unsharded_grad) is None:  # not wanted: torch.autograd.grad, on its way to an input
                 return
         if grad.is_sparse:
             grad = grad.to_dense()

@@ -1,4 +1,4 @@
-"""The protocols by which the engine calls collectives: what compression implements, and nothing else does it know.
+"""The protocols by which the engine calls collectives: all that it knows of compression, which implements them.
 
 Every ``FlatParam`` has an ``AllGather`` and a ``ReduceScatter``, and with replicas an ``AllReduce``. They are made by
 a ``Collectives`` factory; all-gathers at each assembly of the engine, sums at the first one, and these live as long as
@@ -77,7 +77,12 @@ class Collective(ABC):
     """Of sums: whether one may bring gradients of a parameter that no rank has used, by error feedback."""
 
     def bind(self, context: CommContext) -> None:
-        """Use this communicator and these scratch buffers from now on. Nothing is in flight."""
+        """Use this communicator and these scratch buffers from now on. Nothing is in flight.
+
+        Several all-gathers may be in flight at once: they may use scratch buffers within ``start`` and within
+        ``finish``, but not from one to the other (for that there is ``AllGather.scratch_bytes``). Sums may: the engine
+        runs them one at a time.
+        """
         self.context = context
 
     def reset(self) -> None:

@@ -6,7 +6,8 @@ backwards through it; within it, each ``GroupCall`` is one forward of a group:
     pre_forward    all-gather, gate the inputs, show views of the weights to the modules, prefetch the next group
     post_forward   let the buffer be filled again; hook the outputs
     pre_backward   (an output's gradient has come) gather again, prefetch, make room for gradients
-    post_backward  (the group's gate has run) reduce; the root gate, last of all, waits and makes gradients final
+    post_backward  (the gate of the group's last call has run) reduce; the root gate, last of all, waits and makes
+                   gradients final
 
 What a backward must do for its calls is settled by the forward, as the calls in reverse, inner ones within outer:
 
