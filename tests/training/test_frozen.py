@@ -119,3 +119,15 @@ def test_freezing_and_unfreezing_between_steps() -> None:
             for name, parameter in each.named_parameters():
                 parameter.requires_grad_(name not in frozen)
         trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@ranks(2)
+def test_unfreezing_between_micro_batches_is_refused() -> None:
+    """The gradients of what was frozen would have no room beside those that are kept."""
+    block = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Tanh(), nn.Linear(64, 64))
+    model = yafsdp_cc.shard(nn.Sequential(block), units=[block])
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 64)).sum().backward()
+    block[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'0\.0\.weight' was unfrozen while gradients of micro-batches are kept"):
+        model(torch.ones(2, 64)).sum().backward()

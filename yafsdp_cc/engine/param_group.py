@@ -455,9 +455,19 @@ class ParamGroup:
             self.context.wait(self.grads.buffer.handle)  # the reduce that reads the buffer has left it
             for param in self.params:
                 param.written = False
+        self._check_not_unfrozen(self.grads)
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
         self._accepts_grads = True
+
+    def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
+        """Raise a ``RuntimeError`` where gradients would be lost: the buffer of earlier micro-batches has no room."""
+        for flat in self.flats:
+            if flat.trainable and flat not in grads.flats:
+                raise RuntimeError(
+                    f"'{flat.name}' was unfrozen while gradients of micro-batches are kept for a later reduce: run a "
+                    "backward with set_requires_gradient_sync(True) first"
+                )
 
     def stop_accepting_grads(self) -> None:
         """Write no more gradients before the buffer is acquired again; those written remain."""

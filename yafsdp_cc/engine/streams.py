@@ -2,8 +2,8 @@
 
 One schedule runs on two kinds of device. On CUDA a ``CommStream`` is a side stream: a collective and what completes it
 (decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's
-own threads: a handle holds the works in flight and a completion callback, which runs in the thread that waits; operations
-that share buffers are waited for by hand (``is_ordered``).
+own threads: a handle holds the works in flight and a completion callback, which runs in the thread that waits;
+operations that share buffers are waited for by hand (``is_ordered``).
 
     caller    ──forward k──┬─wait(all-gather k+1)──forward k+1──
     stream    all-gather k+1┘   all-gather k+2 …
