@@ -26,7 +26,7 @@ WIDTH = 256
 
 
 class Loud(OneBit):
-    """A codec that says three times too much: what it leaves grows from message to message."""
+    """A codec whose messages are three times too large in value: its residual grows from message to message."""
 
     name = "loud"
 
