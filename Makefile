@@ -12,6 +12,9 @@ PIN := $(VENV)/torch-pin.txt
 # What is installed, by TORCH: asking for another one starts over.
 INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
+# Two files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
 # The native kernels: what is changed is built again.
 CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
@@ -21,11 +24,11 @@ demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
 
 test: lint $(INSTALLED)-frameworks
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 
 # Every test in its long form: hundreds of random programs under random delays, and what make test leaves to those like it.
 soak: $(INSTALLED)
-	YAFSDP_SOAK=500 $(VENV)/bin/python -m pytest
+	YAFSDP_SOAK=500 $(PYTEST)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

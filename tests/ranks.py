@@ -1,9 +1,11 @@
 """Real ranks for tests: below ``@ranks(2)``, the body of a test runs on two forked gloo processes.
 
 ``on_ranks(2, body, *args)`` does the same within a test that goes on with the results, or starts several groups. With
-another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few. The parent imports
-torch and computes nothing (threads do not survive a fork). A rank that raises ends the others, and the test fails with
-that rank's traceback; a hang fails within ``timeout`` seconds.
+another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few. A rank that raises
+ends the others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+
+The parent imports torch and computes nothing: threads do not survive a fork. (A worker of pytest-xdist has one thread
+besides, which waits for messages of its controller and holds no lock that a rank takes.)
 
 What ranks import lazily is imported here, before the fork, and the objects that they inherit are hidden from their
 garbage collectors: looking at those would copy most of the parent's memory into each rank.
