@@ -1,6 +1,6 @@
 """Builds the native kernels of ``csrc`` where there is a compiler; everything else is in pyproject.toml.
 
-The result is one library, ``yafsdp_cc/compression/_native.so``, that ``yafsdp_cc.compression.kernels`` loads. It is no
+The result is one library, ``yafsdp_cc/compression/_native.so``, that ``error_feedback.py`` beside it loads. It is no
 Python module and uses torch's stable ABI alone, so it belongs to no version of either. ``YAFSDP_CC_NATIVE=0`` builds
 none; ``1`` makes a failure an error, where otherwise the package is installed without.
 """

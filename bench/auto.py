@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from yafsdp_cc.bench import train
 from yafsdp_cc.bench.common import about, names, save, table
 from yafsdp_cc.bench.contestants import trains
-from yafsdp_cc.compression.autotune import autotuner_of, backward_seconds
+from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
+from yafsdp_cc.compression.queue_model import backward_seconds
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.netlab import Lab, Unavailable
 
@@ -35,7 +36,7 @@ SEQUENCES = 2
 def choice_of(trainer: Trainer) -> dict[str, Any] | None:
     """Return what was chosen, and the least number of units that have to be encoded."""
     state = require_state(trainer.model)
-    tuner = autotuner_of(state)
+    tuner = CodecAutotuner.of(state)
     if tuner is None or tuner.last is None:
         return None
     costs = tuner.last.costs
@@ -43,9 +44,9 @@ def choice_of(trainer: Trainer) -> dict[str, Any] | None:
         picks: backward_seconds(costs, picks)
         for picks in itertools.product(*[range(len(group.codecs)) for group in costs])
     }
-    limit = min(seconds.values()) + tuner.last.tolerance
+    limit = min(seconds.values()) + TOLERANCE * tuner.last.step
     theory = min(sum(map(bool, picks)) for picks, taken in seconds.items() if taken <= limit)
-    return {"chosen": dict(state.counters.chosen), "why": state.counters.why, "theory": theory}
+    return {"chosen": dict(state.context.counters.chosen), "why": state.context.counters.why, "theory": theory}
 
 
 def show(bandwidth: str, figures: dict[str, Any]) -> None:

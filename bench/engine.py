@@ -141,7 +141,11 @@ class Training:
         if not self.is_ours:
             return {}
         plan, counters = yafsdp_cc.plan_of(self.model), yafsdp_cc.counters_of(self.model)
-        return {"planned_bytes": plan.owned_bytes, "owned_bytes": counters.owned_bytes, "spills": counters.spills}
+        return {
+            "planned_bytes": plan.owned_bytes,
+            "owned_bytes": counters.owned_bytes,
+            "overflow_buffers": counters.overflow_buffers,
+        }
 
 
 # The measurement ---------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ else
 fi
 part worlds 170 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if "$PYTHON" -c 'import sys, torch
-from yafsdp_cc.compression.kernels import ops_for
+from yafsdp_cc.compression.error_feedback import ops_for
 sys.exit(ops_for(torch.device("cuda")) is None)'; then
     part kernels 60 "$PYTHON" bench/kernels.py --device cuda --json "$OUT/kernels.json"
 else

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.bench.common import about, names, save, table
-from yafsdp_cc.compression import error_feedback, kernels
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 
@@ -60,13 +61,15 @@ def jobs(name: str, gradients: dict[torch.dtype, Tensor]) -> Iterator[Job]:
     codec, (fp32, bf16) = codec_of(name), gradients.values()
     n, device = fp32.shape[1], fp32.device
     messages = torch.zeros(MESSAGES, codec.message_bytes(n), dtype=torch.uint8, device=device)
-    kernels.encode(codec, fp32, messages)
+    error_feedback.encode(codec, fp32, messages)
 
     def encode(values: Tensor, kept: torch.dtype | None, noise: Noise | None = None) -> Job:
-        residual = None if kept is None else Residual(MESSAGES, n, kept, codec.block, device)
+        residual = None if kept is None else Residual.zeros(MESSAGES, n, kept, codec.block, device)
         moved = values.nbytes + messages.nbytes + (0 if residual is None else 2 * residual.nbytes)
         what = f"encode {SHORT[values.dtype]}, " + ("random" if noise else "none" if kept is None else SHORT[kept])
-        return Job(name, what, moved, lambda: kernels.encode(codec, values, messages, residual=residual, noise=noise))
+        return Job(
+            name, what, moved, lambda: error_feedback.encode(codec, values, messages, residual=residual, noise=noise)
+        )
 
     yield encode(fp32, torch.float32)
     yield encode(bf16, torch.float32)
@@ -80,21 +83,23 @@ def jobs(name: str, gradients: dict[torch.dtype, Tensor]) -> Iterator[Job]:
         name,
         f"sum of {MESSAGES} messages",
         messages.nbytes + total.nbytes,
-        lambda: kernels.decode_sum(codec, messages, n, None, 0, total),
+        lambda: error_feedback.decode_sum(codec, messages, n, None, 0, total),
     )
     yield Job(
         name,
         "decode bf16",
         messages[:1].nbytes + decoded.nbytes,
-        lambda: kernels.decode(codec, messages[:1], decoded),
+        lambda: error_feedback.decode(codec, messages[:1], decoded),
     )
 
 
 def accumulate_jobs(gradients: Tensor) -> Iterator[Job]:
     for dtype in SHORT:
-        residual = Residual(*gradients.shape, dtype, 256, gradients.device)
+        residual = Residual.zeros(*gradients.shape, dtype, 256, gradients.device)
         moved = gradients.nbytes + 2 * residual.nbytes
-        yield Job("any", f"accumulate in {SHORT[dtype]}", moved, partial(kernels.accumulate, gradients, residual))
+        yield Job(
+            "any", f"accumulate in {SHORT[dtype]}", moved, partial(error_feedback.accumulate, gradients, residual)
+        )
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
@@ -140,17 +145,13 @@ def beside_plain_torch(name: str, gradients: Tensor, rounds: int) -> dict[str, A
     """Return how fast it encodes fp32 with an fp32 residual, by the definitions and natively."""
     codec, (messages, n) = codec_of(name), gradients.shape
     message = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
-    residual = Residual(messages, n, torch.float32, codec.block, gradients.device)
-    native, plain = (
-        median(
-            [
-                milliseconds(partial(encode, codec, gradients, message, residual=residual), gradients.device)
-                for _ in range(count + 1)
-            ][1:]
-        )
-        for encode, count in ((kernels.encode, 4 * rounds), (error_feedback.encode, min(rounds, 3)))
-    )
-    return {"codec": name, "elements": gradients.numel(), "native_ms": native, "plain_ms": plain}
+    residual = Residual.zeros(messages, n, torch.float32, codec.block, gradients.device)
+    encode = partial(error_feedback.encode, codec, gradients, message, residual=residual)
+    found = {}
+    for what, native, count in (("native_ms", "1", 4 * rounds), ("plain_ms", "0", min(rounds, 3))):
+        with mock.patch.dict(os.environ, YAFSDP_CC_NATIVE=native):
+            found[what] = median([milliseconds(encode, gradients.device) for _ in range(count + 1)][1:])
+    return {"codec": name, "elements": gradients.numel(), **found}
 
 
 def beside_matrix_products(job: Job, rounds: int) -> list[dict[str, Any]]:
@@ -209,7 +210,7 @@ def main() -> None:
     if options.elements % 4096 or options.elements < 4096:
         parser.error(f"--elements {options.elements}: a multiple of 4096")
     device = torch.device(options.device)
-    if kernels.ops_for(device) is None:
+    if error_feedback.ops_for(device) is None:
         parser.error(f"the native kernels for {device} are not built")
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from yafsdp_cc.bench.common import names
 from yafsdp_cc.netlab import Lab, LabError, Unavailable
-from yafsdp_cc.netlab.interfaces import address
-from yafsdp_cc.netlab.rate import Rate
+from yafsdp_cc.netlab.links import address, bits_per_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +89,7 @@ def carry(lab: Lab, bandwidths: Sequence[str]) -> list[Carried]:
         if rank == 0:
             lab.set_bandwidth(bandwidth)
         dist.barrier()
-        chunk = min(MOST, int(Rate.parse(bandwidth).bits / 8) or MOST) // world // 64 * 64
+        chunk = min(MOST, int(bits_per_second(bandwidth) / 8) or MOST) // world // 64 * 64
         operations = _operations(peers, chunk, world)
         rows = {
             name: Carried(name, bandwidth, (2 if name == "all_reduce" else 1) * chunk * (world - 1), [], [])
@@ -190,7 +189,7 @@ def _line(on_ranks: Sequence[Carried], ranks: int) -> str:
     one = on_ranks[0]
     rounds = [max(turn) for turn in zip(*(each.seconds for each in on_ranks), strict=True)]
     above = median(count for each in on_ranks for count in each.sent) / max(1, one.payload) - 1
-    nominal = Rate.parse(one.bandwidth).bits
+    nominal = bits_per_second(one.bandwidth)
     shown = []
     for name, seconds in (("median", median(rounds)), ("best", min(rounds))):
         achieved = 8 * one.payload / seconds

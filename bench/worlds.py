@@ -4,7 +4,7 @@
     python bench/worlds.py --model 8b --world 256 --rate 25 --length 2048    # one
     python bench/worlds.py --device cpu --model tiny --world 8               # to see it run
 
-A world of many ranks is this process and the time that its links would take (``yafsdp_cc.bench.modelled``). Parameters
+A world of many ranks is this process and the time that its links would take (``modelled.py``). Parameters
 are held and updated in fp32 (fused AdamW), computed in bf16; gradients are summed in fp32. Contestants take turns in
 interleaved rounds; times are medians. *Step* is wall time of a run of steps that ends in a synchronisation; *host* is
 the time until the last was enqueued, per step; *exposed* is the time in which something is communicated and nothing
@@ -35,10 +35,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
+from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
 from bench.timeline import joined, without
 from yafsdp_cc.bench.common import about, interleaved, names, save, table
-from yafsdp_cc.bench.modelled import Fabric, LinkCost, begin
 from yafsdp_cc.bench.trainers import shard_by_fsdp2
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,4 +1,4 @@
-// The operators of yafsdp_cc/compression/kernels.py. What implements them registers itself, for its own device.
+// The operators of yafsdp_cc/compression/error_feedback.py. What implements them registers itself, for its own device.
 //
 // The stream is CUDA's handle as a number, 0 elsewhere. A seed of -1 is none: to nearest.
 #include <torch/csrc/stable/library.h>

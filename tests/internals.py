@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression.all_gather import DeltaAllGather
 from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
-from yafsdp_cc.compression.delta import DeltaAllGather
-from yafsdp_cc.compression.kernels import ops_for
+from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import dtensor, full_params, mesh, norms, offload, streams
+from yafsdp_cc.engine import dtensor, mesh, module, norms, offload, sharding
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.module import ShardedModule, require_state
@@ -108,7 +107,7 @@ def first_weight_buffer(model: nn.Module) -> Any:
 def finish_all_gathers(model: nn.Module) -> None:
     """Wait for the all-gathers under way, which hold on to their buffers."""
     for buffer in _weight_buffers(model):
-        buffer.handle.settle()
+        buffer.handle.wait()
 
 
 def unsharded_weights(group: Any) -> tuple[Tensor, ...]:
@@ -164,7 +163,7 @@ def phase_at(optimizer: Any, step: int) -> str:
 
 def awaits_exact_step(optimizer: Any) -> bool:
     """Tell whether an optimizer of the 1-bit family makes an exact step next, to learn what to clip by."""
-    waits: bool = optimizer.phases.is_blind
+    waits: bool = optimizer._phase_now.value == "kept"
     return waits
 
 
@@ -175,15 +174,14 @@ def kept_weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 def autotuner_of(model: nn.Module) -> CodecAutotuner:
     """Return what chooses the codecs of a model with ``compression="auto"``."""
-    found = autotune.autotuner_of(require_state(model))
+    found = CodecAutotuner.of(require_state(model))
     assert found is not None
     return found
 
 
 def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
     """Have the gradients of each group of a model with ``compression="auto"`` encoded so from now on. A collective."""
-    state = require_state(model)
-    autotuner_of(model).set_codecs(state, dict(zip(state.groups, codecs, strict=True)))
+    autotuner_of(model).set_codecs(dict(zip(groups_of(model), codecs, strict=True)))
 
 
 def stop_autotuner(model: nn.Module) -> None:
@@ -258,7 +256,7 @@ def modelled_device(own: Callable[[Tensor], Tensor], on_mesh: Callable[..., Tens
     """
     zeros = HostMemory.zeros
     return [
-        (streams, "comm_stream", CudaCommStream),
+        (sharding, "comm_stream", CudaCommStream),
         (HostMemory, "zeros", lambda self, numel, dtype: own(zeros(self, numel, dtype))),
         (mesh, "to_mesh_device", on_mesh),
         (dtensor, "to_mesh_device", on_mesh),
@@ -323,7 +321,7 @@ def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int]
     """
     mesh.to_mesh_device = dtensor.to_mesh_device = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    dtensor.all_gather_single = full_params.all_gather_single = watched(dtensor.all_gather_single, 1)
+    dtensor.all_gather_single = module.all_gather_single = watched(dtensor.all_gather_single, 1)
 
 
 @contextmanager

@@ -14,7 +14,10 @@ from tests.ranks import ranks
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["docs/using.md", "docs/migrating.md", "docs/compression.md", "docs/one-bit.md"])
+PAGES = ["README.md", "docs/using.md", "docs/migrating.md", "docs/compression.md", "docs/one-bit.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 @ranks(2)
 def test_examples_run(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -319,10 +319,10 @@ def test_plan_counts_host_and_device_apart() -> None:
     states = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.ndim]
     assert plan.host.adamw == plan.adamw_bytes == sum(state.nbytes for state in states)
     assert (plan.parameter_shard_bytes, plan.gradient_shard_bytes) == (0, 0)
-    assert plan.small.bytes + plan.host.small == plain.small.bytes
-    assert plan.owned_bytes + plan.host_bytes == plain.owned_bytes + plan.crossing_bytes
+    assert plan.replicated.bytes + plan.host.replicated == plain.replicated.bytes
+    assert plan.owned_bytes + plan.host_bytes == plain.owned_bytes + plan.transfer_bytes
     largest = max(unit.padded for unit in plan.units) // 2 * 4
-    assert 2 * largest < plan.crossing_bytes < 3 * largest  # of weights, of gradients, and of small weights
+    assert 2 * largest < plan.transfer_bytes < 3 * largest  # of weights, of gradients, and of small weights
     assert plan.as_dict()["host_bytes"] == plan.host_bytes
     assert "offloaded to host memory" in str(plan)
     assert "of it in host memory" in str(plan)

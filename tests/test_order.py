@@ -101,9 +101,9 @@ def test_found(name: str) -> None:
     on_ranks(2, play, {"seed": 0, "spec": spec, **options, "actions": [*actions, ("check",)]}, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize(("depth", "spills"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("depth", "overflows"), [(0, False), (1, False), (2, True), (3, True)])
 @ranks(2)
-def test_nesting_deeper_than_the_slots_is_counted(depth: int, spills: bool) -> None:
+def test_nesting_deeper_than_the_buffers_is_counted(depth: int, overflows: bool) -> None:
     torch.manual_seed(0)
     model = Maze({"units": (BLOCK,) * 4, "tied_ends": False, "tied_units": None, "frozen": ()})
     model = yafsdp_cc.shard(model, units=list(model.tops))
@@ -112,11 +112,11 @@ def test_nesting_deeper_than_the_slots_is_counted(depth: int, spills: bool) -> N
         program = (("nest", unit, program),)
     with torch.no_grad():
         model(torch.ones(1, WIDTH), program)
-    assert (yafsdp_cc.counters_of(model).spills > 0) == spills
-    before = yafsdp_cc.counters_of(model).spills
+    assert (yafsdp_cc.counters_of(model).overflow_buffers > 0) == overflows
+    before = yafsdp_cc.counters_of(model).overflow_buffers
     for _ in range(2):
         loss_of([model(torch.ones(1, WIDTH), tuple(("call", unit) for unit in range(4)))]).backward()
-    assert yafsdp_cc.counters_of(model).spills == before
+    assert yafsdp_cc.counters_of(model).overflow_buffers == before
 
 
 # On a GPU, where kernels of other shapes may round otherwise

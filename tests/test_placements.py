@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
-from tests.models import Mlp, Transformer
+from tests.models import WIDTH, Mlp, Transformer
 from tests.ranks import ranks
 from tests.soak import also
 from tests.twins import added, inputs, means, mine, same_gradients, sgd, square, step_both, trains_on, twins
@@ -24,9 +24,9 @@ def owned_as_planned(model: nn.Module) -> None:
 
 def sent_as_planned(model: nn.Module, before: tuple[int, int]) -> None:
     """A step has sent what the plan says."""
-    counted, wire = yafsdp_cc.counters_of(model), yafsdp_cc.plan_of(model).wire
-    assert counted.gathered_bytes - before[0] == wire.gather_forward + wire.gather_backward
-    assert counted.reduced_bytes - before[1] == wire.reduce + wire.small + wire.replicas
+    counted, planned = yafsdp_cc.counters_of(model), yafsdp_cc.plan_of(model).communication
+    assert counted.gathered_bytes - before[0] == planned.gather_forward + planned.gather_backward
+    assert counted.reduced_bytes - before[1] == planned.reduce + planned.replicated + planned.replicas
 
 
 def sent(model: nn.Module) -> tuple[int, int]:
@@ -52,12 +52,12 @@ def test_a_stage_of_zero(stage: int) -> None:
         same_gradients(model, truth, within=1e-6)
         step_both(model, plain, truth, optimizers)
         gathered, reduced = (after - then for after, then in zip(sent(model), before, strict=True))
-        wire = yafsdp_cc.plan_of(model).wire
-        once = wire.gather_forward
+        planned = yafsdp_cc.plan_of(model).communication
+        once = planned.gather_forward
         assert gathered == once if stage < 3 else gathered > 2 * once
-        assert reduced == (wire.reduce + wire.small) * (1 if stage == 1 else 3)
+        assert reduced == (planned.reduce + planned.replicated) * (1 if stage == 1 else 3)
     owned_as_planned(model)
-    assert yafsdp_cc.counters_of(model).spills == 0
+    assert yafsdp_cc.counters_of(model).overflow_buffers == 0
 
 
 @ranks(1)
@@ -138,6 +138,27 @@ def test_a_second_shard_is_gathered_from_until_weights_change() -> None:
     sent_as_planned(model, before)
     gathered = sent(model)[0]
     square(model, mine(tokens)).backward()  # the weights are the same: nothing comes from afar
-    wire = yafsdp_cc.plan_of(model).wire
-    assert sent(model)[0] - gathered < wire.gather_forward
+    planned = yafsdp_cc.plan_of(model).communication
+    assert sent(model)[0] - gathered < planned.gather_forward
     owned_as_planned(model)
+
+
+class TwoEntrances(nn.Module):
+    """Its first two units take turns in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.rest = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rest(self.one(x) + self.other(x))
+        return out
+
+
+@ranks(2)
+def test_what_is_prefetched_is_not_gathered_twice() -> None:
+    model, plain = twins(TwoEntrances, units=[nn.Sequential, "one", "other"])
+    for step in range(3):
+        before = sent(model)
+        trains_on(model, plain, square, [inputs(step=step)], within=1e-6)
+        sent_as_planned(model, before)

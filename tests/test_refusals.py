@@ -124,6 +124,25 @@ def test_meshes_that_do_not_fit() -> None:
             yafsdp_cc.shard(nn.Linear(32, 32), mesh=mesh)
 
 
+@pytest.mark.parametrize("call", [yafsdp_cc.shard, yafsdp_cc.fully_shard])
+@ranks(2)
+def test_dtypes_that_cannot_be_trained_in(call: Callable[..., nn.Module]) -> None:
+    wrong = {"param_dtype": (torch.int8, torch.float8_e4m3fn, torch.complex64)}
+    wrong |= {"reduce_dtype": (torch.int8, torch.float8_e5m2, torch.bool), "output_dtype": (torch.int8, torch.bool)}
+    for name, dtypes in wrong.items():
+        for dtype in dtypes:  # one rank's mistake, and an answer on all
+            policy = MixedPrecisionPolicy(**{name: dtype if dist.get_rank() else torch.bfloat16})
+            message = refusal(lambda policy=policy: call(_linears(), mp_policy=policy))
+            assert f"mp_policy.{name}={dtype} cannot be trained in: pass one of torch.bfloat16, " in message
+    for dtype in (torch.float16, torch.float64):
+        policy = MixedPrecisionPolicy(dtype, dtype, dtype)
+        call(_linears(), mp_policy=policy)(torch.ones(2, 32)).sum().backward()
+
+
+def _linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
 def test_a_run_that_shards_nothing_is_warned_of() -> None:
     on_ranks(1, _alone, "start more ranks")
     on_ranks(2, _alone, "the 2 ranks of this run would each train a model of their own")

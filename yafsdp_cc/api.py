@@ -11,34 +11,25 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.compression.codec import FORMAT
 from yafsdp_cc.compression.collectives import CompressedCollectives
-from yafsdp_cc.compression.config import AUTO, Compression, check_overrides, compression_of
+from yafsdp_cc.compression.config import AUTO, Compression, compression_of
 from yafsdp_cc.compression.config import EXACT as NO_CODEC
-from yafsdp_cc.compression.fallback import fallback_of
-from yafsdp_cc.engine.checks import (
-    broadcast_values,
-    check_equal,
-    check_modules,
-    check_no_hooks,
-    check_settings,
-    check_types,
-    policy_dtypes,
-    refused_together,
-)
-from yafsdp_cc.engine.collectives import EXACT
+from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
-from yafsdp_cc.engine.init import ShardingPlan, assemble, shard_parameters, spec_of, specs_below, state_of
-from yafsdp_cc.engine.mesh import MeshInfo, all_groups
+from yafsdp_cc.engine.layout import check_tensor_parallel, local_tensor
+from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
     ShardedModule,
     UnshardHandle,
@@ -48,17 +39,28 @@ from yafsdp_cc.engine.module import (
     share_comm_ctx,
 )
 from yafsdp_cc.engine.offload import HostMemory
-from yafsdp_cc.engine.spec import Counters
-from yafsdp_cc.engine.tensor_parallel import check_tensor_parallel, local_tensor
+from yafsdp_cc.engine.sharding import (
+    EXACT,
+    Counters,
+    ShardingPlan,
+    check_equal,
+    check_modules,
+    check_no_hooks,
+    check_policy,
+    check_types,
+    shard_parameters,
+    spec_of,
+    specs_below,
+)
 from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
 from yafsdp_cc.plan.memory import plan_for
-from yafsdp_cc.plan.parameters import check_shardable, survey
+from yafsdp_cc.plan.parameters import check_shardable, find_parameters
 from yafsdp_cc.plan.units import is_small
-from yafsdp_cc.profiling.spans import mark_optimizer_steps
+from yafsdp_cc.profiling import mark_optimizer_steps
 
 if TYPE_CHECKING:
-    from yafsdp_cc.engine.protocols import Collectives
+    from yafsdp_cc.engine.sharding import Collectives
 
 __all__ = [
     "UnshardHandle",
@@ -72,6 +74,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
+Modules = TypeVar("Modules", bound=nn.Module | list[Any])
 Placement = Callable[[nn.Parameter], Any]
 
 
@@ -81,6 +84,7 @@ class _Arguments(NamedTuple):
     info: MeshInfo
     policy: MixedPrecisionPolicy
     host: HostMemory | None
+    compression: Compression | None
     collectives: Collectives
     keeps_after_forward: bool
     secondary_ranks: int
@@ -157,7 +161,11 @@ def shard(
         )
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
         given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
-        _check_shard_mesh(mesh)
+        if mesh.mesh_dim_names == ("shard", "replicate"):
+            raise ValueError(
+                "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are sharded across: "
+                'pass init_device_mesh(..., (machines, ranks on each), mesh_dim_names=("replicate", "shard"))'
+            )
         if zero_stage not in (1, 2, 3):
             raise ValueError(f"zero_stage takes 1, 2 or 3, got {zero_stage!r}")
         if zero_stage < 3 and reshard_after_forward not in (None, False):
@@ -168,10 +176,11 @@ def shard(
         check_modules(model, "shard()")
         _check_not_sharded(model)
         division = find_units(model, units, given.ignored)
-        owned = [*(each for unit in division.units for each in unit.parameters), *division.small]
-        _check_parameters(owned, mesh)
-        config = compression_of(compression)
-        check_overrides(config, [name for name, _ in model.named_parameters()])
+        owned = [*(each for unit in division.units for each in unit.parameters), *division.replicated]
+        check_tensor_parallel(owned, mesh)
+        check_no_hooks(owned)
+        if given.compression is not None:
+            given.compression.check_overrides([name for name, _ in model.named_parameters()])
         keeps = given.keeps_after_forward or zero_stage < 3
         for unit in division.units:
             if unit.modules != (model,):
@@ -185,7 +194,7 @@ def shard(
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
-        "compression": (config, FORMAT),
+        "compression": (given.compression, FORMAT),
         "torch": torch.__version__,
     }
     check_settings(settings, across)
@@ -204,7 +213,7 @@ def shard(
         spec.settings.secondary_ranks = given.secondary_ranks
         if zero_stage == 1:
             spec.settings.grad_buffers = blocks
-    root = shard_parameters((model,), "", root_params, division.small, given.plan(prepare, policy), "root")
+    root = shard_parameters((model,), "", root_params, division.replicated, given.plan(prepare, policy), "root")
     root.ignored = given.ignored
     if zero_stage == 1:
         root.settings.grad_buffers = blocks
@@ -216,44 +225,14 @@ def shard(
     if sync_module_states:
         broadcast_values(buffers, mesh)
     assemble(model)
-    if config is not None:
+    if given.compression is not None:
         _warn_of_residuals(plan_of(model))
     mark_optimizer_steps()
     return model
 
 
-@overload
 def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Placement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    compression: Compression | str | None = ...,
-) -> FSDPModule: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Placement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    compression: Compression | str | None = ...,
-) -> list[FSDPModule]: ...
-
-
-def fully_shard(
-    module: Any,
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -263,7 +242,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: Compression | str | None = None,
-) -> Any:
+) -> Modules:
     """Shard the parameters of ``module`` that no earlier call on a part of it has sharded, in place.
 
     Called bottom-up, as torch's: on every block, then on the model. What the first forward is called on becomes the
@@ -308,12 +287,17 @@ def fully_shard(
             )
         owned = _owned_params(modules, given.ignored)
         check_shardable(owned)
-        _check_parameters(owned, mesh)
+        check_tensor_parallel(owned, mesh)
+        check_no_hooks(owned)
         if shard_placement_fn is not None:
             for one in owned:
-                _check_placement(one, shard_placement_fn(one.parameter))
+                if (placement := shard_placement_fn(one.parameter)) not in (None, Shard(0)):
+                    raise NotImplementedError(
+                        f"shard_placement_fn returns {placement} for '{one.name}': parameters are sharded into flat "
+                        "ranges, which fit any number of ranks; return None"
+                    )
     info = given.info
-    settings = {"compression": (compression_of(compression), FORMAT), "mp_policy": mp_policy}
+    settings = {"compression": (given.compression, FORMAT), "mp_policy": mp_policy}
     check_settings(settings, all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
 
@@ -374,8 +358,8 @@ def counters_of(model: nn.Module) -> Counters:
     context = state.context
     beyond = sum(group.kept_grad_bytes for group in state.groups)
     beyond += sum(buffer.data.nbytes for buffer in context.own_grad_buffers)
-    state.counters.owned_bytes, state.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
-    return state.counters
+    state.context.counters.owned_bytes, state.context.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
+    return state.context.counters
 
 
 def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
@@ -396,21 +380,18 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch_loss takes the model first and then its loss; got {model!r} as the model")
     state = require_state(model)
-    collectives, fallback = state.collectives, fallback_of(state)
-    config = collectives.config if isinstance(collectives, CompressedCollectives) else None
-    why = ""
-    if config is None:
+    schedule, fallback = CompressionSchedule.of(state), CodecFallback.of(state)
+    why, remedy = "", "name a codec, as in shard(model, compression='int8')"
+    if schedule is None:
         why = "without a compression"
     elif fallback is None:
-        why = "with Compression(fallback=False)"
-    elif config.named <= {AUTO, NO_CODEC} and config.weights is None:
-        why = f"with gradients={config.gradients!r}, which the fallback does not watch"
+        why, remedy = "with Compression(fallback=False)", "leave fallback=False out"
+    elif schedule.config.named <= {AUTO, NO_CODEC} and schedule.config.weights is None:
+        why = f"with gradients={schedule.config.gradients!r}, which the fallback does not watch"
     if fallback is None or why:
-        off = config is not None and fallback is None
-        other = "leave fallback=False out" if off else "name a codec, as in shard(model, compression='int8')"
         raise ValueError(
             f"watch_loss: this {type(model).__name__} is sharded {why}, so nobody would do anything: leave the call "
-            f"out, or {other}"
+            f"out, or {remedy}"
         )
     if not isinstance(loss, torch.Tensor | float | int):
         raise TypeError(f"watch_loss takes a tensor of one element, or a float; got {loss!r}")
@@ -472,10 +453,10 @@ def _check_arguments(
     check_types(
         mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
-        **policy_dtypes(policy),
         offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
         ignored_params=ignored_params,
     )
+    check_policy(policy)
     if mesh.ndim > 2:
         names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         raise ValueError(
@@ -489,7 +470,7 @@ def _check_arguments(
     collectives = EXACT if config is None else CompressedCollectives(config, mesh)
     host = HostMemory.of(offload_policy, info.device)
     keeps, secondary = _after_forward(reshard_after_forward, mesh)
-    return _Arguments(info, policy, host, collectives, keeps, secondary, frozenset(ignored_params or ()))
+    return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored_params or ()))
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
@@ -504,19 +485,6 @@ def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
     if reshard < 1 or reshard > size or size % reshard:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
     return reshard == 1, 0 if reshard in (1, size) else reshard
-
-
-def _check_shard_mesh(mesh: DeviceMesh) -> None:
-    if mesh.mesh_dim_names == ("shard", "replicate"):
-        raise ValueError(
-            "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are sharded across: pass "
-            'init_device_mesh(..., (machines, ranks on each), mesh_dim_names=("replicate", "shard"))'
-        )
-
-
-def _check_parameters(owned: Sequence[OwnedParameter], mesh: DeviceMesh) -> None:
-    check_tensor_parallel(owned, mesh)
-    check_no_hooks(owned)
 
 
 def _check_not_sharded(model: nn.Module) -> None:
@@ -536,19 +504,11 @@ def _check_module(module: Any) -> None:
     check_modules(module, "fully_shard()")
 
 
-def _check_placement(owned: OwnedParameter, placement: Any) -> None:
-    if placement is not None and placement != Shard(0):
-        raise NotImplementedError(
-            f"shard_placement_fn returns {placement} for '{owned.name}': parameters are sharded into flat ranges, "
-            "which fit any number of ranks; return None"
-        )
-
-
 def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Parameter]) -> list[OwnedParameter]:
     """Return what ``modules`` hold beside modules that are sharded already, each parameter once."""
     found: dict[nn.Parameter, OwnedParameter] = {}
     for module in modules:
-        for owned, paths in survey(module, ignored).items():
+        for owned, paths in find_parameters(module, ignored).items():
             if all(any(spec_of(each) is not None for each in path) for path in paths):
                 continue
             if isinstance(owned.parameter, FlatDTensor):

@@ -5,7 +5,7 @@ namespace yafsdp_cc {
 
 enum class Dtype : int { none, fp32, bf16, fp16, int8 };
 
-// The codecs, by the numbers that compression/kernels.py gives them.
+// The codecs, by the numbers that compression/error_feedback.py gives them.
 enum class CodecNumber : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk };
 
 // A matrix whose rows lie anywhere, but each in one piece.

@@ -41,12 +41,12 @@ accelerator.print("losses", " ".join(f"{loss:.4f}" for loss in losses))
 
 folder = [tempfile.mkdtemp()]
 dist.broadcast_object_list(folder)
-accelerator.save_state(folder[0])  # parts, by torch.distributed.checkpoint
+accelerator.save_state(folder[0])  # shards, by torch.distributed.checkpoint
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.zero_()
 accelerator.load_state(folder[0])
-accelerator.save_model(model, folder[0])  # whole, in safetensors
-whole = accelerator.get_state_dict(model)  # on rank 0; the others take part and get nothing
+accelerator.save_model(model, folder[0])  # full weights, in safetensors
+whole = accelerator.get_state_dict(model)  # on rank 0; a collective, {} on the others
 if accelerator.is_main_process:
-    accelerator.print("whole", {name: tuple(tensor.shape) for name, tensor in whole.items()})
+    accelerator.print("full weights", {name: tuple(tensor.shape) for name, tensor in whole.items()})

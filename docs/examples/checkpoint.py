@@ -1,4 +1,4 @@
-"""Training that may be killed at any time and goes on where it was, bit for bit. Run it, kill it, run it again:
+"""Training that may be killed at any time and resumes bit for bit. Run it, kill it, run it again:
 
 yafsdp-cc launch --standalone --nproc-per-node=2 docs/examples/checkpoint.py --folder runs/example
 """
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Batches:
-    """Shuffled windows of a token sequence, other ones for each rank; knows where it is."""
+    """Shuffled windows of a token sequence, different on each rank; its position is in its state dict."""
 
     def __init__(self, tokens, batch, length):
         self.tokens, self.batch, self.length = tokens, batch, length
@@ -59,11 +59,11 @@ tokens = torch.arange(4096) * 7 % 64
 yafsdp_cc.shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 batches = Batches(tokens, batch=2, length=16)
-torch.manual_seed(1 + dist.get_rank())  # and other dropout
+torch.manual_seed(1 + dist.get_rank())  # dropout differs between ranks
 step = 0
 
 checkpoint = asked.folder / "checkpoint"
-try:  # and not exists(): a save killed between its two renames leaves a checkpoint that only load finds
+try:  # not exists(): after a save that was killed between its two renames, only load finds the checkpoint
     extra = yafsdp_cc.load(checkpoint, model, optimizer)
 except FileNotFoundError:
     pass  # the first run

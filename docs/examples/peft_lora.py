@@ -27,7 +27,7 @@ def make_model():
     return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
 
-# Without reshard_after_forward=False, which holds the whole model on every rank, they are gathered again in each step.
+# With reshard_after_forward=False every rank keeps the unsharded model, and frozen weights are gathered once.
 model = yafsdp_cc.shard(make_model(), reshard_after_forward=False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 tokens = torch.randint(128, (8, 2, 16), generator=torch.Generator().manual_seed(1))

@@ -1,12 +1,11 @@
-"""What a model of seven billion parameters would send and hold on eight ranks, from one process without a network.
+"""Print the plan of a model of seven billion parameters on eight ranks, in one process and without a network.
 
-    python plan_ahead.py
+    python docs/examples/plan_ahead.py
 
-A process group of the backend "fake" (torch's own, for tests) has as many ranks as it is told, and sends nothing. Two
-of the 32 blocks are enough: with zero_stage=2, a step sends 16 times as much, and a rank holds 16 times as much of all
-but gradient slots and the receive buffer. (With zero_stage=3 blocks share weight slots too, and two blocks stay in the
-two slots between forward and backward: take four blocks and count the difference to two.) This process takes the memory
-that rank 0 would for two.
+The process group backend "fake" (torch's own, for tests) has any number of ranks, and sends nothing. This process
+allocates what rank 0 would, so the model has only 2 of the 32 blocks. With zero_stage=2, 32 blocks send 16 times as
+much, and take 16 times as much of all memory but the gradient buffers and the receive buffer. (With zero_stage=3 blocks
+share weight buffers too: the difference between the plans of four blocks and of two is what two more blocks take.)
 """
 
 import torch

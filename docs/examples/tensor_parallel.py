@@ -1,4 +1,4 @@
-"""Matrices divided across two ranks, and what each holds cut further across two others.
+"""Tensor parallelism across two ranks, and sharding of its local tensors across two others.
 
 yafsdp-cc launch --standalone --nproc-per-node=4 docs/examples/tensor_parallel.py
 """

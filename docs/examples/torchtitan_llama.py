@@ -45,9 +45,9 @@ settings = {
 }
 torch.manual_seed(0)  # the same on every rank, as the Trainer has it
 model = spec.parallelize_fn(make_model(), **settings)
-model.to_empty(device="cpu")  # the Trainer does both, and nothing is lost
+model.to_empty(device="cpu")  # the Trainer calls both, which then do nothing
 model.init_weights(buffer_device=None)
-whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # to compare with, later
+whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # the test compares with these
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 tokens = torch.randint(2048, (4, 2, 16), generator=torch.Generator().manual_seed(1))

@@ -51,8 +51,8 @@ arguments = TrainingArguments(
 )
 trainer = accept_sharded_model(Trainer(model, arguments, train_dataset=make_data()))
 trainer.train()
-trainer.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-2")  # the last two steps once more, from the parts saved
-trainer.save_model(f"{folder[0]}/whole")  # what from_pretrained reads
+trainer.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-2")  # the last two steps once more, from saved shards
+trainer.save_model(f"{folder[0]}/whole")  # full weights, for from_pretrained
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if dist.get_rank() == 0:
     print("losses", losses)

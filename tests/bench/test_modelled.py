@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import yafsdp_cc
+from bench import paced
+from bench.modelled import Fabric, LinkCost, begin
 from bench.timeline import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
-from yafsdp_cc.bench import paced
-from yafsdp_cc.bench.modelled import Fabric, LinkCost, begin
 
 WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
-FABRIC = Fabric(far=LinkCost(15e-6, 1 / 25e9), near=LinkCost(5e-6, 1 / 350e9), machine=4)
+FABRIC = Fabric(between_machines=LinkCost(15e-6, 1 / 25e9), within_machine=LinkCost(5e-6, 1 / 350e9), machine=4)
 
 
 def join(world: int, device: str) -> Any:
@@ -103,9 +103,9 @@ def test_every_rank_has_the_same_numbers(device):
 
 
 def test_groups_within_a_machine_have_its_links():
-    assert FABRIC.is_near(range(4))
-    assert FABRIC.is_near([5, 7])
-    assert not FABRIC.is_near([3, 4])
+    assert FABRIC.is_one_machine(range(4))
+    assert FABRIC.is_one_machine([5, 7])
+    assert not FABRIC.is_one_machine([3, 4])
 
 
 def net(device: str) -> nn.Sequential:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata
 import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process, job
 from tests.ranks import on_ranks
-from yafsdp_cc.checkpoint.convert import convert
+from yafsdp_cc.checkpoint.full import convert
 
 
 @dataclass

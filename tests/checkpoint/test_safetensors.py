@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import yafsdp_cc
-import yafsdp_cc.checkpoint.safetensors
+import yafsdp_cc.checkpoint.full
 import yafsdp_cc.cli as cli
 from tests.checkpoint.jobs import job, same, whole
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.checkpoint.convert import convert
+from yafsdp_cc.checkpoint.full import convert
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,7 +81,7 @@ class Noted(Transformer):
 
 
 def several_files(folder):
-    yafsdp_cc.checkpoint.safetensors._FILE_BYTES = 20_000
+    yafsdp_cc.checkpoint.full._FILE_BYTES = 20_000
     model, _ = job("ours", tied=True)
     model.register_buffer("kept", torch.arange(3))
     yafsdp_cc.save_safetensors(folder / "step", model)

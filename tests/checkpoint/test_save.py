@@ -1,9 +1,11 @@
 """What is saved, when, and what is refused: in the background, beside the model, and where it does not fit."""
 
+import gc
 import random
 import re
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, job, same, train
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
+from yafsdp_cc.checkpoint.ranks import ranks_of
 
 # In the background
 
@@ -38,6 +41,25 @@ def test_in_the_background(tmp_path):
         assert extra["list"][0].tolist() == [step] * 3
         same(contents(model, optimizer), before)
     assert sum("yafsdp_cc.save" in thread.name for thread in threading.enumerate()) == 1
+
+
+# Process groups
+
+
+@ranks(2)
+def test_process_groups_end_with_the_world(tmp_path):
+    model, optimizer = job("ours", steps=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    groups = [weakref.ref(group) for (group,) in ranks_of(model)]
+    assert [group() for group in groups] == [group for (group,) in ranks_of(model)]  # made once
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert [group() for group in groups] == [None, None]  # though the model lives
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), world), rank=rank, world_size=world)
+    yafsdp_cc.save(tmp_path / "next", nn.Linear(2, 2))
 
 
 # Where the path leads

@@ -49,7 +49,7 @@ def test_three_steps_on_two_ranks(tmp_path: Path, precision: str, monkeypatch: p
     assert first["reduced_bytes_per_step"] == last["reduced_bytes_per_step"] > 10e6
     assert end["planned_bytes"] == end["owned_bytes"]
     assert end["peak_memory_bytes"] > end["memory_before_bytes"] > 0
-    assert end["spills"] == 0
+    assert end["overflow_buffers"] == 0
     assert end["sample"].startswith("def ")
     assert end["sample"] in printed.getvalue()
 

@@ -41,7 +41,7 @@ def gathered(model: nn.Module) -> int:
 
 
 def changed_bytes(model: nn.Module) -> int:
-    return yafsdp_cc.plan_of(model).wire.gather_forward
+    return yafsdp_cc.plan_of(model).communication.gather_forward
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression import codecs, error_feedback
+from tests.compression import definition
+from yafsdp_cc.compression import codecs
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
@@ -116,7 +117,7 @@ class KernelChecks:
     def encode(self, name: str, block: int, case: Case, steps: int = 2, odd: bool = False) -> None:
         """Some steps, so that a residual that one kernel stored is loaded by the next."""
         codec, (messages, n) = codec_of(name, block), case.gradients.shape
-        theirs = None if case.residual is None else Residual(messages, n, case.residual, block, self.reference)
+        theirs = None if case.residual is None else Residual.zeros(messages, n, case.residual, block, self.reference)
         ours = around = None
         if case.residual is not None:
             ours, around = guarded(messages, n, case.residual, self.device, odd * case.residual.itemsize)
@@ -128,7 +129,7 @@ class KernelChecks:
             gradients.copy_(values)
             expected = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8, device=self.reference)
             message, edge = guarded(messages, codec.message_bytes(n), torch.uint8, self.device, 4 * odd)
-            error_feedback.encode(
+            definition.encode(
                 codec,
                 values.to(self.reference),
                 expected,
@@ -163,13 +164,13 @@ class KernelChecks:
 
     def accumulate(self, gradients: Tensor, dtype: torch.dtype, block: int, scale: float, odd: bool = False) -> None:
         messages, n = gradients.shape
-        theirs = Residual(messages, n, dtype, block, self.reference)
+        theirs = Residual.zeros(messages, n, dtype, block, self.reference)
         ours, around = guarded(messages, n, dtype, self.device, odd * dtype.itemsize)
         ours.zero_()
         scales = torch.zeros(theirs.scales.shape, device=self.device)
         for step in range(3):
             values = gradients.roll(step * 37, 1)
-            error_feedback.accumulate(values.to(self.reference), theirs, scale=scale)
+            definition.accumulate(values.to(self.reference), theirs, scale=scale)
             self.ops.accumulate(values.to(self.device), ours, scales, block, scale, self.stream)
             assert same(ours, theirs.values), f"{dtype}, block {block}, step {step}"
             assert same(scales, theirs.scales), f"{dtype}, block {block}, step {step}: scales"
@@ -201,7 +202,7 @@ class KernelChecks:
         codec, messages = codec_of(name, block), message.shape[0]
         expected = torch.empty(n, device=self.reference)
         theirs = None if own is None else own.to(self.reference)
-        error_feedback.decode_sum(codec, message.to(self.reference), theirs, place, expected)
+        definition.decode_sum(codec, message.to(self.reference), theirs, place, expected)
         given, _ = guarded(messages, message.shape[1], torch.uint8, self.device, 4 * odd)
         given.copy_(message)
         mine = None if own is None else own.to(self.device)

@@ -17,17 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
-from tests.internals import autotuner_of, state_of
+from tests.internals import autotuner_of
 from tests.internals import groups_of as param_groups_of
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.compression import autotune
-from yafsdp_cc.compression.autotune import (
-    BackwardTimer,
+from yafsdp_cc.compression.autotune import BackwardTimer, LinkCost
+from yafsdp_cc.compression.queue_model import (
     CodecCost,
     GroupCosts,
-    LinkCost,
     adjust_codecs,
     backward_seconds,
     choose_codecs,
@@ -188,7 +187,7 @@ def test_a_codec_stays_where_a_tenth_decides():
 
 def test_waits_and_reduces_are_no_computation(monkeypatch):
     clock = itertools.accumulate(itertools.count())  # 0, 1, 3, 6, 10, 15, ...: each interval is another
-    timer: Any = BackwardTimer(torch.device("cpu"))
+    timer: Any = BackwardTimer()
     monkeypatch.setattr(timer, "_now", lambda: float(next(clock)))
 
     def backward(*groups: str, ends: bool = True) -> None:
@@ -199,7 +198,7 @@ def test_waits_and_reduces_are_no_computation(monkeypatch):
             timer.before_reduce(group)
             timer.before_wait()  # for the reduce before
             timer.after_wait()
-            timer.after_reduce()
+            timer.after_reduce(group)
         if ends:
             timer.after_backward()
         timer.before_wait()
@@ -293,7 +292,7 @@ def told_by_numbers() -> None:
     chosen = {}
     for share in (0.02, 0.6, 20.0):  # seconds of the first group's exact reduce, in multiples of 10 ms
         autotune.measure_link = lambda *_, share=share: LinkCost(0.0, share * 0.01 / exact)
-        tuner.tune(state_of(model))
+        tuner.tune()
         assert [group.name for group in tuner.last.groups] == ["4", "2", "0"]
         assert [len(costs.codecs) for costs in tuner.last.costs] == [3, 1, 3]  # "2" has the user's codec
         assert tuner.last.step < 0.06
@@ -443,8 +442,8 @@ def refused_elsewhere() -> None:
     model = fully_shard(net())
     with pytest.raises(ValueError, match="compress\\(\\) with gradients='auto': how much of a reduce is exposed"):
         yafsdp_cc.compress(model, "auto")
-    with pytest.raises(ValueError, match="GradientWire with gradients='auto'"):
-        yafsdp_cc.GradientWire("auto")
+    with pytest.raises(ValueError, match="CompressionHookState with gradients='auto'"):
+        yafsdp_cc.CompressionHookState("auto")
 
 
 def test_other_engines_have_no_auto():

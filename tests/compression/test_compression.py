@@ -66,8 +66,8 @@ def test_sums_over_replicas_are_encoded_or_those_within() -> None:
         for step in range(20):
             ledger.step(step)
         ledger.check()
-        wire = yafsdp_cc.plan_of(model).wire
-        assert (wire.replicas < wire.reduce) == (scope == "auto")
+        planned = yafsdp_cc.plan_of(model).communication
+        assert (planned.replicas < planned.reduce) == (scope == "auto")
     parts = [torch.empty_like(model[0].weight.to_local()) for _ in range(2)]
     loss_of(model, 0).backward()
     dist.all_gather(parts, model[0].weight.grad.to_local(), group=mesh["replicate"].get_group())
@@ -178,19 +178,19 @@ def test_bytes_sent_and_held_are_as_planned() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         counters = yafsdp_cc.counters_of(model)
         assert counters.owned_bytes == plan.owned_bytes
-        assert counters.reduced_bytes == 4 * (plan.wire.reduce + plan.wire.small)
-        assert counters.gathered_bytes == 4 * (plan.wire.gather_forward + plan.wire.gather_backward)
+        assert counters.reduced_bytes == 4 * (plan.communication.reduce + plan.communication.replicated)
+        assert counters.gathered_bytes == 4 * (plan.communication.gather_forward + plan.communication.gather_backward)
     model = sharded("int8")
     for number in range(3):
         model.set_requires_gradient_sync(number == 2)
         loss_of(model, number).backward()
-    wire = yafsdp_cc.plan_of(model).wire
-    assert yafsdp_cc.counters_of(model).reduced_bytes == wire.reduce + wire.small  # one message says them all
+    planned = yafsdp_cc.plan_of(model).communication
+    assert yafsdp_cc.counters_of(model).reduced_bytes == planned.reduce + planned.replicated  # in one message
     text = str(plan)
     assert "if all gradients were" in text
     assert "onebit" in text
     for choice in plan.choices:
-        assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).wire.reduce
+        assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).communication.reduce
 
 
 @ranks(2)
@@ -246,6 +246,24 @@ def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact() -> N
     assert off["4.weight"] > 0.2
 
 
+@ranks(2)
+def test_a_part_that_has_run_by_itself_ends_its_warm_up_with_the_model() -> None:
+    compression = Compression("int8", warmup_steps=2)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)))
+    for block in model:
+        yafsdp_cc.fully_shard(block, compression=compression)
+    model[1](torch.randn(4, 64)).square().mean().backward()
+    yafsdp_cc.fully_shard(model, compression=compression)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent, planned = yafsdp_cc.counters_of(model).reduced_bytes, yafsdp_cc.plan_of(model).wire
+    model(torch.randn(4, 64)).square().mean().backward()
+    assert yafsdp_cc.counters_of(model).reduced_bytes - sent == planned.reduce + planned.small
+
+
 # Refused
 
 
@@ -262,10 +280,10 @@ def refusals() -> None:
         sharded(Compression(overrides={"0.*": "fp32", "0.weight": "int4"}))
     with pytest.raises(ValueError, match=r"overrides=\{'1.*': ...\} fits no parameter .* such as '0.weight', '0.bias'"):
         sharded(Compression(overrides={"0.*": "fp32", "1.*": "fp32"}))
-    with pytest.raises(ValueError, match="GradientWire with overrides: a bucket of DDP"):
-        yafsdp_cc.GradientWire(Compression(overrides={"0.*": "fp32"}))
-    with pytest.raises(ValueError, match="GradientWire with weights: DDP gathers none"):
-        yafsdp_cc.GradientWire(Compression(weights="int8"))
+    with pytest.raises(ValueError, match="CompressionHookState with overrides: a bucket of DDP"):
+        yafsdp_cc.CompressionHookState(Compression(overrides={"0.*": "fp32"}))
+    with pytest.raises(ValueError, match="CompressionHookState with weights: DDP gathers none"):
+        yafsdp_cc.CompressionHookState(Compression(weights="int8"))
     with pytest.raises(ValueError, match="compression differs between ranks"):
         sharded("int8" if dist.get_rank() else "int4")
 

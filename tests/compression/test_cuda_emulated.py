@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compression import simt
+from tests.compression import definition, simt
 from tests.compression.kernel_checks import (
     BLOCKS,
     GRADIENTS,
@@ -23,7 +23,7 @@ from tests.compression.kernel_checks import (
     some_counts,
 )
 from yafsdp_cc.compression.codec import Noise, codec_of
-from yafsdp_cc.compression.error_feedback import Recursion, Residual, encode
+from yafsdp_cc.compression.error_feedback import Recursion, Residual
 
 pytestmark = [
     pytest.mark.skipif(simt.compiler() is None, reason="no g++"),
@@ -130,7 +130,7 @@ def test_accumulate(checks: KernelChecks, dtype: torch.dtype) -> None:
 def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torch.Tensor:
     codec = codec_of(name, block)
     message = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
-    encode(codec, numbers(kind, messages, n, torch.float32, 5), message)
+    definition.encode(codec, numbers(kind, messages, n, torch.float32, 5), message)
     return message
 
 
@@ -214,5 +214,5 @@ def test_what_is_not_right_is_an_error(checks: KernelChecks) -> None:
 
 def test_nothing_to_do(checks: KernelChecks) -> None:
     checks.encode("int8", 256, Case(torch.zeros(0, 512)))
-    residual = Residual(0, 256, torch.int8, 256, torch.device("cpu"))
+    residual = Residual.zeros(0, 256, torch.int8, 256, torch.device("cpu"))
     checks.ops.accumulate(torch.zeros(0, 256), residual.values, residual.scales, 256, 1.0, 0)

@@ -187,8 +187,8 @@ def test_a_change_is_sent_once_for_any_number_of_steps_and_forwards() -> None:
     model[0].reshard()
     plan = yafsdp_cc.plan_of(model)
     assert plan.owned_bytes == yafsdp_cc.counters_of(model).owned_bytes
-    assert plan.memory["weights kept whole"] == 3 * plan.rings[0].weight_slot_bytes
-    assert plan.memory["weight slots"] == 0
+    assert plan.memory["weights kept whole"] == 3 * plan.buffers[0].weight_buffer_bytes
+    assert plan.memory["weight buffers"] == 0
     assert "weights kept whole" in str(plan)
 
 

@@ -90,13 +90,13 @@ def test_weights_that_are_dropped_have_no_changes_to_be_told():
 def rounded_and_divided(policy: Any) -> None:
     model, twin = (following("int8", zero_stage=3, mp_policy=policy, reshard_after_forward=each) for each in (2, True))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    wire = yafsdp_cc.plan_of(model).wire
-    assert 0 < wire.second == wire.gather_backward
+    planned = yafsdp_cc.plan_of(model).communication
+    assert 0 < planned.secondary == planned.gather_backward
     for step in range(3):
         before = gathered(model)
         losses = [train(each, optimizer, step) for each, optimizer in zip((model, twin), optimizers, strict=True)]
         assert losses[0] == losses[1]
-        assert gathered(model) - before == wire.gather_forward + wire.gather_backward
+        assert gathered(model) - before == planned.gather_forward + planned.gather_backward
         truth = masters(twin)
         assert all(one.equal(truth[name]) for name, one in masters(model).items())
     assert not is_exact(model, look(model))

@@ -15,11 +15,10 @@ from tests.internals import gradient_codecs
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
-from yafsdp_cc.compression.codecs.onebit import OneBit
-from yafsdp_cc.compression.encoder import CompressionError, kept_of_noise
-from yafsdp_cc.compression.error_feedback import Recursion, Residual
+from yafsdp_cc.compression.codecs import OneBit
+from yafsdp_cc.compression.error_feedback import CompressionError, Recursion, Residual, lost_share
 from yafsdp_cc.optim import OneBitAdam
 
 WIDTH = 256
@@ -188,20 +187,20 @@ def test_a_resumed_run_has_gone_back_too(tmp_path):
 @pytest.mark.parametrize("name", ["onebit", "ternary", "int4", "int8", "topk", "loud"])
 def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
     torch.manual_seed(0)
-    codec, n = codec_of(name, 256), kernels.PART + 1024
+    codec, n = codec_of(name, 256), error_feedback.PART + 1024
     gradients, message = torch.randn(2, n), torch.zeros(2, codec_of(name, 256).message_bytes(n), dtype=torch.uint8)
-    residual = Residual(2, n, torch.float32, 256, gradients.device)
+    residual = Residual.zeros(2, n, torch.float32, 256, gradients.device)
     residual.values.normal_()
     due = residual.values.double() + gradients.double()
     recursion = Recursion(taken=taken)
-    kernels.encode(codec, gradients, message, residual=residual, recursion=recursion)
+    error_feedback.encode(codec, gradients, message, residual=residual, recursion=recursion)
     said = torch.empty_like(gradients)
-    kernels.decode(codec, message, said)
-    error = CompressionError(gradients.device, kept_of_noise(name, 256), recursion)
+    error_feedback.decode(codec, message, said)
+    error = CompressionError(gradients.device, 1 - lost_share(name, 256), recursion)
     error.observe(codec, message, residual)
     truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
     torch.testing.assert_close(error.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
-    assert (1 - truth[0] / truth[1]).item() == pytest.approx(kept_of_noise(name, 256), abs=0.02)
+    assert (1 - truth[0] / truth[1]).item() == pytest.approx(1 - lost_share(name, 256), abs=0.02)
 
 
 # What is said of it
@@ -237,7 +236,7 @@ def of_weights() -> tuple[float, str]:
     run.train(optimizer, 1)
     exact = 4 * WIDTH * WIDTH // 2
     assert yafsdp_cc.counters_of(run.model).gathered_bytes - sent == exact
-    assert yafsdp_cc.plan_of(run.model).wire.gather_forward == exact
+    assert yafsdp_cc.plan_of(run.model).communication.gather_forward == exact
     run.model[0].unshard()
     seen = run.model[0].weight.detach().clone()
     first = seen.clone()

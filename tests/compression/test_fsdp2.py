@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.compression.kernels import PART
+from yafsdp_cc.compression.error_feedback import PART
 
 
 def fsdp2(compression: Any = None, **more: Any) -> tuple[nn.Module, Any]:
@@ -34,11 +34,11 @@ def fsdp2(compression: Any = None, **more: Any) -> tuple[nn.Module, Any]:
 def ddp(compression: Any = None) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Transformer(2, 64))
-    wire = None
+    state = None
     if compression is not None:
-        wire = yafsdp_cc.GradientWire(compression)
-        model.register_comm_hook(wire, yafsdp_cc.encoded_mean)
-    return model, wire
+        state = yafsdp_cc.CompressionHookState(compression)
+        model.register_comm_hook(state, yafsdp_cc.encoded_mean)
+    return model, state
 
 
 def losses(model: nn.Module, steps: int = 12) -> list[float]:
@@ -59,7 +59,7 @@ def losses(model: nn.Module, steps: int = 12) -> list[float]:
 
 def under_fsdp2() -> None:
     exact = losses(fsdp2()[0])
-    identity, wire = fsdp2("fp32")
+    identity, comm = fsdp2("fp32")
     assert losses(identity) == exact
     counted = {}
     for codec in ("int8", "int4", "onebit"):
@@ -67,8 +67,8 @@ def under_fsdp2() -> None:
         assert losses(model)[-1] == pytest.approx(exact[-1], rel=0.25 if codec == "onebit" else 0.01)
         counted[codec] = of_codec.sent_bytes
     # FSDP2's own over gloo is a clone and an all-reduce: twice an all-to-all of fp32.
-    assert 2 * wire.sent_bytes / counted["onebit"] >= 25
-    assert wire.sent_bytes / counted["int8"] > 3.8
+    assert 2 * comm.sent_bytes / counted["onebit"] >= 25
+    assert comm.sent_bytes / counted["int8"] > 3.8
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     exact = losses(fsdp2(mp_policy=bf16)[0])
     both, _ = fsdp2(Compression(gradients="int8", weights="int8"), mp_policy=bf16)
@@ -79,21 +79,20 @@ def one_set_of_buffers() -> None:
     """Messages of all groups go through buffers that the largest one fits in."""
     model, of_int8 = fsdp2("int8")
     losses(model, 1)
-    (contexts,) = {hook._contexts for hook in of_int8._hooks}
-    (context,) = contexts._known.values()
-    sums = [each for hook in of_int8._hooks for each in hook._sums.values()]
+    (context,) = of_int8._contexts.values()
+    sums = of_int8._reduce_scatters.values()
     assert len(sums) == 3
     most = max(2 * each.sent_bytes for each in sums) + max(4 * min(PART, each.chunk) for each in sums)
     assert context.scratch.nbytes == most
 
 
 def taken_away() -> None:
-    exact, (model, wire) = losses(fsdp2()[0]), fsdp2(Compression(gradients="onebit", weights="int8"))
-    wire.remove()
+    exact, (model, comm) = losses(fsdp2()[0]), fsdp2(Compression(gradients="onebit", weights="int8"))
+    comm.remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert losses(model) == exact
-    assert wire.sent_bytes == 0
+    assert comm.sent_bytes == 0
     warm, _ = fsdp2(Compression(gradients="onebit", warmup_steps=3))
     assert losses(warm, 4) == exact[:4]
 
@@ -131,22 +130,22 @@ def some_of_a_group() -> None:
 
 def under_ddp() -> None:
     exact = losses(ddp()[0])
-    identity, wire = ddp("fp32")
+    identity, comm = ddp("fp32")
     assert losses(identity) == pytest.approx(exact, rel=1e-5)
     model, of_int8 = ddp("int8")
     assert losses(model)[-1] == pytest.approx(exact[-1], rel=0.01)
-    assert wire.sent_bytes / of_int8.sent_bytes > 3.8
+    assert comm.sent_bytes / of_int8.sent_bytes > 3.8
     warm, _ = ddp(Compression(gradients="onebit", warmup_steps=3))
     assert losses(warm, 4) == pytest.approx(exact[:4], rel=1e-5)
 
 
 def under_ddp_by_factors() -> None:
-    exact, (model, wire) = losses(ddp()[0]), ddp("powersgd")
+    exact, (model, comm) = losses(ddp()[0]), ddp("powersgd")
     found = losses(model)
     assert exact[-1] < found[-1] < 0.8 * found[0]
     identity, of_wholes = ddp(Compression(gradients="powersgd", matrix_rank=64))  # factors would be no smaller
     assert losses(identity) == pytest.approx(exact, rel=1e-5)
-    assert of_wholes.sent_bytes / wire.sent_bytes > 2
+    assert of_wholes.sent_bytes / comm.sent_bytes > 2
 
 
 class Backwards(nn.Module):
@@ -165,8 +164,8 @@ class Backwards(nn.Module):
 
 def buckets_anew() -> None:
     model, exact = (nn.parallel.DistributedDataParallel(Backwards()) for _ in range(2))
-    wire = yafsdp_cc.GradientWire("powersgd")
-    model.register_comm_hook(wire, yafsdp_cc.encoded_mean)
+    comm = yafsdp_cc.CompressionHookState("powersgd")
+    model.register_comm_hook(comm, yafsdp_cc.encoded_mean)
     for _ in range(4):
         x = torch.randn(4, 32)
         for each in (model, exact):
@@ -174,7 +173,7 @@ def buckets_anew() -> None:
             each(x).square().mean().backward()
         for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
             assert ours.dim() == 2 or torch.allclose(ours.grad, theirs.grad, atol=1e-7)  # biases are in no matrix
-    assert len(wire.sums) == 1  # the first step's is gone
+    assert len(comm.sums) == 1  # the first step's is gone
 
 
 def refused() -> None:
@@ -184,24 +183,31 @@ def refused() -> None:
         yafsdp_cc.compress(yafsdp_cc.shard(Transformer(2, 64)), "int8")
     with pytest.raises(TypeError, match=r"compress\(\) takes a Compression or the name of a codec"):
         yafsdp_cc.compress(Transformer(2, 64), None)
-    with pytest.raises(TypeError, match="GradientWire takes a Compression or the name of a codec"):
-        yafsdp_cc.GradientWire(None)
-    with pytest.raises(ValueError, match="GradientWire with overrides: a bucket of DDP crosses in one piece"):
-        yafsdp_cc.GradientWire(Compression(overrides={"*": "int4"}))
+    with pytest.raises(TypeError, match="CompressionHookState takes a Compression or the name of a codec"):
+        yafsdp_cc.CompressionHookState(None)
+    with pytest.raises(ValueError, match="CompressionHookState with overrides: a bucket of DDP is encoded as a whole"):
+        yafsdp_cc.CompressionHookState(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
     with pytest.raises(ValueError, match=r"with weights='int4': FSDP2 gathers every time .* with zero_stage=2"):
         fsdp2(Compression(weights="int4"))
-    with pytest.raises(ValueError, match="overrides: a group of FSDP2 crosses in one piece"):
+    with pytest.raises(ValueError, match="overrides: a group of FSDP2 is encoded as a whole"):
         fsdp2(Compression(overrides={"*": "int4"}))
-    model, wire = fsdp2("int8")
+    model, comm = fsdp2("int8")
     with pytest.raises(ValueError, match=r"compressed already: call .remove\(\)"):
         yafsdp_cc.compress(model, "int4")
     for wanted in (yafsdp_cc.plan_of, yafsdp_cc.counters_of):
         with pytest.raises(ValueError, match=r"is sharded by torch's own FSDP2, .* by yafsdp_cc.shard\(model\)"):
             wanted(model)
-    wire.remove()
+    comm.remove()
     yafsdp_cc.compress(model, "int4")
+
+
+@ranks(1)
+def test_the_earlier_name_of_the_state_warns_and_says_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match=r"yafsdp_cc.GradientWire is yafsdp_cc.CompressionHookState now"):
+        state = yafsdp_cc.GradientWire("int8")
+    assert type(state) is yafsdp_cc.CompressionHookState
 
 
 @ranks(2)
@@ -224,9 +230,9 @@ def test_sums_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     exact = losses(fsdp2()[0])
     for codec, tolerance in (("fp32", 1e-5), ("int8", 0.01)):
-        model, wire = fsdp2(codec, mesh=mesh)
+        model, comm = fsdp2(codec, mesh=mesh)
         assert losses(model) == pytest.approx(exact, rel=tolerance)
-        assert wire.sent_bytes
+        assert comm.sent_bytes
     with pytest.raises(TypeError, match="replicas takes a process group, such as mesh"):
         yafsdp_cc.compress(fsdp2()[0], "int8", replicas=mesh["replicate"])
     whole = fully_shard(Transformer(2, 64), mesh=mesh)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from yafsdp_cc.compression import codecs, error_feedback, kernels  # noqa: F401 (codecs registers them)
+from tests.compression import definition
+from yafsdp_cc.compression import codecs, error_feedback  # noqa: F401 (codecs registers them)
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
@@ -19,10 +20,9 @@ CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
 RESIDUALS = (None, torch.float32, torch.bfloat16, torch.int8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-BOTH = ("kernels", "definition")
 
 os.environ.pop("YAFSDP_CC_SIMD", None)
-if kernels.ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
+if error_feedback.ops_for(CPU) is None:  # without a compiler there is nothing but the definitions
     pytest.skip("the native extension is not built", allow_module_level=True)  # nothing to hold against torch
 
 
@@ -33,7 +33,7 @@ def levels() -> list[str]:
         for name in ("scalar", "sse2", "avx2", "avx512", "neon"):
             patch.setenv("YAFSDP_CC_SIMD", name)
             try:
-                kernels.decode(codec_of("fp32"), torch.zeros(1, 1024, dtype=torch.uint8), torch.zeros(1, 256))
+                error_feedback.decode(codec_of("fp32"), torch.zeros(1, 1024, dtype=torch.uint8), torch.zeros(1, 256))
             except RuntimeError:
                 continue
             found.append(name)
@@ -106,7 +106,7 @@ def counts_of(gradients: Tensor, block: int) -> Tensor:
 def outcome(encode: Any, accumulate: Any, case: Case) -> Outcome:
     rows, n = case.gradients.shape
     size = case.codec.message_bytes(n)
-    residual = None if case.residual is None else Residual(rows, n, case.residual, case.codec.block, CPU)
+    residual = None if case.residual is None else Residual.zeros(rows, n, case.residual, case.codec.block, CPU)
     wider = torch.full((2, rows, size + 192), 0xAB, dtype=torch.uint8)
     for step in range(2):
         encode(
@@ -126,10 +126,10 @@ def outcome(encode: Any, accumulate: Any, case: Case) -> Outcome:
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch, only: list[str] | None = None) -> None:
-    truth = outcome(error_feedback.encode, error_feedback.accumulate, case)
+    truth = outcome(definition.encode, definition.accumulate, case)
     for level in only or LEVELS:
         monkeypatch.setenv("YAFSDP_CC_SIMD", level)
-        found = outcome(kernels.encode, kernels.accumulate, case)
+        found = outcome(error_feedback.encode, error_feedback.accumulate, case)
         for what, ours, theirs in zip(Outcome._fields, found, truth, strict=True):
             assert not differing(ours, theirs), (level, what, case.gradients.shape, case.gradients.dtype, *case[2:])
 
@@ -206,7 +206,7 @@ def test_decoding_any_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for level, dtype in product(LEVELS, FLOATS):
             monkeypatch.setenv("YAFSDP_CC_SIMD", level)
             wider = torch.full((3, n + 128), 7.0, dtype=dtype)
-            kernels.decode(codec, messages, wider[:, 64:-64])
+            error_feedback.decode(codec, messages, wider[:, 64:-64])
             assert not differing(wider[:, 64:-64], decoded.to(dtype)), (level, dtype, n)
             assert bool((wider[:, :64] == 7).all())
             assert bool((wider[:, -64:] == 7).all())
@@ -218,28 +218,28 @@ def test_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         block = (64, 256, 1024, 1024)[number]
         codec, n = codec_of(name, block), blocks * block
         encoded = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
-        error_feedback.encode(codec, gradients_of(messages, n, block, torch.float32, number), encoded)
+        definition.encode(codec, gradients_of(messages, n, block, torch.float32, number), encoded)
         own = gradients_of(1, n, block, torch.float32, 99)[0]
         owns = [(None, 0)] + [(own.to(FLOATS[place % 3]), place) for place in range(messages + 1)]
         for part, place in owns:
             truth, total = torch.empty(n), torch.empty(n)
-            error_feedback.decode_sum(codec, encoded, part, place, truth)
+            definition.decode_sum(codec, encoded, part, place, truth)
             for level in LEVELS:
                 monkeypatch.setenv("YAFSDP_CC_SIMD", level)
-                kernels.decode_sum(codec, encoded, n, part, place, total)
+                error_feedback.decode_sum(codec, encoded, n, part, place, total)
                 assert not differing(total, truth), (level, messages, n, place)
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_sums_of_a_part(name: str) -> None:
-    codec, n = codec_of(name), kernels.PART + 3 * 256
+    codec, n = codec_of(name), error_feedback.PART + 3 * 256
     messages = torch.zeros(2, codec.message_bytes(n), dtype=torch.uint8)
-    kernels.encode(codec, torch.randn(2, n), messages)
+    error_feedback.encode(codec, torch.randn(2, n), messages)
     own, whole = torch.randn(n), torch.empty(n)
-    error_feedback.decode_sum(codec, messages, own, 1, whole)
-    for start, end in ((0, kernels.PART), (kernels.PART, n)):
+    definition.decode_sum(codec, messages, own, 1, whole)
+    for start, end in ((0, error_feedback.PART), (error_feedback.PART, n)):
         total = torch.empty(end - start)
-        kernels.decode_sum(codec, messages, n, own[start:end], 1, total, start)
+        error_feedback.decode_sum(codec, messages, n, own[start:end], 1, total, start)
         assert not differing(total, whole[start:end])
 
 
@@ -247,12 +247,12 @@ def test_zeros_keep_the_sign_that_sums_give_them() -> None:
     """Of a sparse message most elements are +0, and are added."""
     codec, n = codec_of("topk", 64), 128
     messages = torch.zeros(3, codec.message_bytes(n), dtype=torch.uint8)
-    kernels.encode(codec, torch.full((3, n), -0.0), messages)
+    error_feedback.encode(codec, torch.full((3, n), -0.0), messages)
     for own, place in ((None, 0), (torch.full((n,), -0.0), 0), (torch.full((n,), -0.0), 1), (torch.zeros(n), 3)):
         total, truth = torch.empty(n), torch.empty(n)
         for count in (1, 2, 3):
-            error_feedback.decode_sum(codec, messages[:count], own, min(place, count), truth)
-            kernels.decode_sum(codec, messages[:count], n, own, min(place, count), total)
+            definition.decode_sum(codec, messages[:count], own, min(place, count), truth)
+            error_feedback.decode_sum(codec, messages[:count], n, own, min(place, count), total)
             assert not differing(total, truth)
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_position_is_not_written() -> None:
     codec, n = codec_of("topk", 64), 128
     message = torch.full((1, codec.message_bytes(n)), 0xFF, dtype=torch.uint8)
     values = torch.ones(1, n + 64)
-    kernels.decode(codec, message, values[:, :n])
+    error_feedback.decode(codec, message, values[:, :n])
     assert bool((values[:, :n] == 0).all())
     assert bool((values[:, n:] == 1).all())
 
@@ -315,13 +315,13 @@ def right_call(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "error", "wrong"), wrong_calls())
 def test_wrong_arguments_are_named(name: str, error: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=error):
-        getattr(kernels.ops_for(CPU), name)(**(right_call(name) | wrong))
+        getattr(error_feedback.ops_for(CPU), name)(**(right_call(name) | wrong))
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YAFSDP_CC_SIMD", "mmx")
     with pytest.raises(RuntimeError, match=r"YAFSDP_CC_SIMD=mmx: this machine has .*scalar"):
-        kernels.ops_for(CPU).decode(**right_call("decode"))
+        error_feedback.ops_for(CPU).decode(**right_call("decode"))
 
 
 def test_tracers_see_through() -> None:
@@ -329,4 +329,4 @@ def test_tracers_see_through() -> None:
         call = right_call(name)
         with FakeTensorMode() as mode:
             fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in call.items()}
-            assert getattr(kernels.ops_for(CPU), name)(**fakes) is None
+            assert getattr(error_feedback.ops_for(CPU), name)(**fakes) is None

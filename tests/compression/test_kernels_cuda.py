@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compression import definition
 from tests.compression.kernel_checks import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, KernelChecks, numbers, some_counts
-from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
-from yafsdp_cc.compression.error_feedback import Recursion
-from yafsdp_cc.compression.kernels import ops_for
+from yafsdp_cc.compression.error_feedback import Recursion, ops_for
 
 OPS = ops_for(torch.device("cuda")) if torch.cuda.is_available() else None
 if OPS is None:
@@ -72,7 +71,7 @@ def test_accumulate(checks: KernelChecks, dtype: torch.dtype) -> None:
 def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
     codec = codec_of(name, block)
     message = torch.zeros(3, codec.message_bytes(n), dtype=torch.uint8)
-    error_feedback.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
+    definition.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
     return message
 
 
@@ -120,9 +119,9 @@ class Run:
 
     def expected(self) -> Tensor:
         message = torch.zeros_like(self.message, device="cpu")
-        error_feedback.encode(self.codec, self.fresh.cpu(), message)
+        definition.encode(self.codec, self.fresh.cpu(), message)
         total = torch.zeros_like(self.total, device="cpu")
-        error_feedback.decode_sum(self.codec, message, None, 0, total)
+        definition.decode_sum(self.codec, message, None, 0, total)
         return total
 
 

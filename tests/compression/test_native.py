@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As where there was no compiler."""
-    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_native.so")
-    monkeypatch.setattr(kernels, "_load", kernels._load.__wrapped__)
-    kernels._ops_for.cache_clear()
+    monkeypatch.setattr(error_feedback, "LIBRARY", tmp_path / "_native.so")
+    monkeypatch.setattr(error_feedback, "_load", error_feedback._load.__wrapped__)
+    error_feedback._ops_for.cache_clear()
     yield
-    kernels._ops_for.cache_clear()
+    error_feedback._ops_for.cache_clear()
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -33,8 +33,8 @@ def test_without_it_plain_torch_is_used_and_that_is_finite_once(
 ) -> None:
     monkeypatch.delenv("YAFSDP_CC_NATIVE", raising=False)
     with caplog.at_level(logging.WARNING, "yafsdp_cc"):
-        assert kernels.ops_for(CPU) is None
-        assert kernels.ops_for(CPU) is None
+        assert error_feedback.ops_for(CPU) is None
+        assert error_feedback.ops_for(CPU) is None
     assert len(caplog.messages) == 1
     for part in ("by plain torch", "times slower", "is not built", "pip install --no-build-isolation"):
         assert part in caplog.messages[0]
@@ -44,21 +44,21 @@ def test_without_it_plain_torch_is_used_and_that_is_finite_once(
 def test_absence_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "1")
     with pytest.raises(RuntimeError, match=r"=1, but the native extension is not built; to build: .*pip install"):
-        kernels.ops_for(CPU)
+        error_feedback.ops_for(CPU)
 
 
 @pytest.mark.usefixtures("unbuilt")
 def test_a_file_that_is_no_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.LIBRARY.write_bytes(b"nothing")
+    error_feedback.LIBRARY.write_bytes(b"nothing")
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "1")
     with pytest.raises(RuntimeError, match=r"cannot be loaded \("):
-        kernels.ops_for(CPU)
+        error_feedback.ops_for(CPU)
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "0")
-    assert kernels.ops_for(CPU) is None
+    assert error_feedback.ops_for(CPU) is None
     assert not caplog.messages
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "yes")
     with pytest.raises(ValueError, match="YAFSDP_CC_NATIVE=yes: 0, 1, auto are known"):
-        kernels.ops_for(CPU)
+        error_feedback.ops_for(CPU)

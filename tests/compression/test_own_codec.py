@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Codec, Noise, Scaled, codec_of, largest_of, mark_nonfinite, step_of
 
 
@@ -43,11 +43,11 @@ def trained() -> None:
     yafsdp_cc.shard(model, units=[nn.Linear], compression="threes")
     plan = yafsdp_cc.plan_of(model)
     (own,) = (choice for choice in plan.choices if choice.codec == "threes")
-    assert own.reduce == plan.wire.reduce > 0
+    assert own.reduce == plan.communication.reduce > 0
     for _ in range(3):
         model(torch.ones(2, 40)).sum().backward()
     counters = yafsdp_cc.counters_of(model)
-    assert counters.reduced_bytes == 3 * (plan.wire.reduce + plan.wire.small)
+    assert counters.reduced_bytes == 3 * (plan.communication.reduce + plan.communication.replicated)
 
 
 def test_a_codec_of_ones_own_is_taken_by_name_and_planned():
@@ -55,7 +55,7 @@ def test_a_codec_of_ones_own_is_taken_by_name_and_planned():
 
 
 def test_it_runs_in_plain_torch():
-    assert not kernels.is_native(codec_of("threes"), torch.device("cpu"))
+    assert error_feedback.ops_for(torch.device("cpu"), codec_of("threes")) is None
 
 
 def test_its_need_of_feedback_is_checked():

@@ -41,7 +41,7 @@ def switched() -> None:
             ledger.step(step, micro=3 if step % 4 == 1 and not told else 1)
             plan, counters = yafsdp_cc.plan_of(model), yafsdp_cc.counters_of(model)
             if step % 4 != 1:
-                assert counters.reduced_bytes - sent == plan.wire.reduce + plan.wire.small
+                assert counters.reduced_bytes - sent == plan.communication.reduce + plan.communication.replicated
         set_codecs(model, ["fp32"] * 3)
         ledger.step(24)
         ledger.check()
@@ -75,7 +75,7 @@ def handed_over() -> None:
         loss_of(model, 4)
         plan = yafsdp_cc.plan_of(model)  # as it is again, the residuals gone
         assert plan.memory == before.memory
-        assert plan.wire == before.wire
+        assert plan.communication == before.communication
         assert yafsdp_cc.counters_of(model).owned_bytes == plan.owned_bytes
 
 

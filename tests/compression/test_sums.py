@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.compression import definition
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.codec import codec_of, counts_of
-from yafsdp_cc.compression.compressed_sum import PlainBuffer
-from yafsdp_cc.compression.error_feedback import Recursion, Residual
+from yafsdp_cc.compression.error_feedback import PlainBuffer, Recursion, Residual
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
@@ -109,12 +108,11 @@ def is_close(found: Tensor, true: Tensor, tolerance: float = 3e-6) -> bool:
 def against_definition() -> None:
     """Messages, residuals and sums in rank order, by ``error_feedback`` on every rank for all ranks."""
     world, rank, place = dist.get_world_size(), dist.get_rank(), layout()
-    counts = counts_of([(each.offset, each.end) for each in place.extents], place.numel, 256, CPU)
+    counts = counts_of(place, 256, CPU)
     assert counts is not None
-    counts = counts.view(world, -1)
     for codec, carry, dtype in itertools.product(CODECS[1:-1], (1.0, 0.5), (torch.float32, torch.bfloat16)):
         compressed = made(CompressedReduceScatter, scheduled(codec, carry=carry), codec, dtype)
-        residuals = [Residual(1, place.chunk, torch.float32, 256, CPU) for _ in range(world)]
+        residuals = [Residual.zeros(1, place.chunk, torch.float32, 256, CPU) for _ in range(world)]
         for step in range(3):
             found = summed(compressed, gradients(place, step, rank, dtype))
             due = torch.empty_like(found)
@@ -125,7 +123,7 @@ def against_definition() -> None:
                     continue
                 kind, chunk = codec_of(codec), gradients(place, step, peer, dtype).view(world, -1)[rank]
                 message = torch.zeros(1, kind.message_bytes(place.chunk), dtype=torch.uint8)
-                error_feedback.encode(
+                definition.encode(
                     kind,
                     chunk.unsqueeze(0),
                     message,
@@ -134,7 +132,7 @@ def against_definition() -> None:
                     recursion=Recursion(carry),
                 )
                 messages.append(message)
-            error_feedback.decode_sum(codec_of(codec), torch.cat(messages), own, rank, due)
+            definition.decode_sum(codec_of(codec), torch.cat(messages), own, rank, due)
             assert found.equal(due), (codec, carry, step)
 
 

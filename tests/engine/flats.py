@@ -1,4 +1,4 @@
-"""Parameters of many shapes, whole and cut across ranks as a unit cuts them, or otherwise."""
+"""Parameters of many shapes, whole, and sharded as a group shards them, or otherwise."""
 
 import math
 
@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from yafsdp_cc.engine.dtensor import ShardSpec, flat_dtensor
-from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.dtensor import flat_dtensor
+from yafsdp_cc.engine.layout import Layout, ShardSpec
 
 SHAPES = [(12, 9), (3, 5, 2), (), (7,), (8,), (1,), (64, 3), (0, 4), ()]
 REPLICATED = {4, 8}
@@ -19,7 +19,7 @@ def mesh_of_all():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def cuts_of(mesh):
+def specs_of(mesh):
     """Laid out as a unit lays them out (some ranks hold none of a parameter), some of them replicated."""
     layout = Layout.of(SHAPES, mesh.size())
     return [
@@ -28,21 +28,21 @@ def cuts_of(mesh):
     ]
 
 
-def uneven_cuts_of(mesh):
+def uneven_specs_of(mesh):
     """Ranges that follow no alignment: whole tensors on the last rank, and ragged ones."""
     world = mesh.size()
-    cuts = []
+    specs = []
     for i, shape in enumerate(SHAPES):
         numel = math.prod(shape)
         starts = [numel * (r * r) // (world * world) if i % 2 == 0 else 0 for r in range(world)]
-        cuts.append(ShardSpec(f"ragged.{i}", torch.Size(shape), mesh, (*starts, numel)))
-    return cuts
+        specs.append(ShardSpec(f"ragged.{i}", torch.Size(shape), mesh, (*starts, numel)))
+    return specs
 
 
-def part_of(whole, cut):
+def part_of(whole, spec):
     """This rank's part of a whole tensor, in memory of its own."""
-    start, stop = cut.local_range()
-    return flat_dtensor(whole.clone() if cut.bounds is None else whole.reshape(-1)[start:stop].clone(), cut)
+    start, stop = spec.local_range()
+    return flat_dtensor(whole.clone() if spec.bounds is None else whole.reshape(-1)[start:stop].clone(), spec)
 
 
 def wholes(seed=0, dtype=torch.float32):
@@ -50,14 +50,14 @@ def wholes(seed=0, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def twins(mesh, cuts=cuts_of, **kwargs):
+def twins(mesh, specs=specs_of, **kwargs):
     """Whole parameters with gradients, and the same sharded."""
     ours, theirs = [], []
-    for whole, grad, cut in zip(wholes(0, **kwargs), wholes(1, **kwargs), cuts(mesh), strict=True):
+    for whole, grad, spec in zip(wholes(0, **kwargs), wholes(1, **kwargs), specs(mesh), strict=True):
         theirs.append(nn.Parameter(whole.clone()))
         theirs[-1].grad = grad.clone()
-        ours.append(nn.Parameter(part_of(whole, cut)))
-        ours[-1].grad = part_of(grad, cut)
+        ours.append(nn.Parameter(part_of(whole, spec)))
+        ours[-1].grad = part_of(grad, spec)
     return ours, theirs
 
 
@@ -65,6 +65,6 @@ def one_sharded(name="layers.0.w", shape=(4, 4), bounds=None):
     """A parameter of 16 elements over the first elements of a buffer of 64, on this rank."""
     mesh = mesh_of_all()
     numel = math.prod(shape)
-    cut = ShardSpec(name, torch.Size(shape), mesh, bounds or (0,) + (numel,) * mesh.size())
+    spec = ShardSpec(name, torch.Size(shape), mesh, bounds or (0,) + (numel,) * mesh.size())
     buffer = torch.arange(64.0)
-    return flat_dtensor(buffer[: cut.local_shape.numel()], cut), buffer
+    return flat_dtensor(buffer[: spec.local_shape.numel()], spec), buffer

@@ -7,6 +7,7 @@ import logging
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
@@ -23,6 +24,20 @@ class Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
+
+
+@ranks(2)
+def test_groups_that_were_made_end_with_the_world() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    yafsdp_cc.shard(model, separate_reduce_group=True)(torch.ones(2, 32)).sum().backward()
+    world = dist.group.WORLD  # is held, as torch.distributed.nn does if it is imported only now
+    made = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map if group is not world]
+    assert made
+    del model
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert [group() for group in made] == [None] * len(made)
 
 
 @ranks(2)
@@ -43,4 +58,4 @@ def test_what_an_assembly_leaves_behind() -> None:
             model(torch.ones(2, 32)).sum().backward()
         assert [reference() for reference in before] == [None] * len(before), "buffers of an earlier assembly"
         before = [weakref.ref(each) for each in (state_of(model), *buffers_of(model))]
-    assert sum("keeps whole gradients" in each for each in heard.said) == (torch.distributed.get_rank() == 0)
+    assert sum("keeps unsharded gradients" in each for each in heard.said) == (dist.get_rank() == 0)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, uneven_cuts_of, wholes
+from tests.engine.flats import mesh_of_all, one_sharded, part_of, specs_of, uneven_specs_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.layout import ShardSpec
 
 
 def what_it_is():
@@ -51,8 +52,10 @@ def test_it_is_a_parameter_and_a_dtensor():
 
 def odd_shapes():
     mesh = mesh_of_all()
-    for cut, whole in itertools.chain(*(zip(make(mesh), wholes(), strict=True) for make in (cuts_of, uneven_cuts_of))):
-        flat = nn.Parameter(part_of(whole, cut))
+    for spec, whole in itertools.chain(
+        *(zip(make(mesh), wholes(), strict=True) for make in (specs_of, uneven_specs_of))
+    ):
+        flat = nn.Parameter(part_of(whole, spec))
         assert flat.shape == whole.shape
         assert flat.stride() == whole.stride()
         full = flat.full_tensor()
@@ -73,8 +76,8 @@ def test_the_whole_tensor_comes_back(world):
 
 def in_the_middle_of_a_buffer():
     buffer = torch.arange(64.0)
-    cut = ShardSpec("w", torch.Size([3, 4]), mesh_of_all(), (0, 12))
-    flat = nn.Parameter(flat_dtensor(buffer[32:44], cut))
+    spec = ShardSpec("w", torch.Size([3, 4]), mesh_of_all(), (0, 12))
+    flat = nn.Parameter(flat_dtensor(buffer[32:44], spec))
     assert flat.data_ptr() == 0  # As other DTensors: a number that is no address would be taken for one.
     assert flat.storage_offset() == 0
     with torch.no_grad():
@@ -87,20 +90,20 @@ def test_a_view_into_a_buffer():
     on_ranks(1, in_the_middle_of_a_buffer)
 
 
-def bad_cuts():
+def bad_bounds():
     mesh = mesh_of_all()
     for bounds in [(0, 3), (0, 4, 4, 4), (1, 2, 4), (0, 5, 4)]:
         with pytest.raises(ValueError, match=r"'w': bounds .* do not divide 4 elements into 2 ranges"):
             ShardSpec("w", torch.Size([4]), mesh, bounds)
-    cut = ShardSpec("w", torch.Size([2, 2]), mesh, (0, 2, 4))
+    spec = ShardSpec("w", torch.Size([2, 2]), mesh, (0, 2, 4))
     with pytest.raises(ValueError, match=r"'w' .* wants a contiguous \[2\], got \[3\]"):
-        flat_dtensor(torch.zeros(3), cut)
+        flat_dtensor(torch.zeros(3), spec)
     with pytest.raises(ValueError, match="outside of autograd"):
-        flat_dtensor(torch.zeros(2, requires_grad=True), cut)
+        flat_dtensor(torch.zeros(2, requires_grad=True), spec)
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    on_ranks(2, bad_cuts)
+    on_ranks(2, bad_bounds)
 
 
 def versions():
@@ -153,8 +156,8 @@ def test_the_buffer_s_version_grows_with_every_change():
 
 def copies():
     mesh = mesh_of_all()
-    for cut, whole in zip(cuts_of(mesh), wholes(), strict=True):
-        flat = part_of(torch.zeros_like(whole), cut)
+    for spec, whole in zip(specs_of(mesh), wholes(), strict=True):
+        flat = part_of(torch.zeros_like(whole), spec)
         flat.copy_(whole.mT.contiguous().mT if whole.dim() > 1 else whole)
         assert flat.full_tensor().equal(whole)
         flat.copy_(distribute_tensor(whole + 1, mesh, [Shard(0)] if whole.dim() else [Replicate()]))
@@ -164,7 +167,7 @@ def copies():
         with pytest.raises(NotImplementedError, match="full_tensor"):
             whole.copy_(flat)
     model = nn.Module()
-    model.w = nn.Parameter(part_of(wholes()[0], cut=cuts_of(mesh)[0]))
+    model.w = nn.Parameter(part_of(wholes()[0], spec=specs_of(mesh)[0]))
     model.load_state_dict({"w": torch.full((12, 9), 2.0)})
     assert (model.w.full_tensor() == 2).all()
     twin = copy.deepcopy(model)
@@ -187,9 +190,9 @@ def test_copies():
 def drawn():
     mesh = mesh_of_all()
     torch.manual_seed(dist.get_rank())
-    cut = ShardSpec("norm.weight", torch.Size([6]), mesh, None)
-    assert len({torch.randn_like(part_of(torch.zeros(6), cut)).to_local().sum().item()}) == 1
-    return torch.randn_like(part_of(torch.zeros(6), cut)).to_local().tolist()
+    spec = ShardSpec("norm.weight", torch.Size([6]), mesh, None)
+    assert len({torch.randn_like(part_of(torch.zeros(6), spec)).to_local().sum().item()}) == 1
+    return torch.randn_like(part_of(torch.zeros(6), spec)).to_local().tolist()
 
 
 def test_random_numbers_for_a_replicated_tensor_are_the_same_on_all_ranks():
@@ -219,6 +222,7 @@ def refusals():
             lambda: w + torch.ones(here), lambda: torch.ones(8, 4) - w, lambda: w + torch.ones(1, 1, 1),
             lambda: w.copy_(v), lambda: w.copy_(torch.ones(4)), lambda: torch._foreach_add([w], [torch.ones(8, 4)]),
             lambda: torch._foreach_mul_([w], torch.ones(4)), lambda: torch.where(w > 0, w, torch.ones(8, 4)),
+            lambda: w.view(torch.int32), lambda: norm.view(torch.bfloat16),
             lambda: w.__setitem__(w > 0, torch.ones(here)), lambda: norm * w, lambda: w.lerp_(w, torch.ones(8, 4)),
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):

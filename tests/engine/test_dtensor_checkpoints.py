@@ -12,24 +12,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from tests.engine.flats import cuts_of, mesh_of_all, part_of, uneven_cuts_of, wholes
+from tests.engine.flats import mesh_of_all, part_of, specs_of, uneven_specs_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor, ShardSpec, flat_dtensor
-from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.layout import Layout, ShardSpec
 
 
 def named(tensors):
     return {f"w{i}": tensor for i, tensor in enumerate(tensors)}
 
 
-def saved(folder, cuts):
-    state = named(nn.Parameter(part_of(w, cut)) for w, cut in zip(wholes(), cuts(mesh_of_all()), strict=True))
+def saved(folder, specs):
+    state = named(nn.Parameter(part_of(w, spec)) for w, spec in zip(wholes(), specs(mesh_of_all()), strict=True))
     dcp.save(state, checkpoint_id=folder)
 
 
-def loaded(folder, cuts):
+def loaded(folder, specs):
     """From a checkpoint of anything into flat tensors."""
-    state = named(part_of(torch.full_like(w, -1), cut) for w, cut in zip(wholes(), cuts(mesh_of_all()), strict=True))
+    state = named(part_of(torch.full_like(w, -1), spec) for w, spec in zip(wholes(), specs(mesh_of_all()), strict=True))
     dcp.load(state, checkpoint_id=folder)
     for flat, whole in zip(state.values(), wholes(), strict=True):
         assert flat.full_tensor().equal(whole)
@@ -69,15 +69,15 @@ def flat_of_fsdp2():
 
 
 def loaded_from_fsdp2(folder):
-    full, cuts = flat_of_fsdp2()
-    state = {name: part_of(torch.zeros_like(whole), cuts[name]) for name, whole in full.items()}
+    full, specs = flat_of_fsdp2()
+    state = {name: part_of(torch.zeros_like(whole), specs[name]) for name, whole in full.items()}
     dcp.load(state, checkpoint_id=folder)
     assert all(state[name].full_tensor().equal(whole) for name, whole in full.items())
 
 
 def saved_for_fsdp2(folder):
-    full, cuts = flat_of_fsdp2()
-    dcp.save({name: part_of(whole + 1, cuts[name]) for name, whole in full.items()}, checkpoint_id=folder)
+    full, specs = flat_of_fsdp2()
+    dcp.save({name: part_of(whole + 1, specs[name]) for name, whole in full.items()}, checkpoint_id=folder)
 
 
 def loaded_into_fsdp2(folder):
@@ -101,13 +101,13 @@ def test_a_checkpoint_saved_in_the_background(tmp_path):
     on_ranks(1, saved_in_the_background, tmp_path)
 
 
-def test_checkpoints_travel_between_worlds_and_cuts(tmp_path):
-    on_ranks(2, saved, tmp_path / "flat", uneven_cuts_of)
-    on_ranks(1, loaded, tmp_path / "flat", cuts_of)
-    on_ranks(3, loaded, tmp_path / "flat", cuts_of)
+def test_checkpoints_travel_between_worlds_and_bounds(tmp_path):
+    on_ranks(2, saved, tmp_path / "flat", uneven_specs_of)
+    on_ranks(1, loaded, tmp_path / "flat", specs_of)
+    on_ranks(3, loaded, tmp_path / "flat", specs_of)
     on_ranks(1, loaded_plain, tmp_path / "flat")
     on_ranks(1, saved_plain, tmp_path / "plain")
-    on_ranks(2, loaded, tmp_path / "plain", uneven_cuts_of)
+    on_ranks(2, loaded, tmp_path / "plain", uneven_specs_of)
 
 
 def test_checkpoints_travel_to_fsdp2_and_back(tmp_path):
@@ -123,9 +123,9 @@ def state_dicts():
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in list(model.named_parameters()):
         numel = parameter.numel()
-        cut = ShardSpec(name, parameter.shape, mesh, (0, numel // 3, numel))
-        setattr(model, name, nn.Parameter(part_of(parameter.detach(), cut)))
-        getattr(model, name).grad = part_of(torch.ones_like(parameter.detach()), cut)
+        spec = ShardSpec(name, parameter.shape, mesh, (0, numel // 3, numel))
+        setattr(model, name, nn.Parameter(part_of(parameter.detach(), spec)))
+        getattr(model, name).grad = part_of(torch.ones_like(parameter.detach()), spec)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.flats import EMPTY_GRADIENT, cuts_of, mesh_of_all, twins, uneven_cuts_of
+from tests.engine.flats import EMPTY_GRADIENT, mesh_of_all, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
 from yafsdp_cc.engine.norms import LazyNorm
 
@@ -34,10 +34,10 @@ class Counter:
 
 def clipping():
     mesh = mesh_of_all()
-    for cuts, order, foreach in itertools.product(
-        (cuts_of, uneven_cuts_of), (1, 2, 3, 0.5, math.inf), (None, False, True)
+    for specs, order, foreach in itertools.product(
+        (specs_of, uneven_specs_of), (1, 2, 3, 0.5, math.inf), (None, False, True)
     ):
-        ours, theirs = twins(mesh, cuts)
+        ours, theirs = twins(mesh, specs)
         if order == math.inf:  # torch knows no maximum of a tensor without elements.
             del theirs[EMPTY_GRADIENT]
         with Counter() as counter:
@@ -68,7 +68,7 @@ def test_clipping_equals_a_single_process_with_one_all_reduce(world):
 def mixed_clipping():
     mesh = mesh_of_all()
     ours, theirs = twins(mesh)
-    halves, whole_halves = twins(mesh, uneven_cuts_of, dtype=torch.bfloat16)
+    halves, whole_halves = twins(mesh, uneven_specs_of, dtype=torch.bfloat16)
     plain = nn.Parameter(torch.ones(3))
     plain.grad = torch.full((3,), 2.0)
     alone = copy.deepcopy(plain)
@@ -87,7 +87,7 @@ def test_clipping_mixes_dtypes_and_plain_tensors():
 
 def norms_by_hand():
     mesh = mesh_of_all()
-    ours, theirs = twins(mesh, uneven_cuts_of)
+    ours, theirs = twins(mesh, uneven_specs_of)
     with torch.no_grad(), Counter() as counter:
         total = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2) for p in ours]), 2)
         assert type(total) is LazyNorm

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
-from tests.engine.flats import cuts_of, mesh_of_all, one_sharded, part_of, twins, uneven_cuts_of
+from tests.engine.flats import mesh_of_all, one_sharded, part_of, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
 from tests.soak import also
 from yafsdp_cc.engine.dtensor import FlatDTensor
@@ -48,8 +48,8 @@ def all_optimizers():
     for name, kwargs in OPTIMIZERS:
         # The fused CPU kernels round the last elements of a tensor, fewer than a vector, otherwise than the
         # rest: ranges agree with the whole where they begin at multiples of a vector, as a unit's layout has it.
-        for cuts in (cuts_of,) if "fused" in kwargs else (cuts_of, uneven_cuts_of):
-            ours, theirs = twins(mesh, cuts)
+        for specs in (specs_of,) if "fused" in kwargs else (specs_of, uneven_specs_of):
+            ours, theirs = twins(mesh, specs)
             if name == "Rprop":  # For a scalar torch's Rprop goes through views of it.
                 ours, theirs = ([p for p in ps if p.dim()] for ps in (ours, theirs))
             make = getattr(torch.optim, name)

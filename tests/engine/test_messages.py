@@ -19,7 +19,7 @@ CHUNK = 1 << 17
 
 
 def set_slow(group: dist.ProcessGroup, is_slow: bool) -> None:
-    mesh._derived[group] = mesh._Derived(has_slow_link=is_slow)
+    mesh._slow_links[group] = is_slow
 
 
 def exchanged(dtype: torch.dtype) -> list[Tensor]:

@@ -55,8 +55,8 @@ def _check_bytes(model: nn.Module, gathered: list[int]) -> None:
     assert everything <= first < 1.01 * everything
     assert adapters <= rest[0] < 1.2 * adapters
     assert rest == rest[:1] * 3
-    assert yafsdp_cc.plan_of(model).wire.gather_forward == rest[0]
-    assert yafsdp_cc.counters_of(model).spills == 0
+    assert yafsdp_cc.plan_of(model).communication.gather_forward == rest[0]
+    assert yafsdp_cc.counters_of(model).overflow_buffers == 0
 
 
 def _trained(parameter: nn.Parameter) -> bool:

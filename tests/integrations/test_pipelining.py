@@ -36,10 +36,10 @@ def _check(ran: dict[str, Any]) -> None:
     found = torch.tensor(ran["losses"] or [0.0] * 3)
     torch.distributed.all_reduce(found)
     torch.testing.assert_close(found / 2, torch.tensor(losses))
-    planned = yafsdp_cc.plan_of(module).wire
-    assert ran["reduced"] == [step * (planned.reduce + planned.small) for step in (1, 2, 3)]
+    planned = yafsdp_cc.plan_of(module).communication
+    assert ran["reduced"] == [step * (planned.reduce + planned.replicated) for step in (1, 2, 3)]
     assert ran["gathered"] == [step * planned.gather_forward for step in (1, 2, 3)]
-    assert yafsdp_cc.counters_of(module).spills == 0
+    assert yafsdp_cc.counters_of(module).overflow_buffers == 0
     with pytest.raises(NotImplementedError, match=r"in two parts.*Schedule1F1B"):
         ran["stage"].backward_maybe_with_nosync("input", {})
 

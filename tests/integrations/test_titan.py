@@ -92,7 +92,7 @@ def test_a_model_on_the_meta_device_is_initialised_and_sharded(offloads: bool) -
     assert torch.equal(model(torch.ones(2, 32)), plain(torch.ones(2, 32)))
     plan = yafsdp_cc.plan_of(model)
     assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "layers.2", "lm_head"]
-    assert plan.wire.gather_backward == 0  # "never"
+    assert plan.communication.gather_backward == 0  # "never"
     assert (plan.host_bytes > 0) is offloads
 
 

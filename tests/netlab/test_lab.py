@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.netlab.labs import MEGABYTE, lab_of, reduced
 from yafsdp_cc.netlab import Lab, LabError, Unavailable
-from yafsdp_cc.netlab.rate import Rate
+from yafsdp_cc.netlab.links import bits_per_second, shaping
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -180,11 +180,11 @@ def test_what_a_rank_prints_is_not_lost(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_rates_as_tc_is_told() -> None:
-    assert Rate.parse("2.5gbit") == Rate(2_500_000_000)
-    assert Rate.parse("1gbit").shaping("eth0") == (
+    assert bits_per_second("2.5gbit") == 2_500_000_000
+    assert shaping("eth0", bits_per_second("1gbit")) == (
         "qdisc replace dev eth0 root tbf rate 1000000000bit burst 250000 latency 50ms"
     )
-    assert Rate.parse("unshaped").shaping("eth0") == "qdisc replace dev eth0 root pfifo"
+    assert shaping("eth0", bits_per_second("unshaped")) == "qdisc replace dev eth0 root pfifo"
 
 
 def test_the_relay_is_part_of_the_package() -> None:

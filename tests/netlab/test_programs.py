@@ -57,9 +57,14 @@ def test_a_failing_program_ends_the_others(program: str, told: str) -> None:
         lab.launch(["sh", "-c", f"test $RANK = 0 && sleep 1000; {program}"], timeout=1 if "sleep" in program else 60)
 
 
+def test_a_program_that_is_not_there_is_named() -> None:
+    with lab_of(ranks=1) as lab, pytest.raises(LabError, match=r"rank 0: .*No such file or directory: 'nowhere'"):
+        lab.launch(["nowhere"])
+
+
 def test_links_are_found_from_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     with lab_of(ranks=2) as lab:
-        monkeypatch.setenv("YAFSDP_CC_NETLAB", lab.links.as_variable())
+        monkeypatch.setenv("YAFSDP_CC_NETLAB", lab.links.variables(0)["YAFSDP_CC_NETLAB"])
         assert Links.here() == lab.links
         assert len(Links.here().traffic()) == 2
     monkeypatch.delenv("YAFSDP_CC_NETLAB")

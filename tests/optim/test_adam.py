@@ -153,8 +153,8 @@ def bytes_sent() -> list[int]:
         trained(model, optimizer, range(step, step + 1))
         sent.append(counters.reduced_bytes - before)
     exact = 4 * sum(shard_numel(flat) for flat in flat_params(model))
-    wire = yafsdp_cc.plan_of(model).wire
-    return [*(each - wire.small for each in sent), exact, wire.reduce]
+    planned = yafsdp_cc.plan_of(model).communication
+    return [*(each - planned.replicated for each in sent), exact, planned.reduce]
 
 
 def test_bytes_of_a_step_are_exact_then_encoded_and_both_at_refreshes():
@@ -175,9 +175,9 @@ def test_weights_are_on_their_way_before_the_next_forward(stage: int, weights_by
         optimizer.step()
         optimizer.zero_grad()
         early = counters.gathered_bytes - before
-    assert plan.wire.gather_forward > 0
-    # All of what is kept; else what fits in the slots, of which three blocks have two.
-    whole = plan.wire.gather_forward
+    assert plan.communication.gather_forward > 0
+    # All of what is kept; else what fits in the buffers, of which three blocks have two.
+    whole = plan.communication.gather_forward
     assert early == whole if stage == 2 else 0.5 * whole < early < whole
     before = counters.gathered_bytes
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,10 @@ from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, t
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 SAVED_AT, THEN = (3, 5, 6, 14), 8
 """In the warm-up, at its end, in the step after that and later; and how many steps are compared from there on."""
@@ -109,6 +113,17 @@ def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path: Any) ->
         assert (one - other).norm() < 0.1 * (other - old).norm()
 
 
+def goes_on_alike(fresh: Callable[[], Any], train: Callable[..., Any], path: Path, saved_at: int, end: int) -> None:
+    """A run that was saved, and another one that has loaded it, end with the same weights bit for bit."""
+    one, other = fresh(), fresh()
+    train(*one, range(saved_at))
+    yafsdp_cc.save(path, *one)
+    yafsdp_cc.load(path, *other)
+    for run in (one, other):
+        train(*run, range(saved_at, end))
+    assert all(a.equal(b) for a, b in zip(weights(one[0]), weights(other[0]), strict=True))
+
+
 @ranks(2)
 def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path: Any) -> None:
     def fresh() -> tuple[Any, Any]:
@@ -121,13 +136,18 @@ def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path: Any) 
             optimizer.step()
             optimizer.zero_grad()
 
-    one, other = fresh(), fresh()
-    train(*one, range(6))
-    yafsdp_cc.save(tmp_path / "step", *one)
-    yafsdp_cc.load(tmp_path / "step", *other)
-    train(*one, range(6, 12))
-    train(*other, range(6, 12))
-    assert all(a.equal(b) for a, b in zip(weights(one[0]), weights(other[0]), strict=True))
+    goes_on_alike(fresh, train, tmp_path / "step", 6, 12)
+
+
+@ranks(2)
+def test_factors_and_clipping_are_resumed_together(tmp_path: Any) -> None:
+    """How far gradients are clipped decides how they are summed, and that makes the engine anew: not its factors."""
+
+    def fresh() -> tuple[Any, Any]:
+        model = yafsdp_cc.shard(Slopes(), units=[Slope], compression="powersgd")
+        return model, OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=2, max_grad_norm=1.0)
+
+    goes_on_alike(fresh, trained, tmp_path / "step", 5, 8)
 
 
 @ranks(2)

@@ -184,8 +184,14 @@ def test_it_takes_closures_bf16_and_gradients_that_are_not_there() -> None:
         model[4].bias.requires_grad_(number % 2 == 0)  # no gradient in some steps: counts as zeros
         losses.append(optimizer.step(closure))
     assert losses[-1] < 0.9 * losses[0]
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert alike(model)
+    optimizer.settle()
+    again = ReplicatedOneBitAdam(model.parameters(), 0.01, warmup_steps=2, codec="int4")
+    again.load_state_dict(optimizer.state_dict())
+    for parameter, kept in optimizer.state.items():  # in fp32, whatever the parameters are
+        for name in ("exp_avg", "exp_avg_sq", "unsaid"):
+            assert kept[name].dtype == torch.float32
+            assert again.state[parameter][name].equal(kept[name])
 
 
 @ranks(2)

@@ -31,7 +31,7 @@ def test_steps_are_those_of_the_rule(world, codec):
     x = dict(zip(names, whole(parameters), strict=True))
     m, v, said, due = ({name: torch.zeros_like(each) for name, each in x.items()} for _ in range(4))
     encoded = {f"{layer}.weight" for layer in (0, 2, 4)}
-    plan, sent = yafsdp_cc.plan_of(model).wire, []
+    plan, sent = yafsdp_cc.plan_of(model).communication, []
     for step in range(1, 31):
         for theirs, mine in zip(twin.parameters(), whole(parameters), strict=True):
             theirs.data.copy_(mine)
@@ -64,8 +64,8 @@ def test_steps_are_those_of_the_rule(world, codec):
         for name in encoded:
             assert left[name].norm() > 0
             assert (said[name] + left[name] - due[name]).norm() <= 1e-5 * due[name].norm()
-        assert {step for step, size in enumerate(sent, 1) if size > 2 * (plan.reduce + plan.small)} == set(EXACT)
-        assert all(size == plan.reduce + plan.small for step, size in enumerate(sent, 1) if step not in EXACT)
+        assert {step for step, size in enumerate(sent, 1) if size > 2 * (plan.reduce + plan.replicated)} == set(EXACT)
+        assert all(size == plan.reduce + plan.replicated for step, size in enumerate(sent, 1) if step not in EXACT)
 
 
 @ranks(2)

@@ -49,7 +49,7 @@ def test_overlapping_parameters(device: str) -> None:
         model = nn.Module()
         model.a = nn.Parameter(flat[:1024])
         model.b = nn.Parameter(flat[1024:])
-        assert len(find_units(model, [model]).small) == 2
+        assert len(find_units(model, [model]).replicated) == 2
         model.c = nn.Parameter(flat[1000:1100])
     with pytest.raises(ValueError, match=r"'c' shares memory with 'a' without being the same nn.Parameter"):
         find_units(model, [model])

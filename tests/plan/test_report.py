@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 
-from yafsdp_cc.plan import Plan, PlannedRing, PlannedSmall, PlannedUnit, PlannedWire
-from yafsdp_cc.plan.report import WIDTH, human
+import pytest
+
+from yafsdp_cc.engine.sharding import Counters
+from yafsdp_cc.plan.report import (
+    FORMER_NAMES,
+    WIDTH,
+    Plan,
+    PlannedBuffers,
+    PlannedCommunication,
+    PlannedHost,
+    PlannedReplicated,
+    PlannedUnit,
+    human,
+)
 
 
 def example(layers: int = 24) -> Plan:
-    def unit(name: str, slot: int) -> PlannedUnit:
-        return PlannedUnit(name, "block", 7, 7, 12_582_912, 12_583_040, ("float32",), slot)
+    def unit(name: str, buffer: int) -> PlannedUnit:
+        return PlannedUnit(name, "block", 7, 7, 12_582_912, 12_583_040, ("float32",), buffer)
 
     edge = replace(
         unit("model.embed_tokens", 0), role="edge", parameters=1, trainable=0, dtypes=("bfloat16", "float32")
@@ -19,13 +32,13 @@ def example(layers: int = 24) -> Plan:
     blocks = [unit(f"model.layers.{index}", index % 2) for index in range(layers)]
     return Plan(
         world=4,
-        units=(edge, *blocks, replace(edge, name="lm_head", slot=1)),
-        rings=(
-            PlannedRing("block", 2, 50_332_160, 2, 50_332_160),
-            PlannedRing("edge", 2, 50_332_160, 0, 0),
+        units=(edge, *blocks, replace(edge, name="lm_head", buffer=1)),
+        buffers=(
+            PlannedBuffers("block", 2, 50_332_160, 2, 50_332_160),
+            PlannedBuffers("edge", 2, 50_332_160, 0, 0),
         ),
-        small=PlannedSmall(49, 50_176, 602_112),
-        wire=PlannedWire(900_000_000, 800_000_000, 700_000_000, 401_408),
+        replicated=PlannedReplicated(49, 50_176, 602_112),
+        communication=PlannedCommunication(900_000_000, 800_000_000, 700_000_000, 401_408),
         parameter_shard_bytes=1_000_000,
         gradient_shard_bytes=2_000_000,
         receive_bytes=3,
@@ -35,13 +48,29 @@ def example(layers: int = 24) -> Plan:
 
 def test_totals() -> None:
     plan = example()
-    slots = 4 * 50_332_160
-    assert plan.memory["weight slots"] == slots
-    assert plan.memory["gradient slots"] == slots // 2
-    assert plan.owned_bytes == 3_000_003 + slots + slots // 2 + 602_112
-    assert plan.wire.total == 2_400_401_408
+    buffers = 4 * 50_332_160
+    assert plan.memory["weight buffers"] == buffers
+    assert plan.memory["gradient buffers"] == buffers // 2
+    assert plan.owned_bytes == 3_000_003 + buffers + buffers // 2 + 602_112
+    assert plan.communication.total == 2_400_401_408
     assert plan.elements == 26 * 12_582_912 + 50_176
     assert plan.parameters == 24 * 7 + 2 + 49
+
+
+def test_former_names_warn_and_name_the_new_ones() -> None:
+    plan = example()
+    host = PlannedHost(parameters=1, gradients=2, replicated=3, adamw=4)
+    found = set()
+    for planned in (plan, host, plan.units[0], plan.buffers[0], plan.communication, Counters()):
+        fields = {field.name for field in dataclasses.fields(planned)}
+        for old, new in FORMER_NAMES.items():
+            if new in fields:
+                with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated: its name is {new}"):
+                    assert getattr(planned, old) is getattr(planned, new)
+                found.add(old)
+    assert found == FORMER_NAMES.keys()
+    with pytest.raises(AttributeError, match="'PlannedReplicated' object has no attribute 'rings'"):
+        _ = plan.replicated.rings
 
 
 def test_equal_units_are_one_line() -> None:
@@ -49,7 +78,7 @@ def test_equal_units_are_one_line() -> None:
     lines = text.splitlines()
     assert lines[0] == "26 units on 4 ranks, 327,205,888 parameters in 219 tensors"
     (blocks,) = [line for line in lines if "model.layers" in line]
-    expected = "model.layers.0 ... 23  x24  block        7          7  12,582,912  12,583,040       fp32   0/1"
+    expected = "model.layers.0 ... 23  x24  block        7          7  12,582,912  12,583,040       fp32     0/1"
     assert blocks == expected
     assert all(len(line) <= WIDTH for line in lines)
     assert f"{example().owned_bytes:,}" in text

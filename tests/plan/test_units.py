@@ -54,11 +54,11 @@ def roles(division: Division) -> dict[str, str]:
 
 def check_complete(model: nn.Module, division: Division, ignored: int = 0) -> None:
     """Every distinct parameter is in exactly one place, in module order, with each of its sites."""
-    placed = [owned for unit in division.units for owned in unit.parameters] + list(division.small)
+    placed = [owned for unit in division.units for owned in unit.parameters] + list(division.replicated)
     names = {owned.name: owned for owned in placed}
     assert len(names) == len(placed) == len(list(model.parameters())) - ignored
     order = [name for name, _ in model.named_parameters()]
-    for owner in (*(unit.parameters for unit in division.units), division.small):
+    for owner in (*(unit.parameters for unit in division.units), division.replicated):
         indices = [order.index(owned.name) for owned in owner]
         assert indices == sorted(indices)
     for owned in placed:
@@ -163,7 +163,7 @@ def test_plain_transformer() -> None:
 # Finding repeated blocks
 
 
-def test_blocks_edges_root_and_small_group() -> None:
+def test_blocks_edges_root_and_replicated() -> None:
     model = Language()
     division = find_units(model)
     check_complete(model, division)
@@ -175,7 +175,7 @@ def test_blocks_edges_root_and_small_group() -> None:
         "head": "edge",
     }
     assert [owned.name for owned in division.units[1].parameters] == ["layers.0.mlp.0.weight", "layers.0.mlp.2.weight"]
-    assert all(owned.parameter.ndim == 1 for owned in division.small)
+    assert all(owned.parameter.ndim == 1 for owned in division.replicated)
 
 
 def test_small_embedding_and_head_stay_with_the_root() -> None:
@@ -273,6 +273,19 @@ def test_no_blocks_lists_candidates_and_what_to_type() -> None:
     assert "Block (x1, first): 33,216 parameters" in str(caught.value)
 
 
+def test_no_blocks_but_single_layers_are_candidates_too() -> None:
+    model = nn.Module()
+    model.enter, model.leave = nn.Linear(64, 512), nn.Linear(512, 64)
+    with pytest.raises(ValueError, match=r"finds no repeated blocks") as caught:
+        find_units(model)
+    assert "units=['Linear'], or units=[model] for a single unit" in str(caught.value)
+    assert "Candidates:\n  Linear (x2, enter, leave): 66,112 parameters" in str(caught.value)
+    assert [unit.name for unit in find_units(model, ["Linear"]).units] == ["enter", "leave"]
+    alone = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match=r"what to gather together: units=\[model\] for a single unit\.$"):
+        find_units(alone)
+
+
 def test_one_shared_layer_of_albert_is_suggested() -> None:
     albert = hugging_face("AlbertModel", "AlbertConfig", **BERT, embedding_size=32)
     with pytest.raises(ValueError, match=r"units=\['AlbertLayer'\]"):
@@ -338,7 +351,7 @@ def test_the_root_as_a_unit_takes_all_that_is_left() -> None:
     }
 
 
-def test_a_named_head_does_not_size_the_slots_of_the_blocks() -> None:
+def test_a_named_head_does_not_size_the_buffers_of_the_blocks() -> None:
     model = Language()
     division = find_units(model, ["Block", [model.norm, model.head]])
     assert roles(division)["norm"] == "edge"
@@ -379,7 +392,7 @@ def test_frozen_and_low_rank_parameters_keep_their_place() -> None:
     assert [owned.parameter.requires_grad for owned in division.units[1].parameters] == [False, True, True]
 
 
-def test_small_group_takes_vectors_scalars_and_tiny_matrices() -> None:
+def test_replicated_are_vectors_scalars_and_tiny_matrices() -> None:
     model = nn.Sequential(Block(), Block())
     model[0].scale = nn.Parameter(torch.empty(()))
     model[0].empty = nn.Parameter(torch.empty(0, 4))
@@ -401,13 +414,13 @@ def test_an_entry_that_matches_nothing_gets_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="LlamaDecoderLyer") as caught:
         find_units(model, ["LlamaDecoderLyer"])
     assert str(caught.value) == (
-        "plan entry 'LlamaDecoderLyer' matches no module. Did you mean 'LlamaDecoderLayer' (x3, model.layers.*)?"
+        "units='LlamaDecoderLyer' matches no module. Did you mean 'LlamaDecoderLayer' (x3, model.layers.*)?"
     )
     with pytest.raises(ValueError, match=r"Did you mean 'model.layers.\*' \(x3, model.layers.\*\)"):
         find_units(model, "layers.*")
     with pytest.raises(ValueError, match=r"'Zzz' matches no module. Repeated blocks found: LlamaDecoderLayer \(x3"):
         find_units(model, "Zzz")
-    with pytest.raises(ValueError, match="plan entry 'LSTM' matches no module"):
+    with pytest.raises(ValueError, match="units='LSTM' matches no module"):
         find_units(model, [nn.LSTM])
 
 

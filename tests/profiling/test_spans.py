@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import on_ranks
-from yafsdp_cc.profiling import Span, span, spans
+from yafsdp_cc.profiling import Span, span
 
 
 class Range(NamedTuple):
@@ -144,16 +144,6 @@ def test_bytes_are_in_the_trace(tmp_path: Path) -> None:
         work()
     (gather,) = ranges(profiled, tmp_path)
     assert gather.event["args"]["bytes"] == 4096
-
-
-@forked
-def test_the_public_recorder_serves_where_the_fast_one_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spans, "_recorder", spans._record_function)
-    with cpu_profile() as profiled, Span("gather", "block", byte_count=8):
-        work()
-    assert "YaFSDP::gather (block)" in [r.name for r in ranges(profiled, tmp_path)]
 
 
 @forked

@@ -62,10 +62,13 @@ def _other_model(what: str) -> bool:
             model.leave.weight.requires_grad_(False)
         else:
             model.leave.bias = None
+    numbers = [len([*seeded(Mlp).parameters()]) - (what == "missing") * rank for rank in range(2)]
     for sync in (False, True):
         with pytest.raises(ValueError, match=r"leave(?s:.*)Build the same model on every rank") as caught:
             yafsdp_cc.shard(model, sync_module_states=sync)
         assert "sync_module_states" not in str(caught.value)  # would not help
+        counts = f"models differ, rank 0 has {numbers[0]} parameters, rank 1 has {numbers[1]}; first in parameter"
+        assert (counts in str(caught.value)) == (what == "missing")
     return True
 
 

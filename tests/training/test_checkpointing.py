@@ -90,6 +90,24 @@ def test_reentrant_checkpointing_is_right_or_refused_by_name(how: str) -> None:
     assert not said or "use_reentrant" in said
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@ranks(2)
+def test_gradients_of_a_backward_that_raised_are_dropped(reentrant: bool) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    model, plain = twins(lambda: Spans("inside", reentrant), units=[Part])
+    square(model, mine(inputs())).backward()
+    same_gradients(model, means(plain, square, inputs()))
+    model.zero_grad()
+    handle = model.blocks[1].register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        square(model, mine(inputs(step=1))).backward()
+    handle.remove()
+    model.zero_grad()
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
 @ranks(2)
 def test_checkpointing_of_hugging_face_models() -> None:
     def build() -> nn.Module:

@@ -56,7 +56,7 @@ def _reduced_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("reshard", [None, False])
 @ranks(2)
-def test_frozen_weights_in_slots_of_their_own_are_gathered_once(reshard: bool | None) -> None:
+def test_frozen_weights_in_buffers_of_their_own_are_gathered_once(reshard: bool | None) -> None:
     def build() -> nn.Module:
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
         for block in blocks:
@@ -73,7 +73,7 @@ def test_frozen_weights_in_slots_of_their_own_are_gathered_once(reshard: bool | 
         sent.append(counters.gathered_bytes - before)
     if reshard is False:
         assert sent == [8 * one, 4 * one, 4 * one]
-        assert yafsdp_cc.plan_of(model).wire.gather_forward == 4 * one
+        assert yafsdp_cc.plan_of(model).communication.gather_forward == 4 * one
     else:  # four blocks, and two of them again; the frozen halves of those two are still there in the next step
         assert sent == [12 * one, 10 * one, 10 * one]
 
@@ -103,7 +103,7 @@ def test_training_norms_and_biases_alone() -> None:
 
     model, plain = twins(build, units=[Part])
     trains_on(model, plain, square, [inputs(step=step) for step in range(4)])
-    assert yafsdp_cc.counters_of(model).spills == 0
+    assert yafsdp_cc.counters_of(model).overflow_buffers == 0
 
 
 @ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests.models import WIDTH, Block
 from tests.ranks import ranks
-from tests.twins import inputs, mine, square, trains_on, twins
+from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins
 
 
 class Fuse(nn.Module):
@@ -75,5 +77,71 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind(grad: bool) -> None:
         model[step].arrives = False
     trains_on(model, plain, square, [inputs()], within=1e-6)
     counted = yafsdp_cc.counters_of(model)
-    assert counted.spills == 0
+    assert counted.overflow_buffers == 0
     assert counted.owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
+
+
+@ranks(2)
+def test_after_an_interrupt_a_unit_trains_by_itself() -> None:
+    model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(4))))
+    Interrupted.arrives = False
+    model[2].arrives = True
+    with pytest.raises(KeyboardInterrupt):
+        model(mine(inputs()))
+    trains_on(model, plain, lambda whole, x: square(whole[1], x), [inputs(step=1)])
+    trains_on(model, plain, lambda whole, x: square(whole[0], x), [inputs(step=2)])
+    model[2].arrives = False
+    trains_on(model, plain, square, [inputs(step=3)])
+
+
+@ranks(2)
+def test_units_of_one_forward_may_run_in_other_threads() -> None:
+    class Threaded(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for module in self:
+                with ThreadPoolExecutor(1) as pool:
+                    x = pool.submit(module, x).result()
+            return x
+
+    model, plain = twins(lambda: Threaded(*(Block() for _ in range(3))), units=[Block])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@pytest.mark.filterwarnings("error")
+@ranks(2)
+def test_a_hook_that_raises_before_the_engine_s_leaves_nothing_behind() -> None:
+    model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(3))))
+    Interrupted.arrives = False
+    model[1].arrives = True
+    with pytest.raises(KeyboardInterrupt):  # which leaves a forward that is never ended
+        model(mine(inputs()))
+    model[1].arrives = False
+    for module in (model, model[1]):
+        handle = module.register_forward_pre_hook(lambda *_: _blow(torch.zeros(())), prepend=True)
+        with pytest.raises(ArithmeticError):
+            model(mine(inputs()))
+        handle.remove()
+        trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@ranks(2)
+def test_a_backward_that_raised_can_be_run_again() -> None:
+    fails = [True]
+
+    class Delicate(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if x.requires_grad:
+                x.register_hook(lambda _: _blow(x) if fails[0] else None)
+            return x
+
+    model, plain = twins(lambda: nn.Sequential(Block(), Block(), Delicate(), Block(), Block()), units=[Block])
+    loss = square(model, mine(inputs()))
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    fails[0] = False
+    model.zero_grad()
+    loss.backward()
+    same_gradients(model, means(plain, square, inputs()), 1e-6)
+    model.zero_grad()
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

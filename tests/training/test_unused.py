@@ -103,3 +103,19 @@ def test_an_unused_parameter_keeps_an_accumulated_gradient() -> None:
     for batch in batches:
         used(model, mine(batch)).backward()
     same_gradients(model, added(*(means(plain, used, batch) for batch in batches)))
+
+
+@ranks(2)
+def test_a_parameter_that_one_rank_uses_in_one_of_several_reduced_micro_batches() -> None:
+    model, plain = twins(Options, units=[Optional])
+    first = [["12", "1", "12"], ["2", "1", ""]]
+    second = [["", "1", "2"], ["1", "1", "2"]]
+    for step in range(2):
+        batches = [
+            list(zip(inputs(step=2 * step + part), uses, strict=True)) for part, uses in enumerate((first, second))
+        ]
+        for part, batch in enumerate(batches):
+            model.set_is_last_backward(part == 1)
+            used(model, mine(batch)).backward()
+        same_gradients(model, added(*(means(plain, used, batch) for batch in batches)), 1e-6)
+        model.zero_grad()

@@ -76,11 +76,11 @@ SLOW = (
 EXCHANGES = {
     "torch reduce-scatter": _sums("torch_reduce_scatter"),
     "torch all-to-all + sum": _sums("torch_all_to_all"),
-    "ours exact": _sums("exact_reduce_scatter"),
-    "ours int8": _sums("compressed_reduce_scatter", codec="int8"),
-    "ours int4": _sums("compressed_reduce_scatter", codec="int4"),
-    "ours onebit": _sums("compressed_reduce_scatter", codec="onebit"),
+    "ours exact": _sums("reduce_scatter"),
+    "ours int8": _sums("reduce_scatter", codec="int8"),
+    "ours int4": _sums("reduce_scatter", codec="int4"),
+    "ours onebit": _sums("reduce_scatter", codec="onebit"),
     "torch all-gather": _gathers("torch_all_gather"),
-    "ours gather exact": _gathers("exact_all_gather"),
-    "ours gather int8": _gathers("rounded_all_gather", codec="int8"),
+    "ours gather exact": _gathers("all_gather"),
+    "ours gather int8": _gathers("all_gather", codec="int8"),
 }

@@ -25,10 +25,11 @@ from yafsdp_cc.bench.common import cell, interleaved, table
 from yafsdp_cc.bench.contestants import EXCHANGES
 from yafsdp_cc.compression.all_gather import RoundedAllGather
 from yafsdp_cc.compression.codec import codec_of
-from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.config import Compression
-from yafsdp_cc.compression.fsdp2 import CommContexts, constant_schedule
+from yafsdp_cc.compression.error_feedback import PlainBuffer
+from yafsdp_cc.compression.fsdp2 import CompressedCommunication
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
@@ -37,8 +38,6 @@ from yafsdp_cc.netlab import namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 """Bytes of a buffer."""
@@ -100,23 +99,21 @@ def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
     return exchange
 
 
-def exact_reduce_scatter(buffers: Buffers) -> Callable[[], object]:
-    return _reduce_scatter(ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype), buffers)
-
-
-def compressed_reduce_scatter(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    schedule, device = constant_schedule(Compression(codec, residual="bf16")), buffers.whole.device
-    flat = PlainBuffer("bench", buffers.layout, dist.get_rank(), device, Divisor(dist.get_world_size(), device))
-    return _reduce_scatter(CompressedReduceScatter(flat, schedule, codec), buffers)
-
-
-def _reduce_scatter(reduce_scatter: ReduceScatter, buffers: Buffers) -> Callable[[], object]:
-    reduce_scatter.bind(CommContexts().of(_world(), buffers.whole.device))
+def reduce_scatter(buffers: Buffers, *, codec: str | None = None) -> Callable[[], object]:
+    """This package's, exact without a codec."""
+    device, world = buffers.whole.device, dist.group.WORLD
+    assert world is not None
+    collective: ReduceScatter = ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype)
+    if codec is not None:
+        flat = PlainBuffer("bench", buffers.layout, world.rank(), device, Divisor(world.size(), device))
+        schedule = CompressionSchedule(Compression(codec, residual="bf16"))
+        collective = CompressedReduceScatter(flat, schedule, codec)
+    collective.bind(CompressedCommunication(Compression()).context(world, device))
 
     def exchange() -> None:
-        for work in reduce_scatter.start(buffers.whole, async_op=False):
+        for work in collective.start(buffers.whole, async_op=False):
             work.wait()
-        for start, part in reduce_scatter.finish(buffers.whole):
+        for start, part in collective.finish(buffers.whole):
             buffers.chunk.narrow(0, start, part.numel()).copy_(part)
 
     return exchange
@@ -126,24 +123,21 @@ def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
     return lambda: dist.all_gather_into_tensor(buffers.gathered, buffers.own)
 
 
-def exact_all_gather(buffers: Buffers) -> Callable[[], object]:
+def all_gather(buffers: Buffers, *, codec: str | None = None) -> Callable[[], object]:
+    """This package's, exact without a codec."""
+    device, world = buffers.whole.device, dist.group.WORLD
+    assert world is not None
     shard: Any = _Shard(buffers)
-    return _all_gather(ExactAllGather(shard), buffers)
-
-
-def rounded_all_gather(buffers: Buffers, *, codec: str) -> Callable[[], object]:
-    shard: Any = _Shard(buffers)
-    return _all_gather(RoundedAllGather(shard, constant_schedule(Compression()), codec_of(codec)), buffers)
-
-
-def _all_gather(all_gather: AllGather, buffers: Buffers) -> Callable[[], object]:
-    all_gather.bind(CommContexts().of(_world(), buffers.whole.device))
-    scratch = buffers.whole.new_empty(all_gather.scratch_bytes(), dtype=torch.uint8)
+    collective: AllGather = ExactAllGather(shard)
+    if codec is not None:
+        collective = RoundedAllGather(shard, CompressionSchedule(Compression()), codec_of(codec))
+    collective.bind(CompressedCommunication(Compression()).context(world, device))
+    scratch = torch.empty(collective.scratch_bytes(), dtype=torch.uint8, device=device)
 
     def exchange() -> None:
-        for work in all_gather.start(buffers.gathered, None, scratch, async_op=False):
+        for work in collective.start(buffers.gathered, None, scratch, async_op=False):
             work.wait()
-        all_gather.finish(buffers.gathered, scratch)
+        collective.finish(buffers.gathered, scratch)
 
     return exchange
 
@@ -160,20 +154,11 @@ class _Shard:
         return own.copy_(self.sharded) if in_place else self.sharded
 
 
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 # The measurement ---------------------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    """Some exchanges of one contestant on one rank, each on average."""
-
-    processor_ms: float
-    """Of all threads, gloo's among them."""
-    wall_ms: float
+CLOCKS = {"processor_ms": "processor ms per rank", "wall_ms": "wall ms"}
+"""Those of an exchange, the first of all threads, gloo's among them."""
 
 
 def run(
@@ -194,7 +179,7 @@ def run(
                 print(f"\nnccl with {count} ranks: skipped, it needs a GPU for each and there are {gpus}", flush=True)
                 continue
             figures = measure(names, count, rounds, sizes, backend)
-            for clock, what in (("processor_ms", "processor ms per rank"), ("wall_ms", "wall ms")):
+            for clock, what in CLOCKS.items():
                 print(f"\n{count} ranks, {backend}, {what} of an exchange; ratios are to the first of each kind")
                 print(exchanges_table(figures, clock), flush=True)
             found.setdefault(backend, {})[str(count)] = figures
@@ -233,40 +218,37 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _measure_size(buffers: Buffers, names: Sequence[str], rounds: int) -> dict[str, list[Turn]]:
+def _measure_size(buffers: Buffers, names: Sequence[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return processor and wall milliseconds of each contestant's exchange on this rank, in every round."""
     exchanges = {name: make_exchange(name, buffers) for name in names}
     repeats = max(1, TURN_BYTES // buffers.whole.nbytes)
     for exchange in exchanges.values():
         exchange()
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _, name in interleaved(names, rounds):
-        turns[name].append(_turn(exchanges[name], repeats, buffers.whole.device))
+        dist.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        for _ in range(repeats):
+            exchanges[name]()
+        if buffers.whole.is_cuda:
+            torch.cuda.synchronize()
+        processor, wall = time.process_time() - processor, time.perf_counter() - wall
+        turns[name].append((1e3 * processor / repeats, 1e3 * wall / repeats))
     return turns
 
 
-def _turn(exchange: Callable[[], object], repeats: int, device: torch.device) -> Turn:
-    dist.barrier()
-    wall, processor = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        exchange()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    processor, wall = time.process_time() - processor, time.perf_counter() - wall
-    return Turn(1e3 * processor / repeats, 1e3 * wall / repeats)
-
-
-def _figures(by_rank: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
+def _figures(by_rank: list[dict[str, list[tuple[float, float]]]]) -> dict[str, Any]:
     """Return medians over rounds: ranks share the processors, and an exchange takes as long as its slowest rank."""
     figures: dict[str, Any] = {}
     for name in by_rank[0]:
-        rounds = list(zip(*[[Turn(*turn) for turn in found[name]] for found in by_rank], strict=True))
+        rounds = [list(zip(*turns, strict=True)) for turns in zip(*(found[name] for found in by_rank), strict=True)]
         figures[name] = {
-            "processor_ms": median(mean(turn.processor_ms for turn in turns) for turns in rounds),
-            "wall_ms": median(max(turn.wall_ms for turn in turns) for turns in rounds),
+            "processor_ms": median(mean(processor) for processor, _ in rounds),
+            "wall_ms": median(max(wall) for _, wall in rounds),
         }
     for name, each in figures.items():
         baseline = figures.get(EXCHANGES[name].baseline)
-        for clock in Turn._fields:
+        for clock in CLOCKS:
             each[f"{clock}_ratio"] = baseline and each[clock] / baseline[clock]
     return figures
 

@@ -24,8 +24,8 @@ from yafsdp_cc.bench.common import table, times
 from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
 from yafsdp_cc.bench.trainers import make
 from yafsdp_cc.demo import data
-from yafsdp_cc.demo.train import CLIP, learning_rate, mean_over_ranks
-from yafsdp_cc.netlab.rate import UNSHAPED
+from yafsdp_cc.demo.train import CLIP, VALIDATION_WINDOWS, learning_rate, loss_of, mean_over_ranks
+from yafsdp_cc.netlab.links import UNSHAPED
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.bench.trainers import Trainer
     from yafsdp_cc.netlab import Lab
 
-HELD_OUT = 32
-"""Windows of text that each rank validates on."""
 POINTS = 20
 """Of each curve."""
 
@@ -137,8 +135,7 @@ def learn(
     """
     rank, ranks, length = dist.get_rank(), dist.get_world_size(), train.LENGTH
     text, draws = data.read(None), torch.Generator().manual_seed(seed * ranks + rank)
-    spread = torch.linspace(0, len(text.held_out) - length - 1, HELD_OUT * ranks).long()
-    held_out = _tokens(text.held_out, spread[rank::ranks])
+    held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, length, rank, ranks)
     losses: dict[int, float] = {}
     phases = []
     start = time.perf_counter()
@@ -148,17 +145,11 @@ def learn(
         phases.append(optimizer.phase.value if isinstance(optimizer, OneBitOptimizer) else "")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps) * rate_factor
-        trainer.step(_tokens(text.train, starts), clip=CLIP)
+        trainer.step(data.windows(text.train, starts, length), clip=CLIP)
         if step == steps or step % validate_every == 0:
             with torch.no_grad():
-                losses[step] = mean_over_ranks(trainer.loss(held_out))
+                losses[step] = mean_over_ranks(loss_of(trainer.model, held_out))
     return {"losses": losses, "phases": phases, "seconds": time.perf_counter() - start}
-
-
-def _tokens(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return tokens [sequences, length + 1] from each start."""
-    inputs, targets = data.windows(text, starts, train.LENGTH, torch.device("cpu"))
-    return torch.cat([inputs, targets[:, -1:]], dim=1)
 
 
 def _run(learnt: dict[str, Any], name: str, timed: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from yafsdp_cc.compression.autotune import FIRST
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.demo.model import VOCABULARY
 from yafsdp_cc.netlab import Lab
-from yafsdp_cc.netlab.rate import UNSHAPED, Rate
+from yafsdp_cc.netlab.links import UNSHAPED, bits_per_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ def run(
 def make_labs(ranks: Sequence[int], bandwidths: Sequence[str], delay_ms: float) -> dict[int, Lab]:
     """Return a network of each number of ranks, not started; check everything first."""
     for bandwidth in bandwidths:
-        Rate.parse(bandwidth)
+        bits_per_second(bandwidth)
     if min(ranks) < 2:
         raise ValueError(f"ranks={min(ranks)}: nothing crosses a network among fewer than 2")
     return {count: Lab(count, delay_ms=delay_ms) for count in ranks}

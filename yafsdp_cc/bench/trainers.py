@@ -16,7 +16,7 @@ from yafsdp_cc.api import counters_of, shard
 from yafsdp_cc.compression.config import Compression
 from yafsdp_cc.compression.fsdp2 import compress
 from yafsdp_cc.demo.model import GPT
-from yafsdp_cc.demo.train import CLIP
+from yafsdp_cc.demo.train import CLIP, loss_of
 from yafsdp_cc.optim import OneBitAdam
 
 if TYPE_CHECKING:
@@ -49,16 +49,11 @@ class Trainer:
 
     def step(self, tokens: Tensor, clip: float | None = None) -> None:
         """Learn from ``tokens`` [sequences, length + 1], with gradients clipped to a norm of ``clip``."""
-        self.loss(tokens).backward()
+        loss_of(self.model, tokens).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Return the mean loss in nats per token."""
-        logits = self.model(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def make(contestant: Contestant, steps: int = 0) -> Trainer:
@@ -128,7 +123,7 @@ class Zero3(Trainer):
         super().__init__(self._engine, optimizer=self._engine.optimizer)
 
     def step(self, tokens: Tensor, clip: float | None = None) -> None:
-        self._engine.backward(self.loss(tokens))
+        self._engine.backward(loss_of(self.model, tokens))
         self._engine.step()
 
 

@@ -1,6 +1,6 @@
 """Compression in a checkpoint: residuals and kept weights, for any number of ranks and as they are for the same ones.
 
-Kept weights are those that deltas build on (``compression.delta``).
+Kept weights are those that deltas build on (``compression.all_gather``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yafsdp_cc.compression.fallback import fallback_of
-from yafsdp_cc.compression.schedule import CompressionSchedule, schedule_of
+from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.compression.state import (
     carry_over_residuals,
     empty_kept_weights,
@@ -22,11 +22,13 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_residuals,
 )
+from yafsdp_cc.engine.mesh import all_gather_objects, refused_together
 from yafsdp_cc.engine.module import ShardedModule, require_state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.engine.state import FSDPState
 
 # Names in files: they stay as they are, or checkpoints of earlier versions would not load.
@@ -42,34 +44,30 @@ def check_names(extra: dict[str, Any]) -> None:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
-def judge_messages(model: nn.Module) -> None:
-    """Have the fallback judge what it has measured, which has no place in a checkpoint. A collective."""
-    if (found := _compressed(model)) is not None and (fallback := fallback_of(found[0])) is not None:
-        fallback.judge()
-
-
 def local_state(model: nn.Module) -> dict[str, Any]:
     """Return what this rank's extra file holds of compression; nothing of a model without."""
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
-    schedule.count_step()  # of the last optimizer step, which no forward has followed
     _, behind = kept_weights(state)
     saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
-    if (fallback := fallback_of(state)) is not None:
-        saved[FALLBACK] = fallback.state()
+    if (fallback := CodecFallback.of(state)) is not None:
+        saved[FALLBACK] = fallback.state_dict()
     if schedule.clip is not None:
         saved[CLIP] = schedule.clip.state()
     return saved
 
 
 def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the checkpoint's state holds of compression. A collective."""
+    """Return what the checkpoint's state holds of compression. A collective, to be called before ``local_state``."""
     if (found := _compressed(model)) is None:
         return {}
-    state, _ = found
+    state, schedule = found
+    if (fallback := CodecFallback.of(state)) is not None:
+        fallback.judge()  # what it has measured, which has no place in a checkpoint
+    schedule.count_step()  # of the last optimizer step, which no forward has followed: it may have ended the warm-up
     saved = {RESIDUALS: mean_residuals(state), KEPT: kept_weights(state)[0]}
-    return {name: tensors for name, tensors in saved.items() if tensors}
+    return {part: tensors for part, tensors in saved.items() if tensors}
 
 
 def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
@@ -79,51 +77,46 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     """
     found = _compressed(model)
     paths = (contents.planner_data or {}).values()
-    residuals, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
     saved, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, KEPT))
-    residuals, weights = (
-        {name: each for name, each in empty.items() if name in names}
-        for empty, names in ((residuals, saved), (weights, kept))
-    )
+    residuals, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
+    residuals = {name: each for name, each in residuals.items() if name in saved}
+    weights = {name: each for name, each in weights.items() if name in kept}
     if trains and (lost := sorted(saved - residuals.keys())):
         warnings.warn(
             f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
             stacklevel=3,
         )
-    return {**({RESIDUALS: residuals} if residuals else {}), **({KEPT: weights} if weights else {})}
+    return {part: empty for part, empty in ((RESIDUALS, residuals), (KEPT, weights)) if empty}
 
 
-def load_local_state(model: nn.Module, extra: dict[str, Any]) -> bool:
-    """Take this rank's own out of ``extra``; return whether it fits, so that nothing else is to be done."""
-    local, steps, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, FALLBACK, CLIP))
+def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], group: Group) -> None:
+    """Go on with what the checkpoint has of compression, of which ``extra`` is rid afterwards. A collective.
+
+    Args:
+        model: its shards have their weights already.
+        loaded: with what was loaded into ``empty_state``.
+        extra: this rank's extra file.
+        group: the ranks.
+    """
+    local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
     if (found := _compressed(model)) is None:
-        return True
+        return
     state, schedule = found
-    if steps is not None:
-        schedule.resume(steps)
-        state.outdated |= not schedule.phase.encodes  # scratch for exact sums may not be there any more
-    if fallen is not None and (fallback := fallback_of(state)) is not None:
-        fallback.load_state(fallen)
-    # An exact step, from which clipping is learned, is one of a whole first moment: none of it may be in residuals.
-    ready = clip is not None or schedule.clip is None
-    fits = ready and local is not None and load_local_residuals(state, local)
-    schedule.resume_clip(clip if fits else None, state.device)
-    return fits
-
-
-def carry_over(model: nn.Module, loaded: dict[str, Any]) -> None:
-    """Start with empty residuals, and add those of the checkpoint to the next sums."""
-    if (found := _compressed(model)) is not None:
-        state, _ = found
+    with refused_together(*group):
+        if steps is not None:
+            schedule.resume(steps)
+            state.outdated |= not schedule.phase.encodes  # scratch for exact sums may not be there any more
+        if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
+            fallback.load_state_dict(fallen)
+        # An exact step, from which clipping is learned, is one of a whole first moment: none of it may be in residuals.
+        ready = clip is not None or schedule.clip is None
+        fits = ready and local is not None and load_local_residuals(state, local)
+        schedule.resume_clip(clip if fits else None, state.context.device)
+    if not all(all_gather_objects(fits, group)):  # start with empty residuals, and add those of all to the next sums
         carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
-
-
-def load_kept(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Let ranks have the unsharded weights that they kept, once the shards have their own."""
-    behind = extra.pop(BEHIND, [])
-    if (found := _compressed(model)) is not None and KEPT in loaded:
-        load_kept_weights(found[0], loaded[KEPT], behind)
+    if KEPT in loaded:
+        load_kept_weights(state, loaded[KEPT], behind or [])
 
 
 def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | None:
@@ -131,5 +124,5 @@ def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | Non
     if not isinstance(model, ShardedModule):
         return None
     state = require_state(model)
-    schedule = schedule_of(state)
+    schedule = CompressionSchedule.of(state)
     return None if schedule is None else (state, schedule)

@@ -1,22 +1,52 @@
-"""A sharded model's whole state dict, gathered unit by unit, so that no rank ever holds two copies of it."""
+"""Whole weights: a full state dict in host memory, or safetensors in Hugging Face's layout, written and read.
+
+    model.safetensors                                           or, when larger than one file shall be,
+    model-00001-of-00002.safetensors ... model.safetensors.index.json
+
+They are gathered unit by unit, so that no rank ever holds two copies of the model.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import shutil
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from yafsdp_cc.checkpoint import files
+from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, model_part, read_into
+from yafsdp_cc.checkpoint.ranks import place_in, ranks_of
+from yafsdp_cc.checkpoint.reader import CheckpointReader
+from yafsdp_cc.checkpoint.state import MODEL
 from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.full_params import check_at_rest, is_first_of_model, whole_params_by_group
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.module import (
+    ShardedModule,
+    check_at_rest,
+    check_shows_shards,
+    is_first_of_model,
+    require_state,
+    whole_params_by_group,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+
+_INDEX = "model.safetensors.index.json"
+_FILE_BYTES = 5 * 10**9
+"""Of a file, at most, unless one tensor is larger: so much one rank holds whole."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model before ``shard``, in host memory, on the first rank; an empty dict on the others.
+    """Return the state dict of the model before ``shard``, in host memory, on the first rank; elsewhere an empty one.
 
     A collective. The first rank holds what is gathered so far and one unit; the others nothing beside their shards.
     Tied parameters are one tensor under each of their names.
@@ -26,20 +56,120 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         RuntimeError: called inside a forward or a backward.
     """
     full: dict[str, Tensor] = {}
-    for names, tensor in whole_tensors(model):
-        whole = tensor.to("cpu", copy=True)
-        full.update(dict.fromkeys(names, whole))
+    for names, tensor in _whole_tensors(model):
+        full.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
     return {name: full.get(name, value) for name, value in model.state_dict().items()} if full else {}
 
 
-def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """All names and the whole value of each parameter and persistent buffer, on the first rank; none on the others.
+def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Write a sharded model's whole weights for ``transformers``' ``from_pretrained``, or anything that reads them.
 
-    In order: parameters unit by unit, small ones, what was ignored, and buffers. A value is gone, or changes, when the
-    next is asked for. A collective: go through it to the end, on all ranks.
+    A collective. Weights come unit by unit to the first rank, which writes and holds one file (5 GB) at most. A tied
+    weight is written once, under its first name. The model's ``config`` and ``generation_config`` go along.
+
+    Args:
+        path: a folder that is not there yet, or empty; complete or not there, like one of ``save``.
+        model: what was given to ``shard``.
+        dtype: of the floating-point weights in the files; None: their own.
 
     Raises:
-        As ``full_state_dict``, at the first step.
+        ValueError: ``model`` is not sharded, or there is something at ``path``.
+        OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
+    """
+    require_state(model)
+    group = ranks_of(model).front
+    is_first = place_in(group)[0] == 0
+    target = files.place(path)
+    with refused_together(*group):
+        folder = files.begin(target) if is_first else None
+    tensors = ((names[0], tensor) for names, tensor in _whole_tensors(model))
+    with refused_together(*group):
+        try:
+            if folder is not None:
+                saved_as = _write_files(folder, tensors, dtype)
+                _write_configs(folder, model, saved_as)
+                files.commit(target)
+        finally:  # to the end, also after a failure: the others are on their way
+            for _ in tensors:
+                pass
+
+
+def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Fill a model's parameters and buffers from safetensors; each rank reads no more than its own parts.
+
+    The names must be the model's own. Values are cast to the model's dtypes. Works on sharded and on plain models.
+
+    Args:
+        path: a ``.safetensors`` file, or a folder with one or several and their index.
+        model: a model whose tied weights, if any, need be in the files under one name only.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: names or shapes differ, or the values of a tied weight under its names, by full names; on all ranks.
+        RuntimeError: called inside ``whole_parameters``.
+    """
+    from safetensors import safe_open
+
+    with refused_together(*ranks_of(model).front):
+        check_shows_shards(model, "load_safetensors")
+        # What a module's get_extra_state gives may be anything, and these files hold tensors.
+        state = {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)}
+        opened: list[Any] = [safe_open(file, framework="pt") for file in _files_of(Path(path).absolute())]
+        places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        shapes = {name: list(file.get_slice(name).get_shape()) for name, file in places.items()}
+        tied = aliases(model)
+        # Of the names of a tied weight one is enough.
+        found = {tied.get(name, name) for name in places}
+        spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
+        check_shapes(shapes, {name: value for name, value in state.items() if name not in spare}, Path(path))
+        tied = {name: first for name, first in tied.items() if name in places and first in places}
+        values = {name: torch.zeros_like(state[name]) for name in {*tied, *tied.values()}}
+        for name, value in values.items():
+            _fill(value, name, places[name])
+        check_tied(values, tied, Path(path))
+    with torch.no_grad():
+        for name, file in places.items():
+            _fill(state[name], name, file)
+
+
+def convert(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> None:
+    """Write the model of a checkpoint as safetensors, without building the model. Needs no process group.
+
+    One process holds one file at a time. A tied weight, which a checkpoint holds under each of its names, is written
+    under each of them.
+
+    Args:
+        checkpoint: a folder of ``save``, or of ``torch.distributed.checkpoint`` with the same parts.
+        out: a folder that is not there yet, or empty.
+        dtype: of the floating-point weights in the files; None: their own.
+        config: a file to put beside them as ``config.json``, for ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is none, or an unfinished or damaged one; or there is something at ``out``.
+        pickle.UnpicklingError: its table of contents wants code to be run.
+    """
+    source, target = files.complete(files.place(checkpoint)), files.place(out)
+    reader = CheckpointReader(source)
+    part = model_part(reader.contents, source)
+    folder = files.begin(target)
+    _write_files(folder, _stored_tensors(reader, part), dtype)
+    if config is not None:
+        shutil.copyfile(config, folder / "config.json")
+    files.commit(target)
+
+
+def _whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield all names and the whole value of each parameter and persistent buffer, on the first rank; elsewhere none.
+
+    In order: parameters unit by unit, small ones, what was ignored, and buffers. A value is gone, or changes, when the
+    next is asked for. A collective: go through it to the end, on all ranks. Raises as ``full_state_dict`` at first.
     """
     state = require_state(model)
     check_at_rest(state, "a full state dict")
@@ -58,3 +188,96 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
         for name, value in model.state_dict().items():
             if isinstance(value, Tensor) and not isinstance(value, FlatDTensor):
                 yield [name], value.detach()
+
+
+def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint's model, one after the other."""
+    for name, stored in part.items():
+        if isinstance(stored, TensorStorageMetadata):  # others are what a module's get_extra_state gave
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            read_into({MODEL: {name: tensor}}, reader, ())
+            yield name, tensor
+
+
+# safetensors
+
+
+def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> torch.dtype | None:
+    """Write tensors to files of bounded size, those of floating point in ``dtype`` if it is given.
+
+    Returns:
+        The dtype of the first floating-point tensor in the files.
+    """
+    from safetensors.torch import save_file
+
+    held: dict[str, Tensor] = {}
+    written: list[list[str]] = []
+    total, saved_as = 0, None
+
+    def flush() -> None:
+        nonlocal held
+        part = folder / f"part-{len(written)}"
+        save_file(held, part, metadata={"format": "pt"})
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        written.append(list(held))
+        held = {}
+
+    for name, tensor in tensors:
+        kind = dtype or tensor.dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_floating_point():
+            saved_as = saved_as or kind
+        size = tensor.numel() * kind.itemsize
+        if held and sum(each.nbytes for each in held.values()) + size > _FILE_BYTES:
+            flush()
+        held[name] = tensor.to("cpu", kind, copy=True).contiguous()
+        total += size
+    flush()
+    if len(written) == 1:
+        os.rename(folder / "part-0", folder / "model.safetensors")
+        return saved_as
+    weight_map = {}
+    for number, names in enumerate(written):
+        file = f"model-{number + 1:05}-of-{len(written):05}.safetensors"
+        os.rename(folder / f"part-{number}", folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return saved_as
+
+
+def _write_configs(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__mro__[ShardedModule._orig_cls_mro_index].__name__]
+        config.dtype = dtype
+    configs: dict[str, Any] = {"config": config, "generation_config": getattr(model, "generation_config", None)}
+    for name, each in configs.items():
+        if hasattr(each, "to_json_string"):
+            (folder / f"{name}.json").write_text(each.to_json_string(), encoding="utf-8")
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (index := path / _INDEX).is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if strange := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index} refers to '{strange[0]}', which is not a file of this folder")
+        return [path / name for name in sorted(names)]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"there are no safetensors at {path}")
+    return found
+
+
+def _fill(target: Any, name: str, file: Any) -> None:
+    """Read this rank's parts of a tensor."""
+    if not isinstance(target, FlatDTensor) or not target.dim():
+        target.copy_(file.get_tensor(name))
+        return
+    stored = file.get_slice(name)
+    for chunk in target.__create_chunk_list__():
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        target.__get_tensor_shard__(MetadataIndex(name, chunk.offsets)).copy_(stored[box])

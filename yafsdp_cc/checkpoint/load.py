@@ -1,4 +1,7 @@
-"""``load``: a checkpoint of any number of ranks, from this package or from FSDP2, into a model and its optimizer."""
+"""``load``: a checkpoint of any number of ranks, from this package or from FSDP2, into a model and its optimizer.
+
+Whether it fits is known before anything is read into them.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,37 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from yafsdp_cc.checkpoint import compression
-from yafsdp_cc.checkpoint import extra as extras
-from yafsdp_cc.checkpoint import folder as folders
-from yafsdp_cc.checkpoint.match import aliases, check_groups, check_model, check_optimizer, check_tied
-from yafsdp_cc.checkpoint.ranks import by_torch, everybody, place_in, ranks_of, together
+from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
-from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, restore_optimizer, room_for_optimizer
-from yafsdp_cc.engine.full_params import check_shows_shards
+from yafsdp_cc.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    empty_optimizer_state,
+    names_in_order,
+    plain_name,
+    restore_optimizer,
+)
+from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.module import check_shows_shards
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
+
+    from yafsdp_cc.checkpoint.ranks import Group
+
+_SHOWN = 8
+"""Differences that a message lists."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -49,42 +66,154 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     """
     wait_for_saves()
     group = ranks_of(model).front
-    rank, world = place_in(group)
-    with together(group):
-        folder = folders.complete(folders.place(path))
+    with refused_together(*group):
+        folder = files.complete(files.place(path))
         reader = CheckpointReader(folder)
         check_shows_shards(model, "load")
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-        check_model(reader.contents, state[MODEL], folder)
+        saved = model_part(reader.contents, folder).items()
+        shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
+        check_shapes(shapes, state[MODEL], folder)
         if optimizer is not None:
-            check_optimizer(reader.contents, model, folder)
-            state[OPTIMIZER] = room_for_optimizer(model, reader.contents)
-        extra = extras.read(folder, rank, world)
+            _check_optimizer(reader.contents, model, folder)
+            state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
+        extra = files.read_extra(folder, *place_in(group))
     if tied := aliases(model):  # what is stored under each of their names, before one overwrites the other
         values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
-        _read({MODEL: values}, reader, group)
-        with together(group):
+        read_into({MODEL: values}, reader, group)
+        with refused_together(*group):
             check_tied(values, tied, folder)
     if optimizer is not None:  # the groups by themselves first: they may not fit
         groups = {OPTIMIZER: {"param_groups": state[OPTIMIZER]["param_groups"]}}
-        _read(groups, reader, group)
-        with together(group):
-            check_groups(groups[OPTIMIZER]["param_groups"], model, optimizer, folder)
+        read_into(groups, reader, group)
+        with refused_together(*group):
+            _check_groups(groups[OPTIMIZER]["param_groups"], model, optimizer, folder)
     state |= compression.empty_state(model, reader.contents, optimizer is not None)
-    _read(state, reader, group)
+    read_into(state, reader, group)
     set_model_state_dict(model, state[MODEL])
     if optimizer is not None:
         restore_optimizer(model, optimizer, state[OPTIMIZER])
-    with together(group):
-        fits = compression.load_local_state(model, extra)
-    if not all(everybody(fits, group)):
-        compression.carry_over(model, state)
-    compression.load_kept(model, state, extra)
+    compression.load_state(model, state, extra, group)
     return extra
 
 
-def _read(state: dict[str, Any], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
-    with by_torch(f"loading {reader.path}"):
-        state_dict_loader.load(
-            state, storage_reader=reader, planner=SafePlanner(), process_group=group, no_dist=group is None
+def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group) -> None:
+    """Fill the tensors and gaps of ``state`` from a checkpoint, each rank its own parts. A collective of ``group``."""
+    with by_torch(f"loading {reader.path}", group) as which:
+        state_dict_loader.load(state, storage_reader=reader, planner=SafePlanner(), **which)
+
+
+# Whether a checkpoint fits: each raises a ``ValueError`` that names what does not
+
+
+def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
+    """Return what is stored of a model's state, by name; raise where the checkpoint has no part for a model."""
+    paths = contents.planner_data or {}
+    saved = {path[1]: contents.state_dict_metadata[key] for key, path in paths.items() if path[0] == MODEL}
+    if not saved:
+        tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
+        raise ValueError(
+            f"{folder} is a checkpoint of another form: it holds {_listed(map(repr, tops), ', ')}, and no 'model'. "
+            "yafsdp_cc.load reads what yafsdp_cc.save wrote, or torch.distributed.checkpoint.save of "
+            "{'model': ..., 'optimizer': ...} as get_state_dict returns them"
         )
+    return saved
+
+
+def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:
+    """Compare names and shapes (None: not a tensor) with those of a model's ``state``."""
+    wanted = {name: list(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
+    lines = [
+        f"checkpoint has '{name}' {saved[name]}, model has {wanted[name]}"
+        for name in wanted
+        if name in saved and saved[name] != wanted[name]
+    ]
+    lines += [f"checkpoint lacks '{name}' {wanted[name]}" for name in wanted if name not in saved]
+    lines += [f"checkpoint has '{name}' {saved[name]}, model has no such name" for name in saved if name not in wanted]
+    if lines:
+        raise ValueError(
+            f"{folder} does not fit the model:\n  {_listed(lines)}\nBuild the model as it was when it was saved"
+        )
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Return further names of tied parameters, each with the first one."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = plain_name(name)
+        if first.setdefault(parameter, plain) != plain:
+            found[plain] = first[parameter]
+    return found
+
+
+def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
+    """Compare this rank's parts of what is stored under the names of tied parameters: one of the two would be lost."""
+    for name, first in names.items():
+        one, other = (getattr(values[each], "_local_tensor", values[each]) for each in (first, name))
+        if not one.equal(other):
+            raise ValueError(
+                f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
+                "untie them as they were when it was saved"
+            )
+
+
+def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
+    """See that there is state for an optimizer, in a form that is read, of this model's parameters."""
+    stored = (contents.planner_data or {}).values()
+    paths = [path for path in stored if path[0] == OPTIMIZER]
+    if not paths:
+        if other := sorted({str(path[0]) for path in stored if path[1:2] in (("state",), ("param_groups",))}):
+            raise ValueError(
+                f"{folder} has no 'optimizer': it holds {_listed(map(repr, other), ', ')}, which load does not read. "
+                "Read it as it was saved, by torch.distributed.checkpoint.load and set_optimizer_state_dict, or "
+                "load(path, model) without an optimizer"
+            )
+        raise ValueError(f"{folder} was saved without an optimizer: load(path, model) reads the model alone")
+    if any(path[1] not in ("state", "param_groups") for path in paths):
+        raise ValueError(
+            f"{folder} holds its optimizer flattened, as '{'.'.join(map(str, paths[0]))}': save it without "
+            "flatten_optimizer_state_dict, or read it with torch's set_optimizer_state_dict"
+        )
+    known = {plain_name(name) for name, _ in model.named_parameters()}
+    strange = dict.fromkeys(str(path[2]) for path in paths if path[1] == "state" and len(path) > 2)
+    if lines := [f"checkpoint's optimizer has '{name}', model lacks it" for name in strange if name not in known]:
+        raise ValueError(f"{folder} does not fit:\n  {_listed(lines)}")
+
+
+def _check_groups(saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    """Compare the optimizer's groups of parameters, and what kind of optimizer it is."""
+    then = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    names = iter(names_in_order(model, optimizer))
+    now = {next(names): index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]}
+    lines = [f"checkpoint's optimizer lacks '{name}'" for name in now if name not in then]
+    lines += [f"checkpoint's optimizer has '{name}', this one lacks it" for name in then if name not in now]
+    together: dict[int, int] = {}
+    lines += [
+        f"checkpoint's optimizer has '{name}' in group {then[name]}, this one in group {now[name]}"
+        for name in now
+        if name in then and together.setdefault(now[name], then[name]) != then[name]
+    ]
+    if not lines and len(set(together.values())) < len(together):
+        lines = [
+            f"checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(optimizer.param_groups)}"
+        ]
+    if lines:
+        raise ValueError(
+            f"{folder} does not fit this {type(optimizer).__name__}:\n  {_listed(lines)}\n"
+            "Give the optimizer the groups of parameters that it had"
+        )
+    # Steps that were made are no setting, and not all optimizers tell them.
+    old, new = (set(group) - {"params", "steps"} for group in (saved[0], optimizer.param_groups[0]))
+    gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
+    if gone and fresh:  # versions of torch add some, so one may have more than the other
+        raise ValueError(
+            f"{folder} holds the state of another optimizer than {type(optimizer).__name__}: it has {gone}, and lacks "
+            f"{fresh}. Make the optimizer that was saved, or load(path, model) without one"
+        )
+
+
+def _listed(lines: Iterable[str], between: str = "\n  ") -> str:
+    lines = list(lines)
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return between.join([*lines[:_SHOWN], *more])

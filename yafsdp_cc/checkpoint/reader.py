@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from yafsdp_cc.checkpoint.sums import check_sums
+from yafsdp_cc.checkpoint.files import check_sums
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -33,16 +33,6 @@ def _layout(name: str) -> torch.layout:
     if not isinstance(found, torch.layout):
         raise ValueError(f"no layout {name!r}")
     return found
-
-
-def _member(kind: object, name: str) -> Any:
-    """What ``getattr`` is to a pickle: early patches of Python 3.11 write members of enumerations by it."""
-    if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
-        raise UntrustedError(
-            f"a checkpoint's table of contents names builtins.getattr of {kind!r} and {name!r}, which no checkpoint "
-            "needs: it was not loaded, and nothing of it was run. Ask where this checkpoint comes from"
-        )
-    return metadata._MEM_FORMAT_ENCODING[name]
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -61,7 +51,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch.serialization", "_get_layout"): _layout,
-    ("builtins", "getattr"): _member,
     # Where it was written to, on whatever system and under whatever Python: kept as a path that nobody opens.
     **{
         (module, name): PurePosixPath
@@ -121,16 +110,26 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         found = _ALLOWED.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) else None
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
         if found is None:
-            raise UntrustedError(
-                f"{self._path} names {module}.{name}, which no checkpoint needs: it was not loaded, and nothing of it "
-                "was run. Ask where this checkpoint comes from"
-            )
+            raise self._error(f"{module}.{name}")
         return found
+
+    def _member(self, kind: object, name: str) -> Any:
+        """Take the place of ``getattr``, by which early patches of Python 3.11 write members of enumerations."""
+        if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
+            raise self._error(f"builtins.getattr of {kind!r} and {name!r}")
+        return metadata._MEM_FORMAT_ENCODING[name]
+
+    def _error(self, what: str) -> UntrustedError:
+        return UntrustedError(
+            f"{self._path} names {what}, which no checkpoint needs: it was not loaded, and nothing of it was run. Ask "
+            "where this checkpoint comes from"
+        )
 
 
 def _unpickle(file: IO[bytes], path: Path) -> Any:

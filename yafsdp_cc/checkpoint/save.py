@@ -14,17 +14,15 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.checkpoint import compression
-from yafsdp_cc.checkpoint import extra as extras
-from yafsdp_cc.checkpoint import folder as folders
-from yafsdp_cc.checkpoint.plain import check_extra
-from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of, together
-from yafsdp_cc.checkpoint.state import state_of
-from yafsdp_cc.engine.checks import check_settings
+from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of
+from yafsdp_cc.checkpoint.state import check_plain, state_of
+from yafsdp_cc.engine.mesh import check_settings, refused_together
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.optim import Optimizer
+
+    from yafsdp_cc.checkpoint.ranks import Group
 
 _background: ThreadPoolExecutor
 """One thread: saves follow one another in the order in which they were asked for, which is the same on all ranks."""
@@ -74,19 +72,18 @@ def save(
         RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
     """
     ranks = ranks_of(model)
-    target = folders.place(path)
-    if ranks.front is not None:
-        check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, [ranks.front], "save()")
-    compression.judge_messages(model)  # before any rank may fail by itself
-    with together(ranks.front):
-        check_extra(extra)
+    target = files.place(path)
+    check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, ranks.front, "save()")
+    compressed = compression.sharded_state(model)  # before any rank may fail by itself
+    with refused_together(*ranks.front):
+        check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
-        state, content = state_of(model, optimizer), extras.packed({**extra, **compression.local_state(model)})
-    state |= compression.sharded_state(model)
+        state = {**state_of(model, optimizer), **compressed}
+        content = files.pack_extra({**extra, **compression.local_state(model)})
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         future = _background.submit(_write, target, state, content, ranks.back)
-        future.add_done_callback(_tell)
+        future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
     _write(target, state, content, ranks.back)
@@ -100,30 +97,28 @@ def wait_for_saves() -> None:
     _background.submit(lambda: None).result()
 
 
-def _write(path: Path, state: dict[str, Any], content: bytes, group: dist.ProcessGroup | None) -> None:
+def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
     rank, world = place_in(group)
-    folder = folders.unfinished(path)
-    with together(group):
+    folder = files.unfinished(path)
+    with refused_together(*group):
         if rank == 0:
-            folders.begin(path, folders.CHECKPOINT)
+            files.begin(path, files.CHECKPOINT)
     try:
-        with together(group):
+        with refused_together(*group):
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
-            extras.write(folder, rank, world, content)
-        with by_torch(f"saving {path}"):
-            writer = FileSystemWriter(folder)
-            state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+            files.write_extra(folder, rank, world, content)
+        with by_torch(f"saving {path}", group) as which:
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(folder), **which)
     except Exception:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    with together(group):
+    with refused_together(*group):
         if rank == 0:
-            folders.commit(path)
+            files.commit(path)
 
 
-def _tell(future: Future[None]) -> None:
-    """Nobody may ever ask for the result."""
-    if (error := future.exception()) is not None:
+def _log_failure(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:  # nobody may ever ask for the result
         _logger.error("a checkpoint was not saved: %s", error)

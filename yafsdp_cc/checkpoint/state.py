@@ -6,15 +6,15 @@ every parameter. Here saving changes nothing, and a restored optimizer has state
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-from yafsdp_cc.checkpoint.plain import check_plain
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -24,43 +24,51 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into names; torch's state dicts leave it out too."""
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What a checkpoint of both holds: ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``.
-
-    Tensors are the live ones.
+    """Return ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``, with the live tensors.
 
     Raises:
         ValueError: the optimizer has a parameter that is none of the model's.
         TypeError: the state has something in it that a checkpoint cannot hold safely.
     """
     state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(model, optimizer)
+    if optimizer is not None:  # its state_dict() with names in place of numbers
+        packed, names = optimizer.state_dict(), names_in_order(model, optimizer)
+        state[OPTIMIZER] = {
+            "state": {names[number]: dict(values) for number, values in packed["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]
+            ],
+        }
     for name, value in state.items():
         check_plain(value, name, keys=(str,))
     return state
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with full names in place of numbers.
+def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
+    """Return what torch loads the optimizer's part of a checkpoint into: tensors cut like their parameters, and gaps.
 
-    Raises:
-        ValueError: it has a parameter that is none of the model's.
+    ``contents`` must have such a part, and state for parameters of the model only.
     """
-    packed = optimizer.state_dict()
-    names = names_in_order(model, optimizer)
-    return {
-        "state": {names[number]: dict(state) for number, state in packed["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]
-        ],
-    }
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    empty: dict[str, Any] = {}
+    for key, path in contents.planner_data.items():
+        if path[0] != OPTIMIZER:
+            continue
+        stored, value = contents.state_dict_metadata[key], None
+        if isinstance(stored, TensorStorageMetadata):
+            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            if path[1] == "state" and path[-1] != "step" and stored.size == (parameter := parameters[path[2]]).shape:
+                value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
+        set_element(empty, path, value)
+    return {"state": {}, **empty[OPTIMIZER]}
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give the optimizer the state that ``optimizer_state`` returned, or one loaded into ``room_for_optimizer``."""
+    """Give the optimizer the state that was loaded into ``empty_optimizer_state``."""
     names = names_in_order(model, optimizer)
     numbers = {name: number for number, name in enumerate(names)}
     groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
@@ -73,34 +81,15 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, A
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
-def room_for_optimizer(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """What torch loads the optimizer's part of a checkpoint into: tensors cut like their parameters, and gaps.
-
-    ``contents`` must have such a part, and state for parameters of the model only.
-    """
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    room: dict[str, Any] = {}
-    for key, path in contents.planner_data.items():
-        if path[0] != OPTIMIZER:
-            continue
-        stored, value = contents.state_dict_metadata[key], None
-        if isinstance(stored, TensorStorageMetadata):
-            value = torch.empty(stored.size, dtype=stored.properties.dtype)
-            if path[1] == "state" and path[-1] != "step" and stored.size == (parameter := parameters[path[2]]).shape:
-                value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
-        set_element(room, path, value)
-    return {"state": {}, **room[OPTIMIZER]}
-
-
 def plain_name(name: str) -> str:
-    """A parameter's name in a state dict."""
+    """Return a parameter's name in a state dict."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order in which its state dict counts them.
+    """Return the names of the optimizer's parameters, in the order in which its state dict counts them.
 
     Raises:
         ValueError: one of them is none of the model's.
@@ -116,3 +105,48 @@ def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
                 )
             found.append(names[parameter])
     return found
+
+
+def check_plain(
+    value: Any, name: str, keys: tuple[type, ...] = (str, int, float, bool), tensors: tuple[type, ...] | None = None
+) -> None:
+    """Raise a ``TypeError`` that names the first thing inside ``value`` that is neither plain data nor a tensor.
+
+    Args:
+        value: what to look through.
+        name: its own name.
+        keys: the types that keys of dicts may have.
+        tensors: the exact types that tensors may have; None: any.
+    """
+    kind = type(value)
+    if kind in _SCALARS or (isinstance(value, Tensor) and (tensors is None or kind in tensors)):
+        return
+    if kind in (dict, OrderedDict):
+        for key, inner in value.items():
+            if type(key) not in keys:
+                wanted = " or ".join(each.__name__ for each in keys)
+                raise TypeError(f"{name} has a key {key!r}, a {_full_name(type(key))}; a checkpoint keeps {wanted}")
+            check_plain(inner, f"{name}[{key!r}]", keys, tensors)
+    elif kind in (list, tuple):
+        for index, inner in enumerate(value):
+            check_plain(inner, f"{name}[{index}]", keys, tensors)
+    else:
+        raise TypeError(
+            f"{name} is a {_full_name(kind)}, which could only be loaded by running code from the file: "
+            + _advice(value)
+        )
+
+
+def _full_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(value: object) -> str:
+    if isinstance(value, DTensor):
+        return "parameters go into the checkpoint with the model; .full_tensor() makes a plain tensor of another one"
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return "save torch.from_numpy(...) of an array, .item() of a number"
+    for method in ("state_dict", "get_state"):
+        if callable(getattr(value, method, None)):
+            return f"save its .{method}()"
+    return "save plain data (numbers, strings, bytes, lists, tuples, dicts) and tensors"

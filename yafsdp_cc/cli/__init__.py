@@ -5,29 +5,22 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from typing import NamedTuple
-
-
-class Command(NamedTuple):
-    """Where a command's ``main(argv) -> exit status`` lives, and its line in the help."""
-
-    module: str
-    summary: str
-
 
 COMMANDS = {
-    "launch": Command("yafsdp_cc.cli.launch", "run a training script on several ranks, with torchrun's own flags"),
-    "convert": Command("yafsdp_cc.cli.convert", "write a checkpoint's model as safetensors"),
-    "demo": Command("yafsdp_cc.cli.demo", "train a small language model on two ranks of this machine"),
-    "bench": Command("yafsdp_cc.cli.bench", "measure training over a slow network, beside torch's own engines"),
+    "launch": "run a training script on several ranks, with torchrun's own flags",
+    "convert": "write a checkpoint's model as safetensors",
+    "demo": "train a small language model on two ranks of this machine",
+    "bench": "measure training over a slow network, beside torch's own engines",
 }
+"""What each does; its module has ``main(argv) -> exit status``."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command; return its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
+        commands = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+        print(f"usage: yafsdp-cc COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more.")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -35,11 +28,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(COMMANDS[name].module).main(rest))
+        return int(importlib.import_module(f"yafsdp_cc.cli.{name}").main(rest))
     except KeyboardInterrupt:
         return 130
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
-    return f"usage: yafsdp-cc COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from yafsdp_cc.bench.common import about, names, save
 from yafsdp_cc.bench.contestants import EXCHANGES, SLOW, TRAINING
-from yafsdp_cc.demo.options import positive
+from yafsdp_cc.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Collection

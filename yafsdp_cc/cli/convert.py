@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
     import torch  # not before the flags are known to be good: it takes seconds
 
-    from yafsdp_cc.checkpoint.convert import convert
+    from yafsdp_cc.checkpoint.full import convert
 
     try:
         dtype = getattr(torch, asked.dtype) if asked.dtype else None

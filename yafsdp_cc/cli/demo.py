@@ -4,25 +4,50 @@ from __future__ import annotations
 
 import argparse
 import os
-
-from yafsdp_cc.demo import options
+from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Check the flags once, then launch; the exit status of the job."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--ranks", type=options.positive, default=2, help="processes on this machine (%(default)s)")
-    options.parser(
-        prog="yafsdp-cc demo",
-        description="Trains a byte-level GPT of ten million parameters, sharded across ranks.",
-        parents=[own],
-    ).parse_args(argv)
-    asked, rest = own.parse_known_args(argv)
+    """Check the flags once, then launch; return the exit status of the job."""
+    ranks = parser().parse_args(argv).ranks
 
     import torch  # not before the flags are known to be good: it takes seconds
 
     from yafsdp_cc.cli import launch
 
-    if torch.cuda.device_count() < asked.ranks:
+    if torch.cuda.device_count() < ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks cannot share a GPU under NCCL: train on the CPU
-    return launch.main(["--standalone", f"--nproc-per-node={asked.ranks}", "-m", "yafsdp_cc.demo.train", *rest])
+    return launch.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "yafsdp_cc.demo.train", *argv])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the flags, as the command reads them before anything starts, and every rank again."""
+    about = "Trains a byte-level GPT of ten million parameters, sharded across ranks."
+    flags = argparse.ArgumentParser(prog="yafsdp-cc demo", description=about, allow_abbrev=False)
+    flags.add_argument("--ranks", type=positive, default=2, help="processes on this machine (%(default)s)")
+    flags.add_argument("--text", type=_existing, help="file or folder to learn from (the Python standard library)")
+    flags.add_argument("--steps", type=positive, default=500, help="optimizer steps (%(default)s)")
+    flags.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="of weights and activations in the layers; bf16 is faster where the processor knows it (%(default)s)",
+    )
+    flags.add_argument("--name", default="demo", help="the run's folder under runs/, overwritten (%(default)s)")
+    flags.add_argument("--seed", type=int, default=0, help="of the first weights and of the batches (%(default)s)")
+    return flags
+
+
+def positive(text: str) -> int:
+    """Read a number of the command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _existing(text: str) -> Path:
+    path = Path(text).absolute()
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"no such file or folder: {text}")
+    return path

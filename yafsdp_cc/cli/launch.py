@@ -6,7 +6,6 @@ fails, the launcher prints the one that failed first, whole and last. Ctrl-C end
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -24,28 +23,28 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
 
-class Failure(NamedTuple):
-    """How a rank ended; ``traceback`` is empty when it left no word (killed, or not run by our runner)."""
-
-    rank: int
-    exit_code: int
-    summary: str
-    traceback: str
-
-
 def main(argv: list[str]) -> int:
-    """Run the script on all ranks of this node; its exit status."""
+    """Run the script on all ranks of this node; return its exit status."""
     parser = torchrun.get_args_parser()
     parser.prog = "yafsdp-cc launch"
     parser.description = "Runs a training script on several ranks. The flags are torchrun's own."
     options = parser.parse_args(argv)
-    _check(options, parser)
-    _share_cores(options)
+    # Report once, here, what every rank would report by a traceback.
+    if not (options.module or options.no_python) and not Path(options.training_script).is_file():
+        parser.error(f"no such script: {options.training_script}")
+    try:
+        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        parser.error(f"--nproc-per-node: {error}")
+    # Each rank has its share of the cores. (torchrun gives one thread to each, and warns.)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(1, ranks))))
     if "LOGLEVEL" not in os.environ:
         for name in REPEATED_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if not (options.no_python or options.run_path):
-        _through_the_runner(options)
+        form = ["-m"] if options.module else []
+        options.training_script_args = [*form, options.training_script, *options.training_script_args]
+        options.training_script, options.module = "yafsdp_cc.cli.runner", True
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
         options.log_dir = options.log_dir or folder  # torchrun would leave one in /tmp at every start
         try:
@@ -57,30 +56,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Report once, here, what every rank would report by a traceback."""
-    if not (options.module or options.no_python) and not Path(options.training_script).is_file():
-        parser.error(f"no such script: {options.training_script}")
-    try:
-        torchrun.determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        parser.error(f"--nproc-per-node: {error}")
+class Failure(NamedTuple):
+    """How a rank ended; what it has not written itself (killed, or not run by our runner) has no time or traceback."""
 
-
-def _share_cores(options: argparse.Namespace) -> None:
-    """Give each rank its share of the cores. (torchrun gives one thread to each, and warns.)"""
-    ranks = torchrun.determine_local_world_size(options.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(1, ranks))))
-
-
-def _through_the_runner(options: argparse.Namespace) -> None:
-    form = ["-m"] if options.module else []
-    options.training_script_args = [*form, options.training_script, *options.training_script_args]
-    options.training_script, options.module = "yafsdp_cc.cli.runner", True
+    time_ns: int
+    rank: int
+    exit_code: int
+    summary: str
+    traceback: str
 
 
 def _report(failed: ChildFailedError) -> int:
-    """Print how the job failed, the first failing rank's traceback last; the exit status to leave with."""
+    """Print how the job failed, the first failing rank's traceback last; return the exit status to leave with."""
     first, *later = _in_order(failed)
     for failure in later:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
@@ -91,43 +78,26 @@ def _report(failed: ChildFailedError) -> int:
 
 
 def _in_order(failed: ChildFailedError) -> list[Failure]:
-    """This node's failures, the first one first. (torch goes by whole seconds, and forgets who wrote why.)"""
-    wrote = [failure for _, failure in sorted(_written(failed))]
-    silent = [
-        Failure(rank, failure.exitcode, _of_the_dead(failure.exitcode), "")
-        for rank, failure in failed.failures.items()
-        if rank not in {failure.rank for failure in wrote}
-    ]
-    # Whoever was killed wrote nothing, and the others then lost their connection to it. But SIGTERM is how the launcher
-    # itself ends the ranks that still run.
-    ended = [failure for failure in silent if failure.exit_code == -signal.SIGTERM]
-    killed = [failure for failure in silent if failure.exit_code < 0 and failure not in ended]
-    left = [failure for failure in silent if failure.exit_code > 0]
-    return [*killed, *wrote, *left] or ended
-
-
-def _written(failed: ChildFailedError) -> list[tuple[int, Failure]]:
-    """What the ranks' runners wrote, each with its time. All error files of an attempt lie side by side."""
-    files = {
-        file
-        for failure in failed.failures.values()
-        if failure.error_file
-        for file in Path(failure.error_file).parent.parent.glob("*/error.json")
-    }
-    found = []
-    for file in files:
+    """Return this node's failures, the first one first. (torch goes by whole seconds, and forgets who wrote why.)"""
+    written = [Path(failure.error_file) for failure in failed.failures.values() if failure.error_file]
+    wrote = []
+    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
         message = json.loads(file.read_text())["message"]
         extra = message["extraInfo"] if isinstance(message, dict) else {}
         if "time_ns" in extra:
             summary = message["message"].partition("\n")[0]
-            found.append(
-                (int(extra["time_ns"]), Failure(extra["rank"], extra["exit_code"], summary, extra["py_callstack"]))
-            )
-    return found
-
-
-def _of_the_dead(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit status {exit_code}"
-    memory = " (the system may be out of memory)" if exit_code == -9 else ""
-    return f"killed by signal {-exit_code}{memory}"
+            story = extra["py_callstack"]
+            wrote.append(Failure(int(extra["time_ns"]), extra["rank"], extra["exit_code"], summary, story))
+    known = {failure.rank for failure in wrote}
+    silent = []
+    for rank, failure in failed.failures.items():
+        if rank not in known:
+            code = failure.exitcode
+            memory = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
+            summary = f"exit status {code}" if code >= 0 else f"killed by signal {-code}{memory}"
+            silent.append(Failure(0, rank, code, summary, ""))
+    # Whoever was killed wrote nothing, and the others then lost their connection to it. But SIGTERM is how the launcher
+    # itself ends the ranks that still run.
+    killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
+    left = [failure for failure in silent if failure.exit_code > 0]
+    return [*killed, *sorted(wrote), *left] or silent

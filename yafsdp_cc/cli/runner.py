@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -24,7 +24,8 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run the program named on the command line as ``__main__``."""
-    _die_with_the_launcher()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
         _run_and_record(sys.argv[1:])
@@ -35,16 +36,22 @@ def main() -> None:
 def _run_and_record(argv: list[str]) -> None:
     try:
         _run(argv)
-        _close_the_process_group()
+        # A gloo group left open at the interpreter's shutdown aborts the process about every other time.
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():
+            dist.destroy_process_group()
     except SystemExit as leave:
         if leave.code not in (None, 0):
-            _record(leave, leave.code if isinstance(leave.code, int) else 1)
+            _record(leave, "", leave.code if isinstance(leave.code, int) else 1)
         raise
     except Exception as error:
         # Another rank that left on Ctrl-C takes its connections with it: what breaks here is then no failure.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             _leave_quietly()
-        _record(error, 1)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in OUR_FRAMES:
+            frames = frames.tb_next  # the traceback is told from the user's first frame on
+        _record(error, "".join(traceback.format_exception(type(error), error, frames)), 1)
         sys.exit(1)
 
 
@@ -59,16 +66,8 @@ def _run(argv: list[str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def _close_the_process_group() -> None:
-    """A gloo group left open at the interpreter's shutdown aborts the process about every other time."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _record(error: BaseException, exit_code: int) -> None:
+def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with what distinguishes the first failure from its consequences."""
-    story = "" if isinstance(error, SystemExit) else _story(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # Only the last attempt's error files reach the launcher.
     last_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
@@ -89,14 +88,6 @@ def _record(error: BaseException, exit_code: int) -> None:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def _story(error: BaseException) -> str:
-    """The traceback, from the user's first frame on."""
-    frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in OUR_FRAMES:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
-
-
 def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
     """Ctrl-C, once: the terminal and the launcher may both send it, and the second would break the way out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -108,11 +99,6 @@ def _leave_quietly() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)
-
-
-def _die_with_the_launcher() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,56 @@
-"""The rounded all-gather: weights are sent in blocks of few bits, which all ranks decode alike, their owner too."""
+"""All-gathers of encoded weights: rounded where ranks drop them after use, deltas where ranks keep them.
+
+``RoundedAllGather`` sends weights in blocks of few bits, which all ranks decode alike, their owner too.
+``DeltaAllGather`` sends how shards have changed since the gather before, in as few bits as gradients:
+
+    owner of a chunk    shard − its chunk of the kept weights ── encode ──► message
+    every rank          kept weights + decoded message                      (the owner, too)
+
+    gathered exactly    at first, and when something else than optimizer steps has changed the shards
+    delta               when steps alone have (``StepTracker``)
+
+What a message loses is in the next difference: the kept weights are the memory of error feedback themselves
+(Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All add the same numbers to the
+same numbers, so what they keep is equal to the bit, and near the optimizer's weights.
+
+A chunk is sent in parts, each a message of its own, so that the memory for a difference is bounded:
+
+    message of one rank    | part 0 | part 1 | ... |        the last one of what is left
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import counts_of
+from yafsdp_cc.compression.error_feedback import PART, CompressionError, lost_share
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
 
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
-    from yafsdp_cc.engine.communicator import Works
+    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.param import FlatParam
 
 ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
+
+_UNKNOWN, _BEHIND = -2, -1
+"""Versions that no shard has: of no weights, and of weights that were resumed some steps behind their shard."""
+
+_DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
 class RoundedAllGather(ExactAllGather):
@@ -54,11 +86,228 @@ class RoundedAllGather(ExactAllGather):
         if shard.device.type != output.device.type:
             shard = self.flat.send_buffer(comm.own_chunk(output), in_place=True)
         own = comm.own_chunk(scratch)
-        kernels.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
+        error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
         self.sent_bytes = comm.peer_bytes(scratch.nbytes)
         return comm.all_gather(scratch, own, async_op)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is not None and self._rounds:
             world = self.context.comm.world
-            kernels.decode(self._codec, scratch.view(world, -1), output.view(world, -1))
+            error_feedback.decode(self._codec, scratch.view(world, -1), output.view(world, -1))
+
+
+class DeltaAllGather(ExactAllGather):
+    """Sends encoded deltas to weights that ranks have kept from the gather before, where the schedule encodes.
+
+    Weights in an overflow buffer, which has no scratch, are gathered exactly.
+
+    Args:
+        flat: the weights, which stay in their buffer between forwards.
+        schedule: the model's.
+        codec: of the messages.
+    """
+
+    has_finish = True
+    builds_on_held = True
+    flat: FlatParam
+
+    def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
+        super().__init__(flat)
+        self.schedule = schedule
+        self.steps = StepTracker()
+        self.begun: dict[int, int] = {}
+        """By optimizer, the version of the shard before the step that it is making."""
+        _tracked.add(self)
+        _track_optimizers()
+        self.always_exact = False
+        """Whether weights are gathered exactly from now on."""
+        self.compression_error: CompressionError | None = None
+        """Observes messages while it is there."""
+        self._codec = codec
+        self._part = PART * (16 if flat.device.type == "cuda" else 1)
+        """Elements of a part: on a CPU what stays in its cache, else what is worth a kernel's launch."""
+        self._resumed: tuple[Tensor, int] | None = None
+        """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
+        self._sends_delta = False
+        layout, rank = flat.layout, flat.rank
+        spans = ((max(first - rank * layout.chunk, 0), last - rank * layout.chunk) for first, last in layout.gaps)
+        self._gaps = [(first, min(last, layout.chunk)) for first, last in spans if first < min(last, layout.chunk)]
+        """Padding within this rank's chunk: there is nothing to send of it."""
+        counts = counts_of(layout, codec.block, flat.device)
+        self._counts = None if counts is None else counts[rank : rank + 1]
+
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        count = min(self._part, self.flat.layout.chunk)
+        context.scratch.reserve(_DIFFERENCE, 4 * count)
+        if self.flat.compute_dtype != torch.float32:
+            context.scratch.reserve(_CAST, 4 * count)
+
+    def scratch_bytes(self) -> int:
+        return self.flat.layout.world * sum(size for *_, size in self._parts())
+
+    def planned_bytes(self) -> int:
+        return super().planned_bytes() if self.always_exact else self.context.comm.peer_bytes(self.scratch_bytes())
+
+    def watch(self) -> CompressionError:
+        """Observe messages from the next one on, until ``compression_error`` is None again."""
+        kept = 1 - lost_share(self._codec.name, self._codec.block)
+        self.compression_error = CompressionError(self.flat.device, kept)
+        return self.compression_error
+
+    def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
+        works: list[dist.Work] = []
+        sent = 0
+        if scratch is not None and self._resumed is not None:
+            own, version = self._resumed
+            self._resumed = None
+            if self._can_start_from(version):
+                comm, held = self.context.comm, version
+                if own.is_cuda:  # made on another stream
+                    own.record_stream(torch.cuda.current_stream(own.device))
+                works += comm.all_gather(output, comm.own_chunk(output).copy_(own), async_op)
+                sent = comm.peer_bytes(output.nbytes)
+                self.context.record("kept weights", self.flat.name)
+        is_behind = held != self.flat.version
+        self._sends_delta = scratch is not None and is_behind and held is not None and self._can_start_from(held)
+        if scratch is not None and self._sends_delta:
+            works += self._send_delta(output, scratch, async_op)
+        elif not works:
+            return super().start(output, held, scratch, async_op)
+        else:
+            self.sent_bytes = 0
+        self.sent_bytes += sent
+        return works
+
+    def _can_start_from(self, version: int) -> bool:
+        """Return whether weights of this version need no exact gather."""
+        if self.always_exact or not self.schedule.phase.encodes:
+            return False
+        return version == self.flat.version or self.steps.connects(version, self.flat.version)
+
+    def _send_delta(self, output: Tensor, scratch: Tensor, async_op: bool) -> Works:
+        comm, room = self.context.comm, self.context.scratch
+        kept, message = comm.own_chunk(output), comm.own_chunk(scratch)
+        error, block = self.compression_error, self._codec.block
+        for start, count, offset, size in self._parts():
+            difference = room.take(_DIFFERENCE, count, torch.float32)
+            self.flat.read(difference, start)
+            difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
+            for first, last in self._gaps:
+                if first < start + count and last > start:
+                    difference[max(first - start, 0) : last - start].zero_()
+            counts = None if self._counts is None else self._counts.narrow(1, start // block, count // block)
+            part = message.narrow(0, offset, size).unsqueeze(0)
+            error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)
+            if error is not None:
+                error_feedback.decode(self._codec, part, decoded := torch.empty_like(difference).unsqueeze(0))
+                error.add(difference - decoded[0], difference, decoded[0])
+        self.context.record("delta", self.flat.name)
+        self.sent_bytes = comm.peer_bytes(scratch.nbytes)
+        return comm.all_gather(scratch, message, async_op)
+
+    def finish(self, output: Tensor, scratch: Tensor | None) -> None:
+        if scratch is None or not self._sends_delta:
+            return
+        world = self.context.comm.world
+        for message, chunk in zip(scratch.view(world, -1), output.view(world, -1), strict=True):
+            for start, count, offset, size in self._parts():
+                kept, part = chunk.narrow(0, start, count), message.narrow(0, offset, size).unsqueeze(0)
+                in_place = kept.is_cpu and kept.dtype == torch.float32
+                fresh = kept if in_place else self.context.scratch.take(_DIFFERENCE, count, torch.float32)
+                error_feedback.decode_sum(self._codec, part, count, kept, 0, fresh)
+                if not in_place:
+                    kept.copy_(fresh)
+
+    def _in_fp32(self, kept: Tensor) -> Tensor:
+        """Return kept weights in fp32, cast by hand: a mixed operation would allocate."""
+        if kept.dtype == torch.float32:
+            return kept
+        return self.context.scratch.take(_CAST, kept.numel(), torch.float32).copy_(kept)
+
+    def _parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield of each part of a chunk: its first element and their number, its first byte and their number."""
+        offset, chunk = 0, self.flat.layout.chunk
+        for start in range(0, chunk, self._part):
+            count = min(self._part, chunk - start)
+            size = self._codec.message_bytes(count)
+            yield start, count, offset, size
+            offset += size
+
+    # In checkpoints ------------------------------------------------------------------------------------------------
+
+    def kept_state(self) -> tuple[Tensor, bool] | None:
+        """Return this rank's chunk of the kept weights, and whether optimizer steps since are still to be sent.
+
+        None where the next forward sees the shards' own values. Waits for gathers.
+        """
+        if self.steps.last == _UNKNOWN:  # there was no step
+            return None
+        if self._resumed is not None:
+            own, version = self._resumed
+        else:
+            held, weights = self.flat.group.gathered(self.flat)
+            version = _UNKNOWN if held is None else held
+            own = self.context.comm.own_chunk(weights)
+        return (own, version != self.flat.version) if self._can_start_from(version) else None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def resume(self, own: Tensor, behind: bool) -> None:
+        """Go on from what ``kept_state`` once returned, on all ranks: the next gather into the buffer begins with it.
+
+        Args:
+            own: [chunk], this rank's part of the kept weights.
+            behind: whether the shard has been through steps since.
+        """
+        version = _BEHIND if behind else self.flat.version
+        self.steps = StepTracker(version, self.flat.version)
+        self._resumed = own.to(self.flat.device, self.flat.compute_dtype, copy=True), version
+
+
+@dataclass
+class StepTracker:
+    """Knows which versions of a shard optimizer steps alone have led between: the longest run of them up to now.
+
+        version    3 ──step──► 4 ──step──► 5 ──load_state_dict──► 9 ──step──► 10
+                   └──────── steps ────────┘                      └── steps ──┘
+
+    Weights that were unsharded at version 3 are near those of 5, as steps are small, and few bits encode their
+    difference well; weights that were loaded since are anywhere. All ranks run the same program, so all find the same.
+
+    Only ``torch.optim.Optimizer`` reports its steps. What another one changes counts as anything else does.
+    """
+
+    first: int = 0
+    last: int = _UNKNOWN
+
+    def add(self, before: int, after: int) -> None:
+        """Take in that an optimizer step has led from one version to another."""
+        if not self.first <= before <= self.last:  # something else has come between; else a step within a step
+            self.first = before
+        self.last = after
+
+    def connects(self, before: int, now: int) -> bool:
+        """Return whether steps alone have led from version ``before`` to ``now``, the present one."""
+        return self.first <= before and now == self.last
+
+
+_tracked: weakref.WeakSet[DeltaAllGather] = weakref.WeakSet()
+
+
+@cache
+def _track_optimizers() -> None:
+    """Observe every ``step()`` of every torch optimizer of this process from now on."""
+
+    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for each in _tracked:
+            each.begun[id(optimizer)] = each.flat.version
+
+    def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for each in _tracked:
+            version, now = each.begun.pop(id(optimizer), None), each.flat.version
+            if version is not None and now != version:
+                each.steps.add(version, now)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)

@@ -21,22 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import CompressedSum
 from yafsdp_cc.compression.config import LOW_RANK
-from yafsdp_cc.compression.encoder import RECEIVED, Encoder, Feedback, kept_of_noise
-from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback, Residual
 from yafsdp_cc.compression.powersgd import SharedFactors
-from yafsdp_cc.engine.collectives import ExactAllReduce
+from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum
 from yafsdp_cc.engine.communicator import Communicator
+from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.protocols import AllReduce
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.compression.codec import Codec
-    from yafsdp_cc.compression.compressed_sum import SummedBuffer
+    from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
@@ -45,61 +42,48 @@ if TYPE_CHECKING:
 class CompressedAllReduce(CompressedSum, AllReduce):
     """Sums partial sums [chunk] over replicas by encoded messages, with error feedback on every rank."""
 
+    _exact: ExactAllReduce
+    _rows = 1
+
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
-        self._exact_reduce = ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+        self._exact = ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
         self._before: Tensor | None = None
         super().__init__(flat, schedule, codec)
 
-    @property
-    def _exact(self) -> ExactAllReduce:
-        return self._exact_reduce
-
-    @property
-    def _rows(self) -> int:
-        return 1
-
     def _make_encoder(self, codec: str) -> Encoder:
-        config, flat = self.schedule.config, self.flat
-        if codec == LOW_RANK:
-            return SharedFactors(flat.layout, flat.rank, config.matrix_rank, config.block, flat.name, flat.device)
-        return SharedMessages(config.make(codec), flat.layout, flat.rank, flat.device)
+        config = self.schedule.config
+        return SharedFactors(self.flat, config) if codec == LOW_RANK else SharedMessages(self.flat, config.make(codec))
 
     def start(self, total: Tensor, async_op: bool) -> Works:
         self._latch(total)
-        if not self._encodes:
+        encoder = self._encoder
+        if not self._encodes or encoder is None:
             works = self._exact.start(total, async_op)
             self.sent_bytes = self._exact.sent_bytes
             return works
-        assert self._encoder is not None
-        self.sent_bytes = self._encoder.sent_bytes()
+        self.sent_bytes = encoder.sent_bytes()
         if not self._keeps_exact:
-            return self._encoder.start(total, self._feedback(), async_op)
+            return encoder.start(total, self._feedback(), async_op)
         assert self.exact_mean is not None
         self._before = self.exact_mean.clone() if self._adds_exact else None
         self.exact_mean.copy_(total)
-        works = [
-            *self._encoder.start(total, self._feedback(), async_op),
-            *self._exact.start(self.exact_mean, async_op),
-        ]
+        works = [*encoder.start(total, self._feedback(), async_op), *self._exact.start(self.exact_mean, async_op)]
         self.sent_bytes += self._exact.sent_bytes
         return works
 
     def finish(self, total: Tensor) -> None:
-        if not self._encodes:
-            if self._keeps_exact:
-                self._keep_exact(total, 0)
-            self._complete(total, 0)
-            self._end(None)
-            return
-        assert self._encoder is not None
-        summed = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
-        self._encoder.decode(None, 0, summed)
+        summed = total
+        if self._encodes and self._encoder is not None:
+            summed = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+            self._encoder.decode(None, 0, summed)
+        elif self._keeps_exact:
+            self._keep_exact(total, 0)
         self._complete(summed, 0)
         self._end(None)
         if summed is not total:
             total.copy_(summed)
-        if self._keeps_exact and self.exact_mean is not None:
-            self.exact_mean.div_(self.flat.divisor.tensor)
+        if self._encodes and self._keeps_exact and self.exact_mean is not None:
+            self.exact_mean.div_(self.flat.divisor.of[self.exact_mean.dtype])
             if self._before is not None:
                 self.exact_mean.add_(self._before)
 
@@ -117,28 +101,12 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         return total
 
 
-class SharedMessages(Encoder):
-    """Encodes a rank's partial sum by a codec; every rank gets every message."""
-
-    def __init__(self, codec: Codec, layout: Layout, rank: int, device: torch.device) -> None:
-        self.codec = codec
-        self._chunk = layout.chunk
-        self._size = codec.message_bytes(layout.chunk)
-        extents = [(extent.offset, extent.end) for extent in layout.extents]
-        counts = counts_of(extents, layout.numel, codec.block, device)
-        self._counts = None if counts is None else counts.view(layout.world, -1)[rank : rank + 1]
+class SharedMessages(CodecEncoder):
+    """Encodes a rank's partial sum; every rank gets every message."""
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
         context.scratch.reserve(RECEIVED, context.comm.world * self._size)
-
-    @property
-    def kept(self) -> float:
-        return kept_of_noise(self.codec.name, self.codec.block)
-
-    @property
-    def step(self) -> int:
-        return self._chunk
 
     def sent_bytes(self) -> int:
         return self._size * (self.context.comm.world - 1)
@@ -146,11 +114,11 @@ class SharedMessages(Encoder):
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         messages = self._messages()
         own = messages.narrow(0, self.context.comm.rank, 1)
-        kernels.encode(
+        error_feedback.encode(
             self.codec,
             values.unsqueeze(0),
             own,
-            counts=self._counts,
+            counts=None if self._counts is None else self._counts[self._rank : self._rank + 1],
             residual=feedback.residual,
             recursion=feedback.recursion,
             noise=feedback.noise if self.codec.rounds_randomly else None,
@@ -160,7 +128,7 @@ class SharedMessages(Encoder):
         return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        kernels.decode_sum(self.codec, self._messages(), self._chunk, None, 0, total, start)
+        error_feedback.decode_sum(self.codec, self._messages(), self.chunk, None, 0, total, start)
 
     def _messages(self) -> Tensor:
         world = self.context.comm.world
@@ -174,32 +142,22 @@ class CompressedMean:
         group: the ranks.
         device: of the buffers.
         codec: of the messages, both ways.
-        numel: elements of a buffer, a multiple of the ranks times the codec's block.
-        extents: half-open ranges of it in order, each from a block of its own on; it is zero between them.
+        layout: of a buffer, a chunk for each rank; it is zero in gaps.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        codec: Codec,
-        numel: int,
-        extents: Sequence[tuple[int, int]],
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, codec: Codec, layout: Layout) -> None:
         self.world: int = group.size()
         self.rank: int = group.rank()
-        self.chunk = numel // self.world
-        self.worker = Residual(self.world, self.chunk, torch.float32, codec.block, device)
+        self.chunk = layout.chunk
+        self.worker = Residual.zeros(self.world, self.chunk, torch.float32, codec.block, device)
         """[world, chunk], what this rank's messages to the owner of each chunk have lost."""
-        self.server = Residual(1, self.chunk, torch.float32, codec.block, device)
+        self.server = Residual.zeros(1, self.chunk, torch.float32, codec.block, device)
         """[1, chunk], what this rank's messages of the mean of its own chunk have lost."""
         self._group = group
         self._comm = Communicator(group, device)
         self._codec = codec
-        counts = counts_of(extents, numel, codec.block, device)
-        self._counts = None if counts is None else counts.view(self.world, -1)
-        ends, starts = [0, *(end for _, end in extents)], [*(start for start, _ in extents), numel]
-        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        self._counts = counts_of(layout, codec.block, device)
+        self._gaps = layout.gaps
         size = codec.message_bytes(self.chunk)
         self._sent = torch.zeros(self.world, size, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
@@ -214,10 +172,10 @@ class CompressedMean:
     def average(self, buffer: Tensor) -> None:
         """Overwrite ``buffer`` [numel] fp32 with the compressed mean. A collective."""
         chunks, codec, counts = buffer.view(self.world, -1), self._codec, self._counts
-        kernels.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
+        error_feedback.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
         dist.all_to_all_single(self._received.view(-1), self._sent.view(-1), group=self._group)
         # Not in parts, so that a codec without native kernels can do it too.
-        kernels.decode_sum(codec, self._received, self.chunk, None, 0, self._total[0])
+        error_feedback.decode_sum(codec, self._received, self.chunk, None, 0, self._total[0])
         self._total.div_(self.world)
         first = self.rank * self.chunk
         for start, end in self._gaps:  # a codec need not decode padding to zero
@@ -225,10 +183,10 @@ class CompressedMean:
                 self._total[0, max(start - first, 0) : end - first] = 0
         own = self._sent[self.rank : self.rank + 1]
         own_counts = None if counts is None else counts[self.rank : self.rank + 1]
-        kernels.encode(codec, self._total, own, counts=own_counts, residual=self.server)
+        error_feedback.encode(codec, self._total, own, counts=own_counts, residual=self.server)
         for work in self._comm.all_gather(self._sent.view(-1), own.view(-1), async_op=False):
             work.wait()
-        kernels.decode(codec, self._sent, chunks)
+        error_feedback.decode(codec, self._sent, chunks)
         for start, end in self._gaps:
             buffer[start:end].zero_()
 

@@ -1,11 +1,11 @@
-"""Codecs: how a chunk of numbers becomes fewer bytes, and back. One file each in ``codecs``; a new one is one more.
-A user's own is a subclass in a file of the user's (docs/compression.md, "A codec of your own").
+"""Codecs: how a chunk of numbers becomes fewer bytes, and back. Those that are built in are in ``codecs``; a user's own
+is a subclass in a file of the user's (docs/compression.md, "A codec of your own").
 
     values    [messages, n] fp32        n is a multiple of the block
     message   [messages, bytes] uint8   one row for each rank that is sent one
 
 A codec's ``encode`` and ``decode`` are plain torch and define its format to the byte; native kernels give the same
-bytes and bits (``kernels``). Nothing here communicates, and nothing knows of error feedback (``error_feedback``).
+bytes and bits (``error_feedback``). Nothing here communicates, and nothing knows of error feedback.
 
 Formats are little-endian, of version ``FORMAT``, and of a size known from ``n`` alone. A codec with scales has one fp32
 for each block, all of them first. A block whose statistic is not finite gets the scale NaN, which decodes to NaN
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from yafsdp_cc.engine.layout import Layout
 
 FORMAT = 1
 """Version of all message formats: ranks compare it before they exchange anything."""
@@ -116,6 +116,10 @@ class Codec(ABC):
         """Return the bytes of a message of ``n`` elements, padding at its end included."""
         return -(-self.body_bytes(n) // _ROW) * _ROW
 
+    def blocks(self, values: Tensor) -> Tensor:
+        """Return ``values`` [messages, n] as [messages, blocks, block]."""
+        return values.view(values.shape[0], values.shape[1] // self.block, self.block)
+
     @abstractmethod
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
         """Write ``values`` into ``message``.
@@ -181,15 +185,9 @@ class Scaled(Codec):
         first = 4 * (n // self.block)
         return message[:, :first].view(torch.float32), message[:, first : first + self.payload_bytes(n)]
 
-    def blocks(self, values: Tensor) -> Tensor:
-        """Return ``values`` as [messages, blocks, block]."""
-        blocks: Tensor = values.unflatten(1, (-1, self.block))
-        return blocks
-
     def is_finite(self, message: Tensor, n: int) -> Tensor:
         scales, _ = self.parts(message, n)
-        finite: Tensor = scales.isnan().logical_not_()
-        return finite
+        return scales.isnan().logical_not_()
 
 
 def block_sum(magnitudes: Tensor) -> Tensor:
@@ -198,15 +196,12 @@ def block_sum(magnitudes: Tensor) -> Tensor:
     64 lanes: lane l adds elements l, l + 64, l + 128, ... one after another; then the upper half of the lanes is added
     to the lower half until one is left.
     """
-    lanes = magnitudes.unflatten(-1, (-1, _LANES))
-    total = lanes[..., 0, :]
-    for row in range(1, lanes.shape[-2]):
-        total = total + lanes[..., row, :]
+    first, *others = magnitudes.split(_LANES, -1)
+    total: Tensor = sum(others, start=first)
     while total.shape[-1] > 1:
-        half = total.shape[-1] // 2
-        total = total[..., :half] + total[..., half:]
-    summed: Tensor = total[..., 0]
-    return summed
+        lower, upper = total.chunk(2, -1)
+        total = lower + upper
+    return total[..., 0]
 
 
 def sizes(blocks: Tensor, counts: Tensor | None) -> Tensor:
@@ -228,9 +223,7 @@ def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
 
 def largest_of(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of each block; not finite if one of them is not."""
-    bits = blocks.view(torch.int32).bitwise_and(0x7FFFFFFF)
-    largest: Tensor = bits.amax(-1).view(torch.float32)
-    return largest
+    return blocks.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(-1).view(torch.float32)
 
 
 def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,18 +232,11 @@ def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
 
 
-def counts_of(extents: Sequence[tuple[int, int]], numel: int, block: int, device: torch.device) -> Tensor | None:
-    """Return how many elements of a buffer's parameters each block has, [blocks] int32; None: each is full.
-
-    Args:
-        extents: of the parameters, half-open ranges, each from a block of its own on.
-        numel: elements of the buffer, a multiple of ``block``.
-        block: elements that share a scale.
-        device: of the result.
-    """
-    blocks = torch.arange(0, numel, block)
-    counts = torch.zeros_like(blocks)
-    for start, end in extents:
-        inside = (blocks >= start) & (blocks < end)
-        counts += inside * (end - blocks).clamp(max=block)
-    return None if bool((counts == block).all()) else counts.to(torch.int32).to(device)
+def counts_of(layout: Layout, block: int, device: torch.device) -> Tensor | None:
+    """Return how many elements of parameters each block of a buffer has, [world, blocks] int32; None: each is full."""
+    starts = torch.arange(0, layout.numel, block)
+    counts = torch.zeros_like(starts)
+    for extent in layout.extents:  # each begins with a block of its own
+        inside = (starts >= extent.offset) & (starts < extent.end)
+        counts += inside * (extent.end - starts).clamp(max=block)
+    return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(layout.world, -1)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, RoundedAllGather
+from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, DeltaAllGather, RoundedAllGather
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK, ROUNDING
-from yafsdp_cc.compression.delta import DeltaAllGather
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.collectives import ExactCollectives
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
-from yafsdp_cc.engine.protocols import Collectives
+from yafsdp_cc.engine.sharding import Collectives
 from yafsdp_cc.plan.report import PlannedChoice
 
 if TYPE_CHECKING:
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.compression.config import Compression
-    from yafsdp_cc.engine.protocols import AllGather, AllReduce, FlatShard, Observer, ReduceScatter
+    from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
 
 COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 """Codecs of gradients whose cost a plan compares, besides those in use."""
 
 
-class CompressedCollectives(ExactCollectives):
+class CompressedCollectives(Collectives):
     """Makes the collectives of a model that is sharded with a ``Compression``.
 
     Args:
@@ -78,44 +76,43 @@ class CompressedCollectives(ExactCollectives):
 
     def join(self, other: Collectives) -> None:
         theirs = other.config if isinstance(other, CompressedCollectives) else None
-        if theirs != self.config:
+        if not isinstance(other, CompressedCollectives) or theirs != self.config:
             raise ValueError(
                 f"parts of one model are sharded with different compressions, {self.config} and {theirs}: pass the "
                 "same one to each fully_shard, and name exceptions in its overrides, as in "
                 'Compression(overrides={"head*": "fp32"})'
             )
+        self.schedule.join(other.schedule)
 
-    def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
+    def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
         name = self.config.weights
         if name is None or flat.layout.world == 1 or flat.compute_dtype not in ENCODED_DTYPES:
             return super().all_gather(flat, keeps_unsharded)
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):
+            known.schedule = self.schedule
             return known  # it knows which steps have led to the present weights
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
-        return kind(_flat_param(flat), self.schedule, self.config.make(name))
+        return kind(flat, self.schedule, self.config.make(name))
 
-    def reduce_scatter(self, flat: FlatShard, has_replicas: bool) -> ReduceScatter:
+    def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
         codec = self._codec_of(flat)
         if codec == EXACT or self.schedule.over_replicas:
             return super().reduce_scatter(flat, has_replicas)
-        reduce_scatter = CompressedReduceScatter(_flat_param(flat), self.schedule, codec)
-        self.schedule.adopt(reduce_scatter)
-        return reduce_scatter
+        return CompressedReduceScatter(flat, self.schedule, codec)
 
-    def all_reduce(self, flat: FlatShard) -> AllReduce:
+    def all_reduce(self, flat: FlatParam) -> AllReduce:
         codec = self._codec_of(flat)
         if codec == EXACT or not self.schedule.over_replicas:
             return super().all_reduce(flat)
-        all_reduce = CompressedAllReduce(_flat_param(flat), self.schedule, codec)
-        self.schedule.adopt(all_reduce)
-        return all_reduce
+        return CompressedAllReduce(flat, self.schedule, codec)
 
     def observers(self) -> Sequence[Observer]:
-        return [each for each in (self.schedule, self.fallback, self.autotuner) if each is not None]
+        timer = None if self.autotuner is None else self.autotuner.timer
+        return [each for each in (self.schedule, self.fallback, self.autotuner, timer) if each is not None]
 
-    def planned_choices(self, flats: Sequence[FlatShard]) -> Sequence[PlannedChoice]:
-        encoded = [param for flat in flats if self._codec_of(param := _flat_param(flat)) != EXACT]
+    def planned_choices(self, flats: Sequence[FlatParam]) -> Sequence[PlannedChoice]:
+        encoded = [flat for flat in flats if self._codec_of(flat) != EXACT]
         names = dict.fromkeys((*COMPARED, *self.config.codecs))
         return [self._planned_choice(encoded, name) for name in names if name != EXACT]
 
@@ -147,13 +144,13 @@ class CompressedCollectives(ExactCollectives):
         factors = [4 * numel_of(*matrices, matrix_rank, is_right) for is_right in (False, True)]
         return sum(2 * nbytes // self._ranks * (self._ranks - 1) for nbytes in factors) // 2
 
-    def _codec_of(self, flat: FlatShard) -> str:
+    def _codec_of(self, flat: FlatParam) -> str:
         """Return the codec of the gradients of ``flat``.
 
         Raises:
             ValueError: ``flat`` was laid out when its parameters had other names, by which one codec fit them all.
         """
-        codecs = {param.spec.name: self.config.codec_for(param.spec.name) for param in _flat_param(flat).params}
+        codecs = {param.spec.name: self.config.codec_for(param.spec.name) for param in flat.params}
         (first, codec), *others = codecs.items()
         for name, other in others:
             if other != codec:
@@ -164,8 +161,3 @@ class CompressedCollectives(ExactCollectives):
                     "shard(model), which knows all names"
                 )
         return codec
-
-
-def _flat_param(flat: FlatShard) -> FlatParam:
-    assert isinstance(flat, FlatParam)
-    return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field, fields
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -87,7 +87,7 @@ class Compression:
     """
     weights: str | None = None
     """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
-    them (``compression.delta``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
+    them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
     scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool = True
     """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
@@ -173,7 +173,7 @@ class Compression:
                 f"{idle}={getattr(self, idle)!r} limits what 'auto' chooses, and gradients="
                 f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
             )
-        biased = [name for name in self.codecs if _needs_feedback(name)]
+        biased = [name for name in self.codecs if name == LOW_RANK or kind_of(name).needs_feedback]
         if biased and not self.feedback:
             raise ValueError(
                 f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
@@ -199,16 +199,24 @@ class Compression:
 
     def codec_for(self, name: str) -> str:
         """Return the codec of the gradient of the parameter with this full name."""
-        pattern = self._pattern_for(name)
-        return self.gradients if pattern is None else self.overrides[pattern]
+        return next((codec for pattern, codec in self.overrides.items() if fnmatchcase(name, pattern)), self.gradients)
 
-    def idle_overrides(self, names: Iterable[str]) -> list[str]:
-        """Return the patterns that decide about none of the parameters with these full names."""
-        deciding = {self._pattern_for(name) for name in names}
-        return [pattern for pattern in self.overrides if pattern not in deciding]
-
-    def _pattern_for(self, name: str) -> str | None:
-        return next((pattern for pattern in self.overrides if fnmatchcase(name, pattern)), None)
+    def check_overrides(self, names: Collection[str]) -> None:
+        """Raise a ``ValueError`` if a pattern of ``overrides`` decides about none of the parameters of these names."""
+        undecided = set(names)
+        for pattern in self.overrides:
+            fitting = {name for name in names if fnmatchcase(name, pattern)}
+            if fitting and undecided.isdisjoint(fitting):
+                raise ValueError(
+                    f"overrides={{{pattern!r}: ...}} comes too late: patterns before it hold wherever it fits"
+                )
+            if not fitting:
+                some = ", ".join(map(repr, list(names)[:3]))
+                raise ValueError(
+                    f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names "
+                    f"(* stands for anything), such as {some}"
+                )
+            undecided -= fitting
 
     def bits(self, codec: str) -> float:
         """Return the bits per element of a large gradient; 0 for ``"powersgd"``, which goes by the shape."""
@@ -230,10 +238,6 @@ _UNFIT = {
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-def _needs_feedback(name: str) -> bool:
-    return name == LOW_RANK or kind_of(name).needs_feedback
-
-
 def check_name(name: str, argument: str) -> None:
     """Raise a ``ValueError`` that begins with ``argument`` if no codec has this name."""
     if name not in (LOW_RANK, AUTO):
@@ -241,18 +245,6 @@ def check_name(name: str, argument: str) -> None:
             kind_of(name)
         except ValueError as error:
             raise ValueError(f"{argument}: {error}") from None
-
-
-def check_overrides(compression: Compression | None, names: Collection[str]) -> None:
-    """Raise a ``ValueError`` if a pattern of ``overrides`` decides about none of the parameters of these ``names``."""
-    for pattern in () if compression is None else compression.idle_overrides(names):
-        if any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"overrides={{{pattern!r}: ...}} comes too late: patterns before it hold wherever it fits")
-        some = ", ".join(map(repr, list(names)[:3]))
-        raise ValueError(
-            f"overrides={{{pattern!r}: ...}} fits no parameter of this model: patterns are of full names (* stands for "
-            f"anything), such as {some}"
-        )
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:

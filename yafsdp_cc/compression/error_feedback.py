@@ -6,28 +6,43 @@
 
 Summed over messages, a·ΣD(m) = Σg + E₀ − E_T whatever the codec: nothing is lost, only late. η = a = 1 is the classic
 form (Seide et al., 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2); η < 1 is LoCo (Xie et
-al., 2024, equation 4) with E in place of its e / (1 − β); a = 1 − β makes E the momentum as well
-(``compressed_sum``).
+al., 2024, equation 4) with E in place of its e / (1 − β); a = 1 − β makes E the momentum as well (``reduce_scatter``).
 
 E is in the units of one rank's gradient of its own mean loss: no loss scale, no world size. A block that a message
 could not hold, because something in it was not finite, keeps the E that it had.
 
-This file is the definition, in plain torch. ``kernels`` does the same in one pass.
+``encode``, ``accumulate``, ``decode_sum`` and ``decode`` do this in one pass by native kernels where there are any;
+what follows in each is the definition in plain torch, of the same bits. The native extension is ``_native.so`` beside
+this file, built from ``csrc`` by ``setup.py``; it registers operators as ``torch.ops.yafsdp_cc``, for CPU and, where it
+was built with it, for CUDA. ``YAFSDP_CC_NATIVE=0`` chooses plain torch; ``1`` raises where the extension is not built;
+``auto``, the default, logs a warning there, once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.codec import largest_of, step_of
+from yafsdp_cc.compression.codec import codec_of, largest_of, step_of
 
 if TYPE_CHECKING:
-    from yafsdp_cc.compression.codec import Codec, Noise
+    from collections.abc import Sequence
 
-RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+    from yafsdp_cc.compression.codec import Codec, Noise
+    from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
+    from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
+
+PART = 327_680
+"""Elements that ``decode_sum`` may start at multiples of: whole tiles, and whole fives of blocks, of every codec."""
 
 
 class Recursion(NamedTuple):
@@ -42,36 +57,23 @@ class Recursion(NamedTuple):
 CLASSIC = Recursion()
 
 
-class Residual:
-    """What messages have lost so far, [messages, n] in fp32, bf16, or int8 with an fp32 scale for each block.
+class Residual(NamedTuple):
+    """What messages have lost so far."""
 
-    Args:
-        messages: how many messages are sent at a time.
-        n: elements of each, a multiple of ``block``.
-        dtype: what it is stored as.
-        block: elements that share a scale.
-        device: of the values.
-
-    Raises:
-        ValueError: another dtype.
-    """
-
-    def __init__(self, messages: int, n: int, dtype: torch.dtype, block: int, device: torch.device) -> None:
-        if dtype not in RESIDUAL_DTYPES:
-            kinds = ", ".join(str(each).removeprefix("torch.") for each in RESIDUAL_DTYPES)
-            raise ValueError(f"a residual is stored as {kinds}, not as {dtype}")
-        self.block = block
-        self.values = torch.zeros(messages, n, dtype=dtype, device=device)
-        blocks = n // block if dtype == torch.int8 else 0
-        self.scales = torch.zeros(messages, blocks, dtype=torch.float32, device=device)
+    values: Tensor
+    """[messages, n] in fp32, bf16 or int8; n is a multiple of ``block``."""
+    scales: Tensor
+    """[messages, blocks] fp32 of int8, else [messages, 0]."""
+    block: int
+    """Elements that share a scale."""
 
     @classmethod
-    def around(cls, values: Tensor, block: int) -> Residual:
-        """Return one that stores to ``values`` [messages, n], fp32 or bf16."""
-        residual = cls.__new__(cls)
-        residual.block, residual.values = block, values
-        residual.scales = torch.zeros(values.shape[0], 0, dtype=torch.float32, device=values.device)
-        return residual
+    def zeros(cls, messages: int, n: int, dtype: torch.dtype, block: int, device: torch.device) -> Residual:
+        """Return an empty one."""
+        values = torch.zeros(messages, n, dtype=dtype, device=device)
+        blocks = n // block if dtype == torch.int8 else 0
+        scales = torch.zeros(messages, blocks, dtype=torch.float32, device=device)
+        return cls(values, scales, block)
 
     @property
     def nbytes(self) -> int:
@@ -79,33 +81,29 @@ class Residual:
 
     def rows(self, first: int, last: int) -> Residual:
         """Return a view of messages ``first`` to ``last``."""
-        part = Residual.__new__(Residual)
-        part.block, part.values, part.scales = self.block, self.values[first:last], self.scales[first:last]
-        return part
+        return Residual(self.values[first:last], self.scales[first:last], self.block)
 
     def columns(self, first: int, last: int) -> Residual:
         """Return a view of elements ``first`` to ``last`` of each message, whole blocks."""
-        part, blocks = Residual.__new__(Residual), slice(first // self.block, last // self.block)
-        part.block, part.values, part.scales = self.block, self.values[:, first:last], self.scales[:, blocks]
-        return part
+        blocks = slice(first // self.block, last // self.block)
+        return Residual(self.values[:, first:last], self.scales[:, blocks], self.block)
 
     def load(self) -> Tensor:
         """Return a copy of it in fp32."""
         if self.values.dtype != torch.int8:
             return self.values.to(torch.float32, copy=True)
-        loaded: Tensor = (self._blocks().to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
-        return loaded
+        return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
         """Overwrite it with ``fresh`` [messages, n] fp32; with ``where`` [messages, blocks] bool, in those blocks."""
-        blocks = fresh.unflatten(1, (-1, self.block))
+        blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)
             blocks = (blocks * inverse.unsqueeze(-1)).round().clamp_(-127, 127)
             self.scales.copy_(scale if where is None else torch.where(where, scale, self.scales))
         stored = blocks.to(self.values.dtype)
         if where is not None:
-            stored = torch.where(where.unsqueeze(-1), stored, self._blocks())
+            stored = torch.where(where.unsqueeze(-1), stored, self._blocks(self.values))
         self.values.copy_(stored.flatten(1))
 
     def clear(self) -> None:
@@ -117,9 +115,8 @@ class Residual:
         """Change the unit that it is in; exact for powers of two."""
         (self.scales if self.values.dtype == torch.int8 else self.values).mul_(factor)
 
-    def _blocks(self) -> Tensor:
-        blocks: Tensor = self.values.unflatten(1, (-1, self.block))
-        return blocks
+    def _blocks(self, values: Tensor) -> Tensor:
+        return values.view(values.shape[0], values.shape[1] // self.block, self.block)
 
 
 def encode(
@@ -145,6 +142,12 @@ def encode(
         scale: what gradients are multiplied by at first, one over the loss scale.
         noise: for stochastic rounding, without a residual.
     """
+    if (ops := ops_for(message.device, codec)) is not None:
+        number, values = _NUMBERS[codec.name], _readable(gradients)
+        kept = (None, None) if residual is None else (residual.values, residual.scales)
+        drawn = (-1, 0) if noise is None else noise
+        ops.encode(values, message, number, codec.block, counts, *kept, *recursion, scale, *drawn, _stream(message))
+        return
     g = gradients.to(torch.float32) * scale
     if residual is None:
         codec.encode(g, counts, message, noise)
@@ -163,20 +166,33 @@ def encode(
 
 def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> None:
     """Add gradients [messages, n] to the residual, for a later message; blocks that are not finite are left out."""
+    if (ops := ops_for(gradients.device)) is not None:
+        ops.accumulate(_readable(gradients), *residual, scale, _stream(gradients))
+        return
     due = residual.load() + gradients.to(torch.float32) * scale
     residual.store(due, largest_of(due.unflatten(1, (-1, residual.block))).isfinite())
 
 
-def decode_sum(codec: Codec, messages: Tensor, own: Tensor | None, place: int, total: Tensor) -> None:
-    """Sum messages in order, and ``own`` at ``place`` among them, into ``total`` [n] fp32.
+def decode_sum(
+    codec: Codec, messages: Tensor, n: int, own: Tensor | None, place: int, total: Tensor, start: int = 0
+) -> None:
+    """Sum messages in order, and ``own`` at ``place`` among them, into ``total``: all elements, or some of them.
 
     Args:
         codec: of the messages.
         messages: [messages, bytes] uint8.
-        own: [n], floating-point: this rank's part, which was not encoded; None: there is none.
+        n: elements of each message.
+        own: as long as ``total``, floating-point: this rank's part, which was not encoded; None: there is none. It may
+            be ``total`` where ``place`` is 0.
         place: before which message ``own`` is added.
-        total: overwritten.
+        total: fp32, overwritten with as many elements of the sum as it has.
+        start: the first of them, a multiple of ``PART``; without a native kernel it has to be 0, and ``total`` [n].
     """
+    own = None if own is None else _readable(own)
+    if (ops := ops_for(messages.device, codec)) is not None:
+        number = _NUMBERS[codec.name]
+        ops.decode_sum(messages, number, codec.block, n, own, place, total, start, _stream(messages))
+        return
     values = total.new_empty(messages.shape[0], total.shape[0])
     codec.decode(messages, values)
     parts = list(values)
@@ -187,13 +203,248 @@ def decode_sum(codec: Codec, messages: Tensor, own: Tensor | None, place: int, t
         total.add_(part)
 
 
+def decode(codec: Codec, messages: Tensor, values: Tensor) -> None:
+    """Decode ``messages`` [messages, bytes] into ``values`` [messages, n] of any floating-point dtype."""
+    ops = ops_for(messages.device, codec)
+    if ops is not None and values.dtype != torch.float64:
+        ops.decode(messages, _NUMBERS[codec.name], codec.block, values, _stream(messages))
+    elif values.dtype == torch.float32:
+        codec.decode(messages, values)
+    else:
+        decode(codec, messages, decoded := torch.empty_like(values, dtype=torch.float32))
+        values.copy_(decoded)
+
+
+def _readable(values: Tensor) -> Tensor:
+    """Return ``values`` in a dtype that native kernels read."""
+    return values.to(torch.float32) if values.dtype == torch.float64 else values
+
+
+def _stream(tensor: Tensor) -> int:
+    """Return the current stream of the tensor's device, as the number that CUDA knows it by; 0 on a CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+# What messages lose ------------------------------------------------------------------------------------------------
+
+
+@cache
 @torch.no_grad()
-def lost_share(codec: Codec) -> float:
-    """Return the share of the squares of normal noise that a message loses: 0.00005 by int8, 0.016 by int4."""
-    draws = torch.Generator().manual_seed(0)
-    values = torch.randn(1, 64 * codec.block, generator=draws)
-    message = torch.zeros(1, codec.message_bytes(values.shape[1]), dtype=torch.uint8)
-    codec.encode(values, None, message)
+def lost_share(codec: str, block: int) -> float:
+    """Return the share of the squares of normal noise that a message loses: 0.36 by onebit, 0.016 by int4."""
+    made = codec_of(codec, block)
+    values = torch.randn(1, 64 * block, generator=torch.Generator().manual_seed(0))
+    message = torch.zeros(1, made.message_bytes(values.shape[1]), dtype=torch.uint8)
+    made.encode(values, None, message)
     decoded = torch.empty_like(values)
-    codec.decode(message, decoded)
+    made.decode(message, decoded)
     return ((values - decoded).square().sum() / values.square().sum()).item()
+
+
+SUMS = 3
+
+
+class CompressionError:
+    """Measures how well a codec suits what it is given: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
+
+    h is what is due and D(m) what is decoded. After a message its residual is E = h − a·D(m), so both come from the
+    residual and the message: h − D(m) = E − (1 − a)·D(m).
+
+    A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
+    al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
+    than about δ²/4 of what is due. ``least`` is that for half the δ that a codec has of normal noise, as real gradients
+    are far from alike. They are further from it where residuals are momentum (a < 1), in which noise averages out: by
+    about √a.
+
+    Args:
+        device: of the messages.
+        kept: the share of noise that messages keep.
+        recursion: of their residuals.
+    """
+
+    def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC) -> None:
+        self.recursion = recursion
+        self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
+        """The share that messages have to keep for residuals not to grow."""
+        self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
+        """Squares of what was lost, of what was due, and of what was decoded."""
+        self.seen = False
+        """Whether there has been a message."""
+
+    @torch.no_grad()
+    def observe(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
+        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
+        self.seen = True
+        n = residual.values.shape[1]
+        step = n if ops_for(messages.device, codec) is None else min(PART, n)
+        scratch = torch.empty(step, dtype=torch.float32, device=messages.device)
+        for row, message in enumerate(messages):
+            left_of_row = residual.rows(row, row + 1)
+            for start in range(0, n, step):
+                decoded = scratch[: min(step, n - start)]
+                decode_sum(codec, message.unsqueeze(0), n, None, 0, decoded, start)
+                left = left_of_row.columns(start, start + len(decoded)).load()[0]
+                lost = left.sub_(decoded, alpha=1 - self.recursion.taken)
+                self.add(lost, lost + decoded, decoded)
+
+    @torch.no_grad()
+    def add(self, *parts: Tensor) -> None:
+        """Take in what was lost, what was due, and what was decoded."""
+        self.seen = True
+        self.sums += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+
+
+# Encoders of whole buffers -----------------------------------------------------------------------------------------
+
+SENT, RECEIVED, SUM = "sent messages", "received messages", "decoded sum"
+"""Scratch buffers, shared by all sums of a stream."""
+
+
+@dataclass(frozen=True)
+class PlainBuffer:
+    """A buffer that belongs to no ``FlatParam``, such as one of FSDP2 or DDP."""
+
+    name: str
+    layout: Layout
+    rank: int
+    device: torch.device
+    divisor: Divisor
+    reduce_dtype: torch.dtype = torch.float32
+    sum_dtype: torch.dtype = torch.float32
+    trainable: bool = True
+    has_grad: bool = False
+    params: Sequence[FSDPParam] = ()
+
+
+SummedBuffer: TypeAlias = "FlatParam | PlainBuffer"
+
+
+class Feedback(NamedTuple):
+    """How an ``Encoder`` feeds back what is lost, in one ``start``."""
+
+    residual: Residual | None
+    recursion: Recursion
+    noise: Noise | None
+    """For stochastic rounding, where there is no residual."""
+    error: CompressionError | None
+    """Observes messages."""
+
+
+class Encoder(ABC):
+    """Makes messages of a buffer's values, exchanges them, and decodes their sum. Keeps nothing but its settings.
+
+    One serves one ``reduce_scatter.CompressedSum``. There is one for codecs and one for low rank (``powersgd``), each
+    of a reduce-scatter and of an all-reduce.
+    """
+
+    context: CommContext
+    step: int
+    """Elements that ``decode`` fills at once; their starts are multiples of it."""
+    nbytes = 0
+    """Bytes of its own buffers, which are not scratch."""
+
+    def bind(self, context: CommContext) -> None:
+        """Use this communicator, and reserve scratch buffers for messages."""
+        self.context = context
+
+    @property
+    @abstractmethod
+    def kept(self) -> float:
+        """The share of noise that messages keep, between 0 and 1."""
+
+    @abstractmethod
+    def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
+        """Encode ``values``, keep what is lost in the residual, and start the exchange."""
+
+    @abstractmethod
+    def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
+        """Fill ``total`` fp32 with elements from ``start`` on of the sum of all messages.
+
+        Args:
+            own: of a reduce-scatter, those elements of this rank's own chunk, which was not encoded.
+            start: a multiple of ``step``.
+            total: overwritten.
+        """
+
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sends by the next ``start``."""
+
+    def planned_bytes(self) -> int:
+        """Return the bytes that this rank sends per ``start``, on average."""
+        return self.sent_bytes()
+
+    def restart(self) -> None:
+        """Drop what an interrupted exchange may have left different on some ranks."""
+
+
+def other_chunks(buffer: Tensor, world: int, rank: int) -> list[tuple[int, Tensor]]:
+    """Return the chunks of other ranks in ``buffer`` [world * chunk], as those below and those above ``rank``.
+
+    Each as [chunks, chunk], with the number of its first message among all.
+    """
+    chunks = buffer.view(world, -1)
+    return [(first, part) for first, part in ((0, chunks[:rank]), (rank, chunks[rank + 1 :])) if part.shape[0]]
+
+
+# The native extension ----------------------------------------------------------------------------------------------
+
+LIBRARY = Path(__file__).with_name("_native.so")
+MODES = ("0", "1", "auto")
+OPERATORS = ("encode", "accumulate", "decode_sum", "decode")
+
+_NUMBERS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4, "ternary": 5, "onebit": 6, "topk": 7}
+"""The codecs that native kernels know, by number."""
+_BUILD = "YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, or --editable ."
+
+_logger = logging.getLogger("yafsdp_cc")
+
+
+def ops_for(device: torch.device, codec: Codec | None = None) -> Any:
+    """Return the native operators that take tensors of ``device`` and know ``codec``, or None.
+
+    Raises:
+        RuntimeError: there are none for the device, and ``YAFSDP_CC_NATIVE=1`` demands them.
+        ValueError: ``YAFSDP_CC_NATIVE`` is something else than 0, 1 or auto.
+    """
+    if codec is not None and codec.name not in _NUMBERS:
+        return None
+    return _ops_for(device.type, os.environ.get("YAFSDP_CC_NATIVE", "auto"))
+
+
+@cache
+def _ops_for(device_type: str, mode: str) -> Any:
+    if mode not in MODES:
+        raise ValueError(f"YAFSDP_CC_NATIVE={mode}: {', '.join(MODES)} are known")
+    if mode == "0":
+        return None
+    missing = _load() or _lacks(device_type)
+    if not missing:
+        return torch.ops.yafsdp_cc
+    if mode == "1":
+        raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}; to build: {_BUILD}")
+    factor = "10 to 90 times " if device_type == "cpu" else ""  # by codec, as measured by bench/kernels.py
+    _logger.warning("gradients are encoded by plain torch, %sslower: %s; to build: %s", factor, missing, _BUILD)
+    return None
+
+
+@cache
+def _load() -> str:
+    """Load the library; return why not, or nothing."""
+    if not LIBRARY.exists():
+        return "the native extension is not built"
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        return f"the native extension cannot be loaded ({error})"
+    for name in OPERATORS:
+        torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # all of them return nothing
+    return ""
+
+
+def _lacks(device_type: str) -> str:
+    """Return why the loaded library does not serve a device, or nothing."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    if key is not None and torch._C._dispatch_has_kernel_for_dispatch_key("yafsdp_cc::encode", key):
+        return ""
+    return f"the native extension was built without kernels for {device_type}"

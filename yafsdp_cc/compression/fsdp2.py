@@ -22,10 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from yafsdp_cc.compression import kernels
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
-from yafsdp_cc.compression.compressed_sum import PlainBuffer
 from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of
+from yafsdp_cc.compression.error_feedback import PlainBuffer
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
@@ -39,29 +39,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import ReduceOp
 
-_reduce_scatter = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)  # the older name warns in torch 2.13
-
-
-class CompressedCommunication:
-    """What ``compress`` returns: the bytes that were sent through it, and the way back."""
-
-    def __init__(self, hooks: Sequence[_Hook]) -> None:
-        self._hooks = tuple(hooks)
-        self.removed = False
-        """Whether ``remove`` has been called."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent through it so far."""
-        return sum(hook.sent_bytes for hook in self._hooks)
-
-    def remove(self) -> None:
-        """Let torch's own collectives do it from now on. Residuals are dropped."""
-        self.removed = True
-        for hook in self._hooks:
-            hook.remove()
+# The older name warns in torch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def compress(
@@ -94,26 +73,19 @@ def compress(
     if not modules:
         raise ValueError(
             f"compress() on a {type(model).__name__} in which torch's fully_shard has sharded nothing: call it first, "
-            "or yafsdp_cc.shard(model, compression=...) instead; for DDP there is GradientWire"
+            "or yafsdp_cc.shard(model, compression=...) instead; for DDP there is CompressionHookState"
         )
     if any(module in _compressed and not _compressed[module].removed for module in modules):
         raise ValueError("compress() on a model that is compressed already: call .remove() on what it returned first")
     _check(config)
-    contexts = CommContexts()
-    hooks: list[_Hook] = []
+    shared = CompressedCommunication(config)
     for number, module in enumerate(modules):
         if replicas is not None:
-            all_reduce = _AllReduceHook(config, contexts, replicas, f"{number}")
-            module.set_all_reduce_hook(all_reduce)
-            hooks.append(all_reduce)
+            module.set_all_reduce_hook(_AllReduceHook(shared, f"{number}", replicas))
         else:
-            reduce_scatter = _ReduceScatterHook(config, contexts, f"{number}")
-            module.set_custom_reduce_scatter(reduce_scatter)
-            hooks.append(reduce_scatter)
+            module.set_custom_reduce_scatter(_ReduceScatterHook(shared, f"{number}"))
         if config.weights is not None:
-            all_gather = _AllGatherHook(config, contexts)
-            module.set_custom_all_gather(all_gather)
-            hooks.append(all_gather)
+            module.set_custom_all_gather(_AllGatherHook(shared, f"{number}"))
     if replicas is None and any(map(_has_replicas, modules)):
         warnings.warn(
             "compress() of a model on a mesh (replicate, shard) encodes the sums within a shard, and those over "
@@ -121,9 +93,8 @@ def compress(
             "replicas=mesh['replicate'].get_group())",
             stacklevel=2,
         )
-    compressed = CompressedCommunication(hooks)
-    _compressed.update(dict.fromkeys(modules, compressed))
-    return compressed
+    _compressed.update(dict.fromkeys(modules, shared))
+    return shared
 
 
 _compressed: WeakKeyDictionary[nn.Module, CompressedCommunication] = WeakKeyDictionary()
@@ -132,7 +103,7 @@ _compressed: WeakKeyDictionary[nn.Module, CompressedCommunication] = WeakKeyDict
 
 def _check(config: Compression) -> None:
     if config.overrides:
-        raise ValueError("compress() with overrides: a group of FSDP2 crosses in one piece; pass yafsdp_cc.shard")
+        raise ValueError("compress() with overrides: a group of FSDP2 is encoded as a whole; pass yafsdp_cc.shard")
     if config.gradients == AUTO:
         raise ValueError(
             "compress() with gradients='auto': how much of a reduce is exposed is known to FSDP2's own schedule, which "
@@ -141,7 +112,7 @@ def _check(config: Compression) -> None:
     if config.gradients == LOW_RANK:
         raise ValueError(
             "compress() with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed, and low rank needs "
-            "whole matrices; pass yafsdp_cc.shard(model, compression='powersgd'), or a GradientWire to DDP"
+            "whole matrices; pass yafsdp_cc.shard(model, compression='powersgd'), or a CompressionHookState to DDP"
         )
     if config.weights not in (None, *ROUNDING):
         raise ValueError(
@@ -158,28 +129,110 @@ def _has_replicas(module: nn.Module) -> bool:
     )
 
 
-# What hooks share with DDP's ---------------------------------------------------------------------------------------
+class CompressedCommunication:
+    """What ``compress`` returns: the bytes that were sent through it, and the way back.
 
+    Also the compressed sums of the hooks of a model, FSDP2's or DDP's: each is made at first use, and keeps a residual.
 
-class CommContexts:
-    """One communicator and one set of scratch buffers for each process group, for all collectives of a model."""
+    Args:
+        config: the user's settings.
+    """
 
-    def __init__(self) -> None:
-        self._known: dict[dist.ProcessGroup, CommContext] = {}
+    def __init__(self, config: Compression) -> None:
+        self.config = config
+        self.sent_bytes = 0
+        """Bytes that this rank has sent through it so far."""
+        self.removed = False
+        """Whether ``remove`` has been called."""
+        self._schedule = CompressionSchedule(replace(config, warmup_steps=0))  # hooks count steps of the warm-up
+        self._all_reduces: dict[Any, CompressedAllReduce] = {}
+        self._reduce_scatters: dict[str, CompressedReduceScatter] = {}
+        self._contexts: dict[dist.ProcessGroup, CommContext] = {}
 
-    def of(self, group: dist.ProcessGroup, device: torch.device) -> CommContext:
-        if group not in self._known:
-            self._known[group] = CommContext(Communicator(group, device), ScratchBuffers(device), _record_nothing)
-        return self._known[group]
+    def remove(self) -> None:
+        """Let torch's own collectives do it from now on. Residuals are dropped."""
+        self.removed = True
+        self._all_reduces.clear()
+        self._reduce_scatters.clear()
+        self._contexts.clear()
 
+    def is_exact(self, backward: int) -> bool:
+        """Return whether this backward, counted from 1, is to be exact: one of the warm-up, or after ``remove``."""
+        return self.removed or backward <= self.config.warmup_steps
 
-def _record_nothing(kind: str, name: str) -> None:
-    """Stand for a fingerprint of collectives, which only the engine compares."""
+    def context(self, group: dist.ProcessGroup, device: torch.device) -> CommContext:
+        """Return the communicator of ``group``, and the scratch buffers that all of its collectives share."""
+        if group not in self._contexts:
+            # Only the engine has a fingerprint of its collectives.
+            context = CommContext(Communicator(group, device), ScratchBuffers(device), lambda kind, name: None)
+            self._contexts[group] = context
+        return self._contexts[group]
 
+    def reduce_scatter(
+        self, output: Tensor, grads: Tensor, group: dist.ProcessGroup, name: str, *, is_mean: bool
+    ) -> None:
+        """Fill ``output`` [n] with this rank's chunk of the sum, or the mean, of ``grads`` [world * n].
 
-def constant_schedule(config: Compression) -> CompressionSchedule:
-    """Return a schedule that encodes: hooks count steps of the warm-up themselves."""
-    return CompressionSchedule(replace(config, warmup_steps=0))
+        Args:
+            output: overwritten.
+            grads: floating-point.
+            group: the ranks.
+            name: of the residual, and for random numbers.
+            is_mean: whether to divide by the number of ranks.
+        """
+        world, n, device = group.size(), output.numel(), grads.device
+        chunk = align(n, self.config.block)
+        if name not in self._reduce_scatters:
+            layout = Layout(tuple(Extent((n,), rank * chunk, n) for rank in range(world)), world, chunk)
+            buffer = PlainBuffer(name, layout, group.rank(), device, Divisor(world, device), grads.dtype)
+            made = self._reduce_scatters[name] = CompressedReduceScatter(buffer, self._schedule, self.config.gradients)
+            made.bind(self.context(group, device))
+        compressed = self._reduce_scatters[name]
+        if chunk != n:
+            grads = pad(grads.view(world, n), (0, chunk - n)).view(-1)
+        for work in compressed.start(grads, async_op=False):
+            work.wait()
+        self.sent_bytes += compressed.sent_bytes
+        for start, part in compressed.finish(grads):
+            if is_mean:
+                part.div_(world)
+            count = min(part.numel(), n - start)
+            if count > 0:
+                output.narrow(0, start, count).copy_(part[:count])
+
+    def all_reduce_mean(
+        self,
+        total: Tensor,
+        group: dist.ProcessGroup,
+        name: str,
+        key: Any,
+        places: Sequence[tuple[int, Sequence[int]]] = (),
+    ) -> None:
+        """Overwrite ``total`` [n], floating-point, with its mean over ``group``.
+
+        Args:
+            total: of any floating-point dtype.
+            group: the ranks.
+            name: for random numbers.
+            key: of the residual.
+            places: where each tensor in it begins, and its shape; needed for low rank.
+        """
+        world, n, device = group.size(), total.numel(), total.device
+        if key not in self._all_reduces:
+            if self.config.gradients != LOW_RANK:  # tensors need not begin at blocks of their own
+                places = [(0, (n,))]
+            extents = tuple(Extent(tuple(shape), start, torch.Size(shape).numel()) for start, shape in places)
+            layout = Layout(extents, 1, align(n, self.config.block))
+            buffer = PlainBuffer(name, layout, 0, device, Divisor(world, device))
+            made = self._all_reduces[key] = CompressedAllReduce(buffer, self._schedule, self.config.gradients)
+            made.bind(self.context(group, device))
+        compressed = self._all_reduces[key]
+        padded = pad(total.to(torch.float32), (0, compressed.chunk - n))
+        for work in compressed.start(padded, async_op=False):
+            work.wait()
+        self.sent_bytes += compressed.sent_bytes
+        compressed.finish(padded)
+        total.copy_(padded[:n].div_(world))
 
 
 def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
@@ -188,75 +241,21 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
     total.div_(group.size())
 
 
-class GroupMean:
-    """Averages buffers over a group by compressed all-reduces, each of which keeps a residual.
-
-    Args:
-        config: the user's settings.
-        contexts: of the model.
-        group: the ranks.
-    """
-
-    def __init__(self, config: Compression, contexts: CommContexts, group: dist.ProcessGroup) -> None:
-        self.sums: dict[Any, CompressedAllReduce] = {}
-        """By what tells buffers apart."""
-        self._schedule = constant_schedule(config)
-        self._contexts = contexts
-        self._group = group
-
-    def average(self, total: Tensor, key: Any, name: str, places: Sequence[tuple[int, Sequence[int]]] = ()) -> int:
-        """Overwrite ``total`` with its mean, and return the bytes sent.
-
-        Args:
-            total: [n], floating-point.
-            key: of the residual.
-            name: for random numbers.
-            places: where each tensor in it begins, and its shape; needed for low rank.
-        """
-        if key not in self.sums:
-            self.sums[key] = self._make(total, name, places)
-        compressed, n = self.sums[key], total.numel()
-        padded = pad(total.to(torch.float32), (0, compressed.chunk - n))
-        for work in compressed.start(padded, async_op=False):
-            work.wait()
-        compressed.finish(padded)
-        total.copy_(padded[:n].div_(self._group.size()))
-        return compressed.sent_bytes
-
-    def _make(self, total: Tensor, name: str, places: Sequence[tuple[int, Sequence[int]]]) -> CompressedAllReduce:
-        config, n, device = self._schedule.config, total.numel(), total.device
-        if config.gradients != LOW_RANK:  # tensors need not begin at blocks of their own
-            places = [(0, (n,))]
-        extents = tuple(Extent(tuple(shape), start, torch.Size(shape).numel()) for start, shape in places)
-        layout = Layout(extents, 1, align(n, config.block))
-        buffer = PlainBuffer(name, layout, 0, device, Divisor(self._group.size(), device))
-        compressed = CompressedAllReduce(buffer, self._schedule, config.gradients)
-        compressed.bind(self._contexts.of(self._group, device))
-        return compressed
-
-
-# Hooks -------------------------------------------------------------------------------------------------------------
+# Hooks of one module -----------------------------------------------------------------------------------------------
 
 
 class _Hook:
     """What the hooks of a module have."""
 
-    def __init__(self, config: Compression, contexts: CommContexts) -> None:
-        self._config = config
-        self._contexts = contexts
-        self._removed = False
+    def __init__(self, shared: CompressedCommunication, name: str) -> None:
+        self._shared = shared
+        self._name = name
         self._calls = 0
-        self.sent_bytes = 0
-
-    def remove(self) -> None:
-        """Encode nothing any more."""
-        self._removed = True
-        self._contexts = CommContexts()
 
     def _is_exact(self) -> bool:
-        """Return whether this call, a further one, is in the warm-up."""
+        """Return whether this call, a further one, is exact."""
         self._calls += 1
-        return self._removed or self._calls <= self._config.warmup_steps
+        return self._shared.is_exact(self._calls)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -264,17 +263,6 @@ class _Hook:
 
 class _ReduceScatterHook(_Hook, ReduceScatter):
     """One group's reduce-scatter."""
-
-    def __init__(self, config: Compression, contexts: CommContexts, name: str) -> None:
-        super().__init__(config, contexts)
-        self._name = name
-        self._schedule = constant_schedule(config)
-        self._sums: dict[int, CompressedReduceScatter] = {}
-        """By elements of a rank: FSDP2 sends those parameters of a group that have gradients."""
-
-    def remove(self) -> None:
-        super().remove()
-        self._sums.clear()
 
     def __call__(
         self,
@@ -292,32 +280,23 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
                 f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
                 "that FSDP2 divides outside of it"
             )
-        world, n = group.size(), output_tensor.numel()
-        if n not in self._sums:
-            self._sums[n] = self._make(n, input_tensor, group)
-        compressed, grads = self._sums[n], input_tensor
-        if compressed.chunk != n:
-            grads = pad(input_tensor.view(world, n), (0, compressed.chunk - n)).view(-1)
-        for work in compressed.start(grads, async_op=False):
-            work.wait()
-        self.sent_bytes += compressed.sent_bytes
-        for start, part in compressed.finish(grads):
-            if op == dist.ReduceOp.AVG:
-                part.div_(world)
-            count = min(part.numel(), n - start)
-            if count > 0:
-                output_tensor.narrow(0, start, count).copy_(part[:count])
+        name = f"{self._name}/{output_tensor.numel()}"  # FSDP2 sends those parameters of a group that have gradients
+        self._shared.reduce_scatter(output_tensor, input_tensor, group, name, is_mean=op == dist.ReduceOp.AVG)
         return None
 
-    def _make(self, n: int, grads: Tensor, group: dist.ProcessGroup) -> CompressedReduceScatter:
-        world, device = group.size(), grads.device
-        chunk = align(n, self._config.block)
-        layout = Layout(tuple(Extent((n,), rank * chunk, n) for rank in range(world)), world, chunk)
-        name = f"{self._name}/{n}"
-        buffer = PlainBuffer(name, layout, group.rank(), device, Divisor(world, device), grads.dtype)
-        compressed = CompressedReduceScatter(buffer, self._schedule, self._config.gradients)
-        compressed.bind(self._contexts.of(group, device))
-        return compressed
+
+class _AllReduceHook(_Hook):
+    """One group's mean over replicas, after its reduce-scatter."""
+
+    def __init__(self, shared: CompressedCommunication, name: str, replicas: dist.ProcessGroup) -> None:
+        super().__init__(shared, name)
+        self._replicas = replicas
+
+    def __call__(self, total: Tensor) -> None:
+        if self._is_exact():
+            exact_mean(total, self._replicas)
+        else:
+            self._shared.all_reduce_mean(total, self._replicas, self._name, (self._name, total.numel()))
 
 
 class _AllGatherHook(_Hook, AllGather):
@@ -326,44 +305,22 @@ class _AllGatherHook(_Hook, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        name = self._config.weights
-        if self._removed or name is None or not input_tensor.is_floating_point():
+        config = self._shared.config
+        if self._shared.removed or config.weights is None or not input_tensor.is_floating_point():
             exact: dist.Work | None = all_gather_single(output_tensor, input_tensor, group, async_op)
             return exact
-        world, n, block = group.size(), input_tensor.numel(), self._config.block
-        codec, chunk = self._config.make(name), align(n, block)
-        shard = input_tensor if chunk == n else pad(input_tensor, (0, chunk - n))
+        world, n, codec = group.size(), input_tensor.numel(), config.make(config.weights)
+        chunk = align(n, config.block)
         messages = torch.empty(world, codec.message_bytes(chunk), dtype=torch.uint8, device=input_tensor.device)
-        own = messages[group.rank()]
-        kernels.encode(codec, shard.view(1, -1), own.unsqueeze(0))
-        comm = self._contexts.of(group, input_tensor.device).comm
+        own, shard = messages[group.rank()], input_tensor if chunk == n else pad(input_tensor, (0, chunk - n))
+        error_feedback.encode(codec, shard.view(1, -1), own.unsqueeze(0))
+        comm = self._shared.context(group, input_tensor.device).comm
         for work in comm.all_gather(messages.view(-1), own, async_op=False):
             work.wait()
-        self.sent_bytes += comm.peer_bytes(messages.nbytes)
+        self._shared.sent_bytes += comm.peer_bytes(messages.nbytes)
         rows = output_tensor.view(world, n)
-        if chunk == n:
-            kernels.decode(codec, messages, rows)
-        else:
-            kernels.decode(codec, messages, padded := output_tensor.new_empty(world, chunk))
-            rows.copy_(padded[:, :n])
+        decoded = rows if chunk == n else rows.new_empty(world, chunk)
+        error_feedback.decode(codec, messages, decoded)
+        if decoded is not rows:
+            rows.copy_(decoded[:, :n])
         return None
-
-
-class _AllReduceHook(_Hook):
-    """One group's mean over replicas, after its reduce-scatter."""
-
-    def __init__(self, config: Compression, contexts: CommContexts, replicas: dist.ProcessGroup, name: str) -> None:
-        super().__init__(config, contexts)
-        self._replicas = replicas
-        self._name = name
-        self._mean = GroupMean(config, contexts, replicas)
-
-    def remove(self) -> None:
-        super().remove()
-        self._mean.sums.clear()
-
-    def __call__(self, total: Tensor) -> None:
-        if self._is_exact():
-            exact_mean(total, self._replicas)
-        else:
-            self.sent_bytes += self._mean.average(total, total.numel(), self._name)

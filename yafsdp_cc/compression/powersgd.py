@@ -31,13 +31,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.encoder import RECEIVED, SENT, Encoder, Feedback, other_chunks
+from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, other_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from yafsdp_cc.compression.config import Compression
+    from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.layout import Layout
 
 _GRADIENTS = "fp32 gradients"
 
@@ -223,59 +224,48 @@ def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor
         into[into.numel() - tail :].addmv_(right[:tail], left[bottom])
 
 
-class _FactorEncoder(Encoder):
-    """Encodes a whole buffer as the factors of its matrices.
+class FactorEncoder(Encoder):
+    """Encodes elements ``first`` to ``last`` of a buffer as the factors of the matrices in it.
 
     Args:
-        places: where each tensor begins, and its shape.
-        first, last: the range of them that the buffer holds.
-        matrix_rank: r.
-        block: of the residual.
-        name: of the buffer, for the random factors of the first message.
-        device: of the buffer.
+        flat: the buffer.
+        config: the user's settings.
+        first, last: what is summed of it.
+        name: for the random factors of the first message.
     """
 
-    def __init__(
-        self,
-        places: Iterable[tuple[int, Sequence[int]]],
-        first: int,
-        last: int,
-        matrix_rank: int,
-        block: int,
-        name: str,
-        device: torch.device,
-    ) -> None:
-        self._low_rank = LowRank(*matrices_of(places, matrix_rank, first, last), matrix_rank, name, device)
+    def __init__(self, flat: SummedBuffer, config: Compression, first: int, last: int, name: str) -> None:
+        matrices, rest = matrices_of(flat.layout.places, config.matrix_rank, first, last)
+        self.low_rank = LowRank(matrices, rest, config.matrix_rank, name, flat.device)
+        self._layout = flat.layout
+        self._rank = flat.rank
         self._numel = last - first
-        self._block = block
-        self._is_finite = torch.empty(self._numel // block, dtype=torch.bool, device=device)
-        self._room = 4 * max(self._low_rank.numel(False), self._low_rank.numel(True))
+        self._block = config.block
+        self._is_finite = torch.empty(self._numel // config.block, dtype=torch.bool, device=flat.device)
+        self.step = flat.layout.chunk
+        self.nbytes = self.low_rank.factors.nbytes + self._is_finite.nbytes
 
-    @property
-    def factors(self) -> LowRank:
-        return self._low_rank
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        context.scratch.reserve(SENT, 4 * max(map(self.low_rank.numel, (False, True))))
 
     @property
     def kept(self) -> float:
         return self._message_numel / self._numel
 
-    @property
-    def nbytes(self) -> int:
-        return self._low_rank.factors.nbytes + self._is_finite.nbytes
-
     def sent_bytes(self) -> int:
         return self.context.comm.all_reduce_bytes(4 * self._message_numel)
 
     def planned_bytes(self) -> int:
-        comm, factors = self.context.comm, self._low_rank
-        return sum(comm.all_reduce_bytes(4 * factors.numel(is_right)) for is_right in (False, True)) // 2
+        comm, low_rank = self.context.comm, self.low_rank
+        return sum(comm.all_reduce_bytes(4 * low_rank.numel(is_right)) for is_right in (False, True)) // 2
 
     def restart(self) -> None:
-        self._low_rank.restart()  # some ranks may have made the next factors already
+        self.low_rank.restart()  # some ranks may have made the next factors already
 
     @property
     def _message_numel(self) -> int:
-        return self._low_rank.numel(self._low_rank.sends_right)
+        return self.low_rank.numel(self.low_rank.sends_right)
 
     def _message(self, buffer: str) -> Tensor:
         return self.context.scratch.take(buffer, self._message_numel, torch.float32)
@@ -291,12 +281,12 @@ class _FactorEncoder(Encoder):
         parts = [(residual.rows(first, first + len(rows)), rows) for first, rows in self._rows(due)]
         for kept, rows in parts:
             rows.add_(kept.load(), alpha=recursion.carry)
-        self._low_rank.encode(due, message)
+        self.low_rank.encode(due, message)
         if recursion.carry != 1:
             for kept, rows in parts:
                 rows.add_(kept.load(), alpha=1 - recursion.carry)
         before = None if feedback.error is None else due.clone()
-        self._low_rank.subtract(due, message, recursion.taken, self._is_finite, self._block)
+        self.low_rank.subtract(due, message, recursion.taken, self._is_finite, self._block)
         for (kept, rows), (_, finite) in zip(parts, self._rows(self._is_finite), strict=True):
             kept.store(rows, finite)
         if feedback.error is not None and before is not None:
@@ -306,25 +296,17 @@ class _FactorEncoder(Encoder):
                 feedback.error.add(was - decoded, was, decoded)
 
 
-class ChunkFactors(_FactorEncoder):
+class ChunkFactors(FactorEncoder):
     """Encodes the gradients of a reduce-scatter: of the product of summed factors, each rank takes its own chunk."""
 
-    def __init__(
-        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
-    ) -> None:
-        super().__init__(layout.places, 0, layout.numel, matrix_rank, block, name, device)
-        self._rank = rank
-        self._layout = layout
-
-    @property
-    def step(self) -> int:
-        return self._layout.chunk
+    def __init__(self, flat: SummedBuffer, config: Compression) -> None:
+        super().__init__(flat, config, 0, flat.layout.numel, flat.name)
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        context.scratch.reserve(SENT, self._room)
-        context.scratch.reserve(RECEIVED, self._room)
+        context.scratch.reserve(RECEIVED, 4 * max(map(self.low_rank.numel, (False, True))))
         context.scratch.reserve(_GRADIENTS, 4 * self._numel)
+        context.scratch.reserve(SUM, 4 * self.step)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         due = self.context.scratch.take(_GRADIENTS, self._numel, torch.float32).copy_(values)
@@ -337,29 +319,19 @@ class ChunkFactors(_FactorEncoder):
         summed = self._message(RECEIVED)
         others = self._message(SENT).neg_().add_(summed)
         total.copy_(own)
-        self._low_rank.add(others, total, self._rank * self._layout.chunk + start)
-        self._low_rank.advance(summed)
+        self.low_rank.add(others, total, self._rank * self.step + start)
+        self.low_rank.advance(summed)
 
     def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         return other_chunks(buffer, self._layout.world, self._rank)
 
 
-class SharedFactors(_FactorEncoder):
+class SharedFactors(FactorEncoder):
     """Encodes the partial sums of an all-reduce: all ranks make the same product of the same summed factors."""
 
-    def __init__(
-        self, layout: Layout, rank: int, matrix_rank: int, block: int, name: str, device: torch.device
-    ) -> None:
-        first, last = rank * layout.chunk, (rank + 1) * layout.chunk
-        super().__init__(layout.places, first, last, matrix_rank, block, f"{name}/{rank}", device)
-
-    @property
-    def step(self) -> int:
-        return self._numel
-
-    def bind(self, context: CommContext) -> None:
-        super().bind(context)
-        context.scratch.reserve(SENT, self._room)
+    def __init__(self, flat: SummedBuffer, config: Compression) -> None:
+        rank, chunk = flat.rank, flat.layout.chunk
+        super().__init__(flat, config, rank * chunk, (rank + 1) * chunk, f"{flat.name}/{rank}")
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
@@ -368,8 +340,8 @@ class SharedFactors(_FactorEncoder):
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
         message = self._message(SENT)
-        self._low_rank.add(message, total.zero_(), 0)
-        self._low_rank.advance(message)
+        self.low_rank.add(message, total.zero_(), 0)
+        self.low_rank.advance(message)
 
     def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         return [(0, buffer.view(1, -1))]

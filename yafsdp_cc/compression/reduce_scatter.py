@@ -1,4 +1,4 @@
-"""The compressed reduce-scatter: one message to each other rank, decoded and summed by the owner of the chunk.
+"""The compressed reduce-scatter, and what it shares with the compressed all-reduce (``all_reduce``).
 
     gradients   | chunk 0 | chunk 1 | chunk 2 |        of rank 1, whose own chunk stays as it is
                      │                   │
@@ -9,35 +9,284 @@
     rank 0: message of 1, of 2, and its own chunk, decoded and added in fp32 in rank order
 
 Sums are as those of the exact reduce-scatter: fp32, and nobody divides on the way.
+
+A ``CompressedSum`` belongs to one flat buffer. Its ``Encoder`` makes messages of gradients, exchanges them and decodes
+their sum. What outlives a codec is kept here: the residual, what is carried over to the next sum, the optimizer's
+momentum, and the counter of random numbers. Each ``start`` goes by the phase of the ``CompressionSchedule``:
+
+    phase      what is sent                 sum              exact_mean
+    EXACT      gradients                    exact            -
+    KEPT       gradients                    exact            its mean
+    ENCODED    messages                     decoded          -
+    BOTH       messages, and gradients      decoded          mean of the exact sum
+
+**Momentum form.** With M of every rank w the recursion of ``error_feedback`` for a = 1 − β,
+
+    h = M + g_w;   m = C(h);   M ← h − (1 − β)·D(m);   the owner's update: (1 − β)/N · Σ D(m)
+
+M becomes β(M + g_w) and the update (1 − β)/N · Σ(M + g_w) where C is exact: residual and Adam's first moment are one
+buffer (Ahn et al., "Dion", 2025, algorithm 1, whose C is of low rank; Karimireddy et al., 2019, for the feedback). The
+owner's own part crosses no network and so is exact. It lies where the optimizer keeps its first moment,
+e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums
+goes on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share``
+of 1 in place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
 """
 
 from __future__ import annotations
 
+import zlib
+from abc import abstractmethod
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression import kernels
-from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.compressed_sum import CompressedSum
-from yafsdp_cc.compression.config import EXACT, LOW_RANK
-from yafsdp_cc.compression.encoder import RECEIVED, SENT, Encoder, Feedback, kept_of_noise, other_chunks
-from yafsdp_cc.compression.powersgd import ChunkFactors
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import Noise, counts_of
+from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK
+from yafsdp_cc.compression.error_feedback import (
+    PART,
+    RECEIVED,
+    SENT,
+    SUM,
+    CompressionError,
+    Encoder,
+    Feedback,
+    Residual,
+    lost_share,
+    ops_for,
+    other_chunks,
+)
+from yafsdp_cc.compression.powersgd import ChunkFactors, FactorEncoder
 from yafsdp_cc.engine.collectives import ExactReduceScatter
-from yafsdp_cc.engine.protocols import ReduceScatter
+from yafsdp_cc.engine.protocols import Collective, ReduceScatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from yafsdp_cc.compression.codec import Codec
-    from yafsdp_cc.compression.compressed_sum import SummedBuffer
-    from yafsdp_cc.compression.error_feedback import Residual
+    from yafsdp_cc.compression.error_feedback import SummedBuffer
+    from yafsdp_cc.compression.powersgd import LowRank
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.layout import Layout
 
-_SUM, _OWN = "decoded sum", "own chunk"
+_OWN = "own chunk"
+
+
+class CompressedSum(Collective):
+    """A sum over ranks of one buffer: exact, or by encoded messages, as the schedule has it.
+
+    Args:
+        flat: the buffer.
+        schedule: the model's; one for all its sums.
+        codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: exact until ``set_codec``, with
+            scratch buffers that all candidates of the configuration fit in.
+    """
+
+    feeds_back = True
+    _exact: Collective
+    """The exact sum of the same buffer."""
+    _rows: int
+    """Messages that have a residual each."""
+
+    def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
+        self.flat = flat
+        self.chunk = flat.layout.chunk
+        self.schedule = schedule
+        self.is_tuned = codec == AUTO
+        """Whether the codec is chosen as training goes."""
+        self.codec_name = EXACT if self.is_tuned else codec
+        self.residual: Residual | None = None
+        """Made when it is bound for training; None while sums are exact, or without error feedback."""
+        self.carried_over: Tensor | None = None
+        """[chunk] fp32, added to the next encoded sum (the next of all, once a tuned sum is exact): what residuals held
+        before the codec, or the number of ranks, was another one."""
+        self.momentum: Tensor | None = None
+        """[chunk] fp32, the optimizer's first moment: a mean over ranks, without a loss scale. Used in the momentum
+        form, where the schedule has a ``beta``."""
+        self.exact_mean: Tensor | None = None
+        """[chunk] fp32, the mean gradient of exact sums in phases KEPT and BOTH, until the optimizer sets it None."""
+        self.compression_error: CompressionError | None = None
+        """Observes messages while it is there."""
+        self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
+        self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
+        self._messages = 0
+        """Sums so far whose messages were rounded at random."""
+        schedule.adopt(self)
+
+    @abstractmethod
+    def _make_encoder(self, codec: str) -> Encoder:
+        """Return what encodes by this codec."""
+
+    @abstractmethod
+    def unsent(self) -> Tensor:
+        """Return, in fp32, what this rank has not sent yet: residuals, and what is added to the next sum."""
+
+    @abstractmethod
+    def _hand_over(self, residual: Residual) -> Tensor:
+        """Return the sum over ranks [chunk] of what their residuals hold for this rank. A collective."""
+
+    @torch.inference_mode(False)  # backwards write to what is made here
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        if self._encoder is None or self.schedule.may_be_exact:
+            self._exact.bind(context)
+        for name in self.schedule.config.candidates if self.is_tuned else ():
+            self._make_encoder(name).bind(context)
+        if self._encoder is not None:
+            self._encoder.bind(context)
+            if self.flat.trainable:
+                self._make_residual()
+
+    def _make_residual(self) -> None:
+        config = self.schedule.config
+        if self.residual is None and (dtype := config.residual_dtype) is not None:
+            self.residual = Residual.zeros(self._rows, self.chunk, dtype, config.block, self.flat.device)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def set_codec(self, codec: str) -> None:
+        """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. Nothing is in flight.
+
+        From one codec to another the residual stays. On the way to exact sums, which is a collective, it is sent to the
+        owners of the chunks at once, who add it to the next sum: nothing is lost.
+        """
+        if codec == self.codec_name:
+            return
+        self.codec_name = codec
+        if codec == EXACT:
+            self._exact.bind(self.context)
+            if self.residual is not None and self._rows:
+                received = self._hand_over(self.residual)
+                self.carried_over = received if self.carried_over is None else self.carried_over.add_(received)
+            self._encoder = self.residual = None
+        else:
+            self._encoder = self._make_encoder(codec)
+            self._encoder.bind(self.context)
+            self._make_residual()
+
+    def reserve_exact_mean(self) -> None:
+        """Make ``exact_mean`` unless it is there; the schedule does before a reduce is issued.
+
+        On CUDA its memory is to be that of the caller's stream: the optimizer frees it there.
+        """
+        if self.exact_mean is None:
+            self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
+
+    def watch(self) -> CompressionError:
+        """Observe messages from the next one on, until ``compression_error`` is None again."""
+        assert self._encoder is not None
+        self.compression_error = CompressionError(self.flat.device, self._encoder.kept, self.schedule.recursion)
+        return self.compression_error
+
+    @property
+    def factors(self) -> LowRank | None:
+        """The factors of ``powersgd``, which all ranks hold alike; None with a codec."""
+        return self._encoder.low_rank if isinstance(self._encoder, FactorEncoder) else None
+
+    @property
+    def not_in_residual(self) -> Tensor | None:
+        """[chunk], what is added to the next sum and is in no residual; None: nothing."""
+        return self.carried_over
+
+    def reset(self) -> None:
+        """Drop deferred gradients that are in no residual, and what an interrupted sum has left."""
+        if self._encoder is not None:
+            self._encoder.restart()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all that is still to be sent: losses are scaled by ``factor`` times as much as before."""
+        if self.residual is not None:
+            self.residual.multiply(factor)
+        if self.carried_over is not None:
+            self.carried_over.mul_(factor)
+
+    def memory(self) -> Mapping[str, int]:
+        buffers = (self.residual, self.carried_over, self._encoder)
+        return {"residual": sum(each.nbytes for each in buffers if each is not None)}
+
+    def planned_bytes(self) -> int:
+        return (self._encoder or self._exact).planned_bytes()
+
+    # Within one sum ------------------------------------------------------------------------------------------------
+
+    def _latch(self, grads: Tensor) -> None:
+        """Choose what this sum is, and clip gradients that no loop can clip any more."""
+        schedule = self.schedule
+        encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
+        self._encodes = encodes and self._encoder is not None
+        self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
+        if self._is_momentum and self.flat.has_grad:
+            self._refuse_second_sum()
+        self._adds_carried = encodes and self.carried_over is not None
+        self._adds_exact = self.exact_mean is not None and self.flat.has_grad
+        if schedule.clip is not None and (encodes or self._keeps_exact):
+            schedule.clip_gradients(self.flat.name, grads)
+        if self._keeps_exact:
+            self.reserve_exact_mean()
+
+    def _refuse_second_sum(self) -> None:
+        for param in self.flat.params:
+            if param.parameter.requires_grad and param.parameter.grad is not None:
+                raise RuntimeError(
+                    f"'{param.spec.name}' has a .grad already, and with the momentum form of a 1-bit optimizer a sum "
+                    "over ranks is a step of the momentum: call optimizer.zero_grad(), which sets .grad to None, "
+                    "before each step, and model.set_requires_gradient_sync(False) for all of its micro-batches but "
+                    "the last"
+                )
+
+    def _feedback(self) -> Feedback:
+        noise = None
+        if self.residual is None:
+            self._messages += 1
+            name = zlib.crc32(f"{self.flat.name}/{self.context.comm.rank}".encode())
+            noise = Noise(zlib.crc32(self._messages.to_bytes(8, "little"), name))
+        return Feedback(self.residual, self.schedule.recursion, noise, self.compression_error)
+
+    def _complete(self, total: Tensor, start: int) -> None:
+        """Add to elements from ``start`` on of the sum what came in no message."""
+        if self._adds_carried and self.carried_over is not None:
+            total.add_(self.carried_over.narrow(0, start, total.numel()))
+        if self._is_momentum and self.momentum is not None:
+            beta, share = self.schedule.beta, self.schedule.share
+            mine = self.momentum.narrow(0, start, total.numel())
+            # Divided by that and then, in the engine, by a power of two, it is rounded once, as if by both at a time.
+            total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
+
+    def _end(self, own: Tensor | None) -> None:
+        """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
+        if self._adds_carried:
+            self.carried_over = None
+        if self._is_momentum and self.momentum is not None:
+            self.momentum.mul_(self.schedule.beta)
+            if own is not None:
+                self._add_to_momentum(self.momentum, own, self.schedule.share)
+
+    def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
+        """Add gradients [chunk] of this rank to the first moment, but for blocks that are not finite."""
+        stored = Residual(momentum.unsqueeze(0), momentum.new_empty(1, 0), self.schedule.config.block)
+        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self._units)
+
+    @property
+    def _units(self) -> float:
+        """What sums are divided by for a mean of unscaled losses: the number of ranks, times the loss scale."""
+        return self.schedule.units(self.flat.divisor.factor)
+
+    def _keep_exact(self, total: Tensor, start: int) -> None:
+        """Keep the mean of elements from ``start`` on of an exact sum."""
+        assert self.exact_mean is not None
+        kept = self.exact_mean.narrow(0, start, total.numel())
+        if self._adds_exact:
+            kept.add_(total / self.flat.divisor.of[total.dtype])
+        else:
+            torch.div(total, self.flat.divisor.of[total.dtype], out=kept)
+
+
+@cache
+def _inverse(share: float, device: torch.device) -> Tensor:
+    """Return 1 / share, 0-d on the device: a Python number would become a new tensor in every division."""
+    return torch.full((), 1 / share, device=device)
 
 
 class CompressedReduceScatter(CompressedSum, ReduceScatter):
@@ -46,8 +295,11 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     Each other rank's messages have a residual of [chunk]; this rank's own chunk crosses no network and is exact.
     """
 
+    _exact: ExactReduceScatter
+
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
-        self._exact_reduce = ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
+        self._exact = ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
+        self._rows = flat.layout.world - 1
         self._pending: Tensor | None = None
         """[chunk] fp32, deferred gradients of the own chunk."""
         self._has_deferred = False
@@ -55,34 +307,17 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         """0-d, NaN where deferred gradients were not finite, which no residual takes in; else zero."""
         super().__init__(flat, schedule, codec)
 
-    @property
-    def _exact(self) -> ExactReduceScatter:
-        return self._exact_reduce
-
-    @property
-    def _rows(self) -> int:
-        return self.flat.layout.world - 1
-
     def _make_encoder(self, codec: str) -> Encoder:
-        config, flat = self.schedule.config, self.flat
-        if codec == LOW_RANK:
-            return ChunkFactors(flat.layout, flat.rank, config.matrix_rank, config.block, flat.name, flat.device)
-        return ChunkMessages(config.make(codec), flat.layout, flat.rank, flat.device)
+        config = self.schedule.config
+        return ChunkFactors(self.flat, config) if codec == LOW_RANK else ChunkMessages(self.flat, config.make(codec))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        context.scratch.reserve(_SUM, 4 * self._largest_step)
         if self.schedule.may_be_exact and context.comm.reduces_in_place:
             context.scratch.reserve(_OWN, self.chunk * self.flat.reduce_dtype.itemsize)
         if self.is_tuned:
             context.scratch.reserve(SENT, self._rows * self.message_room)
             context.scratch.reserve(RECEIVED, self._rows * self.message_room)
-
-    @property
-    def _largest_step(self) -> int:
-        if self.is_tuned:
-            return max(self._make_encoder(name).step for name in self.schedule.config.candidates)
-        return 0 if self._encoder is None else self._encoder.step
 
     @property
     def message_room(self) -> int:
@@ -96,10 +331,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             return self._exact.planned_bytes()
         return self.schedule.config.make(codec).message_bytes(self.chunk) * self._rows
 
-    def set_codec(self, codec: str) -> None:
-        super().set_codec(codec)
-        self.context.scratch.reserve(_SUM, 4 * self._largest_step)
-
     @property
     def defers(self) -> bool:
         phase = self.schedule.phase
@@ -110,15 +341,15 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         assert self.residual is not None
         self.schedule.clip_gradients(self.flat.name, grads)
         for first, chunks in other_chunks(grads, self.flat.layout.world, self.flat.rank):
-            kernels.accumulate(chunks, self.residual.rows(first, first + chunks.shape[0]))
+            error_feedback.accumulate(chunks, self.residual.rows(first, first + len(chunks)))
         self._defer_own(self.context.comm.own_chunk(grads))
         poison = grads.sum(dtype=torch.float32).mul_(0.0)
         self._poison = poison.add_(self._poison) if self._has_deferred and self._poison is not None else poison
         self._has_deferred = True
 
     def _defer_own(self, own: Tensor) -> None:
-        if self.momentum is not None and self.schedule.beta > 0:
-            self._add_to_momentum(own, self.schedule.share / self.schedule.beta)  # it decays with the step's last one
+        if self.momentum is not None and self.schedule.beta > 0:  # it decays with the step's last one
+            self._add_to_momentum(self.momentum, own, self.schedule.share / self.schedule.beta)
             return
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)
@@ -129,56 +360,53 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     def start(self, grads: Tensor, async_op: bool) -> Works:
         self._latch(grads)
-        if not self._encodes:
+        comm, encoder = self.context.comm, self._encoder
+        if not self._encodes or encoder is None:
             works = self._exact.start(grads, async_op)
             self.sent_bytes = self._exact.sent_bytes
             return works
-        assert self._encoder is not None
-        world = self.context.comm.world
         self.sent_bytes, works = 0, ()
-        if world > 1:
+        if comm.world > 1:
             if self._has_deferred and self._poison is not None:
-                grads.view(world, -1)[:, 0].add_(self._poison)  # all ranks are to see it
-            self.sent_bytes = self._encoder.sent_bytes()
-            works = self._encoder.start(grads, self._feedback(), async_op)
+                grads.view(comm.world, -1)[:, 0].add_(self._poison)  # all ranks are to see it
+            self.sent_bytes = encoder.sent_bytes()
+            works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
             return works
-        if self.context.comm.reduces_in_place:  # over the own chunk, which is decoded into the other sum later
-            self._own_chunk().copy_(self.context.comm.own_chunk(grads))
+        if comm.reduces_in_place:  # over the own chunk, which is decoded into the other sum later
+            self._own_chunk().copy_(comm.own_chunk(grads))
         works = [*works, *self._exact.start(grads, async_op)]
         self.sent_bytes += self._exact.sent_bytes
         return works
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
+        comm, own = self.context.comm, None
         if self._encodes:
-            yield from self._finish_encoded(grads)
-            if self._keeps_exact:
-                for start, part in self._exact.finish(grads):
-                    self._keep_exact(part, start)
-            return
-        for start, part in self._exact.finish(grads):
-            if self._keeps_exact:
+            own = self._own_chunk() if self._keeps_exact and comm.reduces_in_place else comm.own_chunk(grads)
+        for start, part in self._exact.finish(grads) if own is None else self._decode(own):
+            if own is None and self._keeps_exact:
                 self._keep_exact(part, start)
             self._complete(part, start)
             yield start, part
-        self._end(None)
+        self._end(own)
+        if own is not None and self._keeps_exact:
+            for start, part in self._exact.finish(grads):
+                self._keep_exact(part, start)
 
-    def _finish_encoded(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
-        encoder, comm = self._encoder, self.context.comm
+    def _decode(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield what messages, this rank's own chunk and what was deferred of it sum up to, as ``finish`` does."""
+        encoder = self._encoder
         assert encoder is not None
-        own = self._own_chunk() if self._keeps_exact and comm.reduces_in_place else comm.own_chunk(grads)
         for start in range(0, self.chunk, encoder.step):
-            total = self.context.scratch.take(_SUM, min(encoder.step, self.chunk - start), torch.float32)
+            total = self.context.scratch.take(SUM, min(encoder.step, self.chunk - start), torch.float32)
             mine = own.narrow(0, start, total.numel())
-            if comm.world > 1:
+            if self.context.comm.world > 1:
                 encoder.decode(mine, start, total)
             else:
                 total.copy_(mine)
             if self._has_deferred and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
-            self._complete(total, start)
             yield start, total
-        self._end(own)
         self._has_deferred = False
 
     def _own_chunk(self) -> Tensor:
@@ -191,8 +419,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             return self.carried_over if pending is None else pending
         return pending + self.carried_over
 
-    def discard_deferred(self) -> None:
-        super().discard_deferred()
+    def reset(self) -> None:
+        super().reset()
         self._has_deferred = False
 
     def unsent(self) -> Tensor:
@@ -231,56 +459,68 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         return {"residual": super().memory()["residual"] + pending}
 
 
-class ChunkMessages(Encoder):
-    """Encodes each other rank's chunk by a codec, and sums decoded messages in rank order."""
+class CodecEncoder(Encoder):
+    """Encodes chunks of a buffer by a codec.
 
-    def __init__(self, codec: Codec, layout: Layout, rank: int, device: torch.device) -> None:
+    Args:
+        flat: the buffer.
+        codec: of the messages.
+    """
+
+    def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
+        layout = flat.layout
         self.codec = codec
-        self._rank = rank
+        self.step = layout.chunk
         self._world = layout.world
-        self._chunk = layout.chunk
-        self._step = kernels.part_of(codec, layout.chunk, device)
+        self._rank = flat.rank
+        self.chunk = layout.chunk
         self._size = codec.message_bytes(layout.chunk)
-        extents = [(extent.offset, extent.end) for extent in layout.extents]
-        counts = counts_of(extents, layout.numel, codec.block, device)
-        self._counts = None if counts is None else counts.view(layout.world, -1)
-
-    def bind(self, context: CommContext) -> None:
-        super().bind(context)
-        for buffer in (SENT, RECEIVED):
-            context.scratch.reserve(buffer, (self._world - 1) * self._size)
+        self._counts = counts_of(layout, codec.block, flat.device)
+        """[world, blocks], how many elements each block of a chunk has; None: all."""
 
     @property
     def kept(self) -> float:
-        return kept_of_noise(self.codec.name, self.codec.block)
+        return 1 - lost_share(self.codec.name, self.codec.block)
 
-    @property
-    def step(self) -> int:
-        return self._step
+
+class ChunkMessages(CodecEncoder):
+    """Encodes each other rank's chunk, and sums decoded messages in rank order."""
+
+    def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
+        super().__init__(flat, codec)
+        if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
+            self.step = min(PART, self.chunk)  # what stays in the processor's cache
+
+    def bind(self, context: CommContext) -> None:
+        super().bind(context)
+        context.scratch.reserve(SENT, self.sent_bytes())
+        context.scratch.reserve(RECEIVED, self.sent_bytes())
+        context.scratch.reserve(SUM, 4 * self.step)
 
     def sent_bytes(self) -> int:
         return self._size * (self._world - 1)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        messages, residual, noise = self._messages(SENT), feedback.residual, feedback.noise
+        sent, received = self._messages(SENT), self._messages(RECEIVED)
+        residual, noise = feedback.residual, feedback.noise
         for first, chunks in other_chunks(values, self._world, self._rank):
-            last, peer = first + chunks.shape[0], first + (first >= self._rank)
-            kernels.encode(
+            last, peer = first + len(chunks), first + (first >= self._rank)
+            error_feedback.encode(
                 self.codec,
                 chunks,
-                messages[first:last],
-                counts=None if self._counts is None else self._counts[peer : peer + chunks.shape[0]],
+                sent[first:last],
+                counts=None if self._counts is None else self._counts[peer : peer + len(chunks)],
                 residual=None if residual is None else residual.rows(first, last),
                 recursion=feedback.recursion,
-                noise=noise._replace(first=peer * self._chunk) if noise and self.codec.rounds_randomly else None,
+                noise=noise._replace(first=peer * self.chunk) if noise and self.codec.rounds_randomly else None,
             )
         if feedback.error is not None and residual is not None:
-            feedback.error.observe(self.codec, messages, residual)
-        return self.context.comm.exchange(self._messages(RECEIVED), messages, async_op)
+            feedback.error.observe(self.codec, sent, residual)
+        return self.context.comm.exchange(received, sent, async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        kernels.decode_sum(self.codec, self._messages(RECEIVED), self._chunk, own, self._rank, total, start)
+        messages = self._messages(RECEIVED)
+        error_feedback.decode_sum(self.codec, messages, self.chunk, own, self._rank, total, start)
 
     def _messages(self, buffer: str) -> Tensor:
-        peers = self._world - 1
-        return self.context.scratch.take(buffer, peers * self._size, torch.uint8).view(peers, -1)
+        return self.context.scratch.take(buffer, self.sent_bytes(), torch.uint8).view(self._world - 1, -1)

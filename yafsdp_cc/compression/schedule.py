@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
+    from typing_extensions import Self
 
     from yafsdp_cc.compression.config import Compression
     from yafsdp_cc.engine.state import FSDPState
@@ -68,7 +69,35 @@ class ScheduledSum(Protocol):
         """Multiply all gradients that it keeps for later sums."""
 
 
-class CompressionSchedule(Observer):
+class CompressionObserver(Observer):
+    """An observer that knows the engine that calls it, and outlives its assemblies."""
+
+    def __init__(self) -> None:
+        self._state: weakref.ref[FSDPState] | None = None
+        self._versions: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, state: FSDPState) -> Self | None:
+        """Return the observer of this class that a model has; None where there is none."""
+        return next((each for each in state.context.observers if isinstance(each, cls)), None)
+
+    def assembled(self, state: object) -> None:
+        self._state = weakref.ref(cast("FSDPState", state))
+
+    @property
+    def state(self) -> FSDPState:
+        """The present assembly."""
+        state = None if self._state is None else self._state()
+        assert state is not None, "the engine calls its observers"
+        return state
+
+    def weights_have_changed(self) -> bool:
+        """Return whether they have since the last call: by an optimizer step, most likely."""
+        before, self._versions = self._versions, tuple([group.versions() for group in self.state.groups])
+        return before not in ((), self._versions)
+
+
+class CompressionSchedule(CompressionObserver):
     """The phase of one model's compressed sums, and what they share.
 
     Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then
@@ -80,6 +109,7 @@ class CompressionSchedule(Observer):
     """
 
     def __init__(self, config: Compression, *, over_replicas: bool = False) -> None:
+        super().__init__()
         self.config = config
         self.over_replicas = over_replicas
         self.phase = Phase.EXACT if config.warmup_steps else Phase.ENCODED
@@ -97,8 +127,6 @@ class CompressionSchedule(Observer):
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
-        self._state: weakref.ref[FSDPState] | None = None
-        self._versions: tuple[tuple[int, ...], ...] = ()
         self._has_warned = False
         self._sums: weakref.WeakValueDictionary[int, ScheduledSum] = weakref.WeakValueDictionary()
         """By id."""
@@ -132,6 +160,13 @@ class CompressionSchedule(Observer):
         compressed.schedule = self
         self._sums[id(compressed)] = compressed
 
+    def join(self, other: CompressionSchedule) -> None:
+        """Take over the compressed sums of ``other``: of a part of the model that has run by itself before."""
+        for compressed in other._sums.values():
+            compressed.rescale(self.loss_scale / other.loss_scale)
+            self.adopt(compressed)
+        other._sums.clear()
+
     def set_controller(
         self, controller: PhaseController, beta: float, share: float, max_grad_norm: float | None
     ) -> None:
@@ -152,9 +187,6 @@ class CompressionSchedule(Observer):
 
     # Observer
 
-    def assembled(self, state: object) -> None:
-        self._state = weakref.ref(cast("FSDPState", state))
-
     def before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._follow_scaler()
@@ -162,31 +194,25 @@ class CompressionSchedule(Observer):
         self.count_step()
 
     def before_reduce(self, group: str) -> None:
-        state = None if self._state is None else self._state()
-        if not self.phase.keeps_exact or state is None:
+        if not self.phase.keeps_exact:
             return
-        for flat in (flat for each in state.groups if each.name == group for flat in each.flats if flat.trainable):
+        for flat in (flat for each in self.state.groups if each.name == group for flat in each.flats if flat.trainable):
             for collective in (flat.reduce_scatter, flat.all_reduce):
                 if (compressed := self._sums.get(id(collective))) is not None:
                     compressed.reserve_exact_mean()
 
     def count_step(self) -> None:
         """Count a step of the warm-up if weights have changed since the last call."""
-        state = None if self._state is None else self._state()
-        if self.is_controlled or self.phase.encodes or state is None:
-            return
-        versions = tuple(group.versions() for group in state.groups)
-        if self._versions and versions != self._versions:
-            self.advance()
-        self._versions = versions
+        if not self.is_controlled and not self.phase.encodes and self.weights_have_changed():
+            self._set_steps(self.steps + 1)
 
-    def advance(self) -> None:
-        """Count a step of the warm-up."""
-        self.resume(self.steps + 1, self._versions)
-
-    def resume(self, steps: int, versions: tuple[tuple[int, ...], ...] = ()) -> None:
+    def resume(self, steps: int) -> None:
         """Go on after so many optimizer steps, with weights that were loaded and so are no step's."""
-        self.steps, self._versions = steps, versions
+        self._versions = ()
+        self._set_steps(steps)
+
+    def _set_steps(self, steps: int) -> None:
+        self.steps = steps
         if not self.is_controlled:
             self.phase = Phase.ENCODED if steps >= self.config.warmup_steps else Phase.EXACT
 
@@ -205,16 +231,13 @@ class CompressionSchedule(Observer):
         self._follow_scaler()
 
     @torch.no_grad()
-    def set_loss_scale(self, loss_scale: float) -> None:
-        """Rescale residuals, exactly for powers of two. Nothing may be in flight."""
-        factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
-        for each in self._sums.values():
-            each.rescale(factor)
-
     def _follow_scaler(self) -> None:
+        """Rescale residuals where the scale has changed, exactly for powers of two. Nothing may be in flight."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and (scale := scaler.get_scale()) != self.loss_scale:
-            self.set_loss_scale(scale)
+            factor, self.loss_scale = scale / self.loss_scale, scale
+            for each in self._sums.values():
+                each.rescale(factor)
 
     def _warn_of_few_bits(self) -> None:
         """Warn once, at the first forward with a graph, where an optimizer is to learn from too few bits."""
@@ -231,12 +254,6 @@ class CompressionSchedule(Observer):
             )
 
 
-def schedule_of(state: FSDPState) -> CompressionSchedule | None:
-    """Return the schedule of a model; None where it is sharded without compression."""
-    found = (each for each in state.context.observers if isinstance(each, CompressionSchedule))
-    return next(found, None)
-
-
 def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """Rescale the residuals of ``model`` whenever the scale of its losses changes.
 
@@ -250,7 +267,7 @@ def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     Raises:
         ValueError: ``model`` is sharded without a compression.
     """
-    schedule = schedule_of(require_state(model))
+    schedule = CompressionSchedule.of(require_state(model))
     if schedule is None:
         raise ValueError(f"follow_scaler: this {type(model).__name__} is sharded without a compression")
     schedule.follow(scaler)

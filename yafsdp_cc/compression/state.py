@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression.compressed_sum import CompressedSum
-from yafsdp_cc.compression.delta import DeltaAllGather
-from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.compression.all_gather import DeltaAllGather
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, CompressedSum
 from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.mesh import all_groups
 
@@ -50,6 +49,17 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
             yield flat, flat.all_gather
 
 
+@torch.inference_mode(False)  # buffers that are made here are trained with
+def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
+    """Encode the gradients of these flat parameters by their codecs from now on. A collective, nothing is in flight."""
+    if state.context.device.type == "cuda":
+        torch.cuda.synchronize(state.context.device)  # scratch buffers for messages may be replaced by larger ones
+    for flat, codec in codecs.items():
+        if (compressed := compressed_sum_of(flat)) is not None:
+            compressed.set_codec(codec)
+            state.context.counters.chosen[flat.group.name] = codec
+
+
 # Residuals ---------------------------------------------------------------------------------------------------------
 
 
@@ -59,13 +69,11 @@ def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
 
     In units of gradients of an unscaled loss.
     """
-    found = {}
+    found: dict[str, FlatDTensor] = {}
     for flat, compressed in compressed_sums(state):
-        if compressed.residual is None and compressed.carried_over is None:
-            continue
-        mean = _sum_of_unsent(state, compressed).div_(state.info.mesh.size() * compressed.schedule.loss_scale)
-        for param in flat.params:
-            found[param.spec.name] = flat_dtensor(param.local_range(mean).contiguous(), param.spec)
+        if compressed.residual is not None or compressed.carried_over is not None:
+            total = _sum_of_unsent(state, compressed)
+            found |= _by_name(flat, total.div_(state.context.info.mesh.size() * compressed.schedule.loss_scale))
     return found
 
 
@@ -82,17 +90,14 @@ def empty_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
 def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor]) -> None:
     """Empty all residuals, and have what ``mean_residuals`` returned added to the next sums."""
     for flat, compressed in compressed_sums(state):
-        compressed.discard_deferred()
-        total = torch.zeros(flat.layout.chunk, dtype=torch.float32, device=state.device)
-        for param in flat.params:
-            param.local_range(total).copy_(residuals[param.spec.name].to_local())
-        schedule = compressed.schedule
+        compressed.reset()
+        total, schedule = _chunk_of(flat, residuals, torch.float32), compressed.schedule
         if compressed.momentum is not None and schedule.beta > 0:  # decays like the rest of it
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
             # Every replica adds its own to the sum over its shard, or all of them the same to the sum over all.
             over_shard = isinstance(compressed, CompressedReduceScatter)
-            ranks = state.world if over_shard else state.info.mesh.size()
+            ranks = state.context.gather.comm.world if over_shard else state.context.info.mesh.size()
             compressed.carried_over = total.mul_(ranks * schedule.loss_scale)
         if compressed.residual is not None:
             compressed.residual.clear()
@@ -128,21 +133,21 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     for name, (_, compressed) in ours.items():
         values, residual = saved[name], compressed.residual
         assert residual is not None
-        compressed.discard_deferred()
+        compressed.reset()
         if compressed.factors is not None:
             factors, compressed.factors.sends_right = values["lowrank"]
             compressed.factors.factors.copy_(factors)
         residual.values.copy_(values["values"])
         residual.scales.copy_(values["scales"])
         waiting = values["owed"]
-        compressed.carried_over = waiting.to(state.device) if waiting.numel() else None
+        compressed.carried_over = waiting.to(state.context.device) if waiting.numel() else None
         compressed.rescale(compressed.schedule.loss_scale / values["loss_scale"])
     return True
 
 
 def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:
     """Return what must be equal for a rank's residual to be loaded as it is."""
-    ranks = [group.size() for group in all_groups(state.info.mesh)]
+    ranks = [group.size() for group in all_groups(state.context.info.mesh)]
     residual, factors = compressed.residual, compressed.factors
     assert residual is not None
     form = [list(residual.values.shape), str(residual.values.dtype), residual.block]
@@ -151,7 +156,7 @@ def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[
 
 def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
     """Return the sum over all ranks of what they have still to send of this rank's chunk."""
-    shard, *replicas = all_groups(state.info.mesh)
+    shard, *replicas = all_groups(state.context.info.mesh)
     total = compressed.unsent()
     if isinstance(compressed, CompressedReduceScatter):
         parts = torch.empty_like(total)
@@ -171,12 +176,12 @@ def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
 
     Also the names of those that are behind, of which the next forward brings deltas; they are alike on all ranks.
     """
-    found, behind = {}, []
+    found: dict[str, FlatDTensor] = {}
+    behind: list[str] = []
     for flat, all_gather in delta_all_gathers(state):
         if (kept := all_gather.kept_state()) is not None:
             own, is_behind = kept
-            for param in flat.params:
-                found[param.spec.name] = flat_dtensor(param.local_range(own).contiguous(), param.spec)
+            found |= _by_name(flat, own)
             behind += [param.spec.name for param in flat.params if is_behind]
     return found, behind
 
@@ -185,7 +190,7 @@ def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
     """Return zeros in the form of ``kept_weights``."""
     return {
         param.spec.name: flat_dtensor(
-            torch.zeros_like(param.local, dtype=flat.compute_dtype, device=state.device), param.spec
+            torch.zeros_like(param.local, dtype=flat.compute_dtype, device=state.context.device), param.spec
         )
         for flat, _ in delta_all_gathers(state)
         for param in flat.params
@@ -198,7 +203,17 @@ def load_kept_weights(state: FSDPState, kept: Mapping[str, FlatDTensor], behind:
     for flat, all_gather in delta_all_gathers(state):
         names = [param.spec.name for param in flat.params]
         if all(name in kept for name in names):
-            own = torch.zeros(flat.layout.chunk, dtype=flat.compute_dtype, device=state.device)
-            for param in flat.params:
-                param.local_range(own).copy_(kept[param.spec.name].to_local())
-            all_gather.resume(own, not set(names).isdisjoint(behind))
+            all_gather.resume(_chunk_of(flat, kept, flat.compute_dtype), not set(names).isdisjoint(behind))
+
+
+def _by_name(flat: FlatParam, chunk: Tensor) -> dict[str, FlatDTensor]:
+    """Return this rank's ranges of the parameters in ``chunk``, by full names."""
+    return {param.spec.name: flat_dtensor(param.local_range(chunk).contiguous(), param.spec) for param in flat.params}
+
+
+def _chunk_of(flat: FlatParam, tensors: Mapping[str, FlatDTensor], dtype: torch.dtype) -> Tensor:
+    """Return the chunk of ``flat`` that ``_by_name`` gives these for, zero between them."""
+    chunk = torch.zeros(flat.layout.chunk, dtype=dtype, device=flat.device)
+    for param in flat.params:
+        param.local_range(chunk).copy_(tensors[param.spec.name].to_local())
+    return chunk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 HELD_OUT = 16  # one file in so many
+ASIDE = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders of the standard library that are left out."""
 
 
 class Text(NamedTuple):
@@ -22,39 +23,37 @@ class Text(NamedTuple):
 
 
 def read(path: Path | None) -> Text:
-    """The text of a file, of the files under a folder, or (None) of the standard library.
+    """Return the text of a file, of the files under a folder, or (None) of the standard library.
 
     Files are held out by a hash of their name: the same on every rank, in every run. A single file gives its last part.
     """
     if path is not None and path.is_file():
         content = path.read_bytes()
         cut = len(content) - len(content) // HELD_OUT
-        return Text(_tensor([content[:cut]]), _tensor([content[cut:]]))
+        return Text(_tensor(content[:cut]), _tensor(content[cut:]))
     folder = path or Path(sysconfig.get_paths()["stdlib"])
-    files = _text_files(folder) if path else _standard_library(folder)
-    train: list[bytes] = []
-    held_out: list[bytes] = []
-    for file in files:
-        digest = hashlib.sha256(file.relative_to(folder).as_posix().encode()).digest()
-        (held_out if digest[0] % HELD_OUT == 0 else train).append(file.read_bytes())
+    train, held_out = bytearray(), bytearray()
+    for file in sorted(folder.rglob("*" if path else "*.py")):
+        name = file.relative_to(folder)
+        if not file.is_file() or (path is None and not ASIDE.isdisjoint(name.parts)):
+            continue
+        content = file.read_bytes()
+        if b"\0" not in content[:4096]:  # else it is no text
+            digest = hashlib.sha256(name.as_posix().encode()).digest()
+            (held_out if digest[0] % HELD_OUT == 0 else train).extend(content)
     return Text(_tensor(train), _tensor(held_out))
 
 
-def windows(data: Tensor, starts: Tensor, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (the next bytes) of ``length`` from each start."""
-    rows = data[starts[:, None] + torch.arange(length + 1)].long().to(device)
-    return rows[:, :-1], rows[:, 1:]
+def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Return tokens [starts, length + 1] from each start: inputs, and the byte that follows each."""
+    return data[starts[:, None] + torch.arange(length + 1)].long()
 
 
-def _standard_library(folder: Path) -> list[Path]:
-    aside = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
-    return [file for file in sorted(folder.rglob("*.py")) if not aside & set(file.relative_to(folder).parts)]
+def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
+    """Return this rank's ``count`` windows, where those of all ranks are spread evenly over ``data``."""
+    starts = torch.linspace(0, len(data) - length - 1, count * ranks).long()
+    return windows(data, starts[rank::ranks], length)
 
 
-def _text_files(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.rglob("*")) if file.is_file() and b"\0" not in file.read_bytes()[:4096]]
-
-
-def _tensor(parts: Iterable[bytes]) -> Tensor:
-    joined = bytearray(b"".join(parts))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+def _tensor(content: bytes | bytearray) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

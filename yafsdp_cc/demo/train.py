@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import yafsdp_cc
-from yafsdp_cc.demo import data, options
+from yafsdp_cc.cli.demo import parser
+from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
 
 BATCH = 2  # windows per rank and step: few, so that there are many steps
@@ -31,7 +32,7 @@ PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 160, 0.8
 
 def main() -> None:
     """Train, reporting on the way; then hold the plan against what was measured, and write some text."""
-    asked = options.parser().parse_args()
+    asked = parser().parse_args()
     memory_before = peak_memory()
     torch.manual_seed(asked.seed)
     model = GPT()
@@ -45,17 +46,17 @@ def main() -> None:
     if min(map(len, text)) <= model.context:
         sys.exit(f"too little text: {len(text.train)} bytes to train on, {len(text.held_out)} held out")
     drawn = torch.Generator().manual_seed(asked.seed * ranks + rank)  # every rank draws windows of its own
-    spread = torch.linspace(0, len(text.held_out) - model.context - 1, VALIDATION_WINDOWS * ranks).long()
-    held_out = data.windows(text.held_out, spread[rank::ranks], model.context, device)
+    held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, model.context, rank, ranks).to(device)
 
     log = Log(Path("runs") / asked.name / "metrics.jsonl", is_first=rank == 0)
-    log.show(f"{plan}\n\n{len(text.train):,} bytes of text to train on, {len(text.held_out):,} held out\n")
-    log.record(event="start", ranks=ranks, **{name: str(value) for name, value in vars(asked).items()}, plan=str(plan))
+    summary = f"{plan}\n\n{len(text.train):,} bytes of text to train on, {len(text.held_out):,} held out\n"
+    flags = {name: str(value) for name, value in vars(asked).items()}
+    log(summary, event="start", **flags | {"ranks": ranks, "plan": str(plan)})
     begin = since = time.perf_counter()
     steps, gathered, reduced = 0, counters.gathered_bytes, counters.reduced_bytes
     for step in range(1, asked.steps + 1):
         starts = torch.randint(len(text.train) - model.context, (BATCH,), generator=drawn)
-        loss = loss_of(model, *data.windows(text.train, starts, model.context, device))
+        loss = loss_of(model, data.windows(text.train, starts, model.context).to(device))
         loss.backward()
         with yafsdp_cc.profiling.span("clip"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -76,50 +77,56 @@ def main() -> None:
         }
         if validate:
             with torch.no_grad():
-                report["val_loss"] = mean_over_ranks(loss_of(model, *held_out))
-        log.step(step, asked.steps, report)
+                report["val_loss"] = mean_over_ranks(loss_of(model, held_out))
+        validation = f"   val {report['val_loss']:.3f}" if validate else ""
+        log(
+            f"step {step:4}/{asked.steps}   loss {report['loss']:.3f}   {report['tokens_per_s']:6,} tokens/s   "
+            f"gathered {report['gathered_bytes_per_step'] / 1e6:.1f} MB, "
+            f"reduced {report['reduced_bytes_per_step'] / 1e6:.1f} MB a step{validation}",
+            event="step",
+            step=step,
+            **report,
+        )
         since = time.perf_counter()
         steps, gathered, reduced = 0, counters.gathered_bytes, counters.reduced_bytes
 
     seconds, owned, peak = time.perf_counter() - begin, yafsdp_cc.counters_of(model).owned_bytes, peak_memory()
     written = sample(model, asked.seed, device)
-    log.record(
+    log(
+        f"\n{seconds:.0f} s. On each rank the plan was to own {plan.owned_bytes:,} bytes; the engine owns {owned:,}.\n"
+        f"The process held {peak >> 20:,} MiB at most, {memory_before >> 20:,} MiB of it before there was a model.\n\n"
+        f"It writes:\n\n{written}\n\nEverything is in {log.path}",
         event="end",
         seconds=round(seconds, 1),
         planned_bytes=plan.owned_bytes,
         owned_bytes=owned,
         peak_memory_bytes=peak,
         memory_before_bytes=memory_before,
-        spills=counters.spills,
+        overflow_buffers=counters.overflow_buffers,
         sample=written,
     )
-    log.show(
-        f"\n{seconds:.0f} s. On each rank the plan was to own {plan.owned_bytes:,} bytes; the engine owns {owned:,}.\n"
-        f"The process held {peak >> 20:,} MiB at most, {memory_before >> 20:,} MiB of it before there was a model.\n\n"
-        f"It writes:\n\n{written}\n\nEverything is in {log.path}"
-    )
 
 
-def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats per byte."""
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the mean loss in nats per byte of tokens [windows, length + 1]."""
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm up, then half a cosine down to a tenth."""
+    """Return the rate: a warm-up, then half a cosine down to a tenth."""
     cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
     return LEARNING_RATE * min(step / WARM_UP, cosine)
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The same number on every rank."""
+    """Return the mean over ranks of a scalar, which is overwritten."""
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
 
 @torch.no_grad()
 def sample(model: GPT, seed: int, device: torch.device) -> str:
-    """Text from the model. Sharded weights are gathered in every forward, so all ranks run the same ones."""
+    """Return text from the model. Sharded weights are gathered in every forward, so all ranks run the same ones."""
     chance = torch.Generator(device).manual_seed(seed)
     written = torch.tensor([list(PROMPT)], device=device)
     for _ in range(SAMPLE_LENGTH):
@@ -130,7 +137,7 @@ def sample(model: GPT, seed: int, device: torch.device) -> str:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has held in memory at a time."""
+    """Return the most bytes this process has held in memory at a time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -143,25 +150,11 @@ class Log:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("w", buffering=1)  # by the line: what was written stays, however the run ends
 
-    def show(self, text: str) -> None:
-        """To the terminal."""
+    def __call__(self, text: str, /, **values: Any) -> None:
+        """Print the text, and write the values to the file."""
         if self.is_first:
             print(text, flush=True)
-
-    def record(self, **values: Any) -> None:
-        """To the file."""
-        if self.is_first:
             self.file.write(json.dumps(values) + "\n")
-
-    def step(self, step: int, steps: int, report: dict[str, float]) -> None:
-        """One line of progress, to both."""
-        self.record(event="step", step=step, **report)
-        validation = f"   val {report['val_loss']:.3f}" if "val_loss" in report else ""
-        self.show(
-            f"step {step:4}/{steps}   loss {report['loss']:.3f}   {report['tokens_per_s']:6,} tokens/s   "
-            f"gathered {report['gathered_bytes_per_step'] / 1e6:.1f} MB, "
-            f"reduced {report['reduced_bytes_per_step'] / 1e6:.1f} MB a step{validation}"
-        )
 
 
 if __name__ == "__main__":

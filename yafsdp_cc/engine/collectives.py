@@ -1,4 +1,4 @@
-"""The exact collectives of a parameter group, and the factory that makes them (see ``protocols``).
+"""The exact collectives of a parameter group (see ``protocols``).
 
 Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by
 an all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yafsdp_cc.engine.protocols import AllGather, AllReduce, Collectives, ReduceScatter
+from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.protocols import FlatShard
+    from yafsdp_cc.engine.param import FlatParam
 
 _SUMMED_DTYPES = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
@@ -29,7 +29,7 @@ class ExactAllGather(AllGather):
 
     has_finish = False
 
-    def __init__(self, flat: FlatShard) -> None:
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
 
     def planned_bytes(self) -> int:
@@ -50,8 +50,6 @@ class ExactReduceScatter(ReduceScatter):
         numel: elements of the unsharded gradients, world * chunk.
         dtype: of the unsharded gradients.
     """
-
-    defers = False
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self._numel = numel
@@ -119,38 +117,3 @@ class ExactReduceScatter(ReduceScatter):
         for other in summands[1:]:  # cast by hand: a mixed add would allocate
             total.add_(scratch.narrow(0, count, count).copy_(other))
         return total
-
-
-class ExactAllReduce(AllReduce):
-    """The backend's all-reduce.
-
-    Args:
-        nbytes: of what is summed.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def planned_bytes(self) -> int:
-        return self.context.comm.all_reduce_bytes(self._nbytes)
-
-    def start(self, total: Tensor, async_op: bool) -> Works:
-        self.sent_bytes = self.context.comm.all_reduce_bytes(total.nbytes)
-        return self.context.comm.all_reduce(total, async_op)
-
-
-class ExactCollectives(Collectives):
-    """Makes exact collectives."""
-
-    def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
-        return ExactAllGather(flat)
-
-    def reduce_scatter(self, flat: FlatShard, has_replicas: bool) -> ReduceScatter:
-        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
-
-    def all_reduce(self, flat: FlatShard) -> AllReduce:
-        return ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
-
-
-EXACT = ExactCollectives()
-"""The factory of models without compression."""

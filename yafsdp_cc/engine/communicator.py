@@ -58,9 +58,7 @@ class Communicator:
         self._exchange_options = AllToAllOptions()
         self._scatter_options = ReduceScatterOptions()
         self._reduce_options = AllreduceOptions()
-        self._broadcast_options = tuple(BroadcastOptions() for _ in range(self.world))
-        for root, options in enumerate(self._broadcast_options):
-            options.rootRank = root
+        self._broadcast_options = BroadcastOptions()
 
     def own_chunk(self, buffer: Tensor) -> Tensor:
         """Return this rank's chunk [n] of ``buffer`` [world * n]."""
@@ -85,9 +83,10 @@ class Communicator:
         if self.world == 2:
             return self._swap(output.narrow(0, (1 - self.rank) * source.numel(), source.numel()), source, async_op)
         works: list[dist.Work] = []
-        for chunk, options in zip(output.chunk(self.world), self._broadcast_options, strict=True):
-            options.asyncOp = async_op
-            works += _works(self.group.broadcast([chunk], options))
+        self._broadcast_options.asyncOp = async_op
+        for root, chunk in enumerate(output.chunk(self.world)):
+            self._broadcast_options.rootRank = root
+            works += _works(self.group.broadcast([chunk], self._broadcast_options))
         return works
 
     def reduce_scatter(self, buffer: Tensor, async_op: bool) -> Works:

@@ -14,213 +14,35 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import operator
-import weakref
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine import norms
-from yafsdp_cc.engine.mesh import (
-    all_groups,
-    all_reduce_over,
-    broadcast_from_first,
-    shard_group,
-    shard_rank,
-    to_mesh_device,
-)
-from yafsdp_cc.engine.norms import LazyNorm, Reduction, Summand
-from yafsdp_cc.engine.tensor_parallel import joint_mesh
+from yafsdp_cc.engine.layout import TensorParallel
+from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
+from yafsdp_cc.engine.norms import Across, LazyNorm, Reduction, Summand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    from yafsdp_cc.engine.tensor_parallel import TensorParallel
+    from yafsdp_cc.engine.layout import ShardSpec
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since 2.13, and before
-
-
-def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkStorageMetadata]:
-    """Return the row-major range ``start:stop`` of a tensor as chunks, the form in which checkpoints address parts.
-
-    Elements 5 to 14 of a ``[4, 4]`` tensor are three chunks::
-
-        . . . .
-        . a a a      a  offsets (1, 1), sizes (1, 3)
-        b b b b      b  offsets (2, 0), sizes (1, 4)
-        c c . .      c  offsets (3, 0), sizes (1, 2)
-
-    Returns:
-        At most ``2 * len(shape) - 1`` chunks, whose elements are consecutive and in order; none for an empty range.
-
-    Raises:
-        ValueError: the range does not lie within the tensor.
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"elements {start}:{stop} do not lie within a tensor of shape {list(shape)}")
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    chunks = []
-    while start < stop:
-        offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
-        sizes = list(shape)
-        for dim, stride in enumerate(strides):
-            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: as many as fit
-                sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
-                break
-            sizes[dim] = 1
-        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        start += math.prod(sizes)
-    return chunks
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSpec:
-    """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).
-
-    Args:
-        name: the parameter's full name, for errors.
-        shape: the shape of what is sharded: the parameter's, or its local one where ``tensor_parallel``.
-        mesh: the mesh it is sharded across, along its last dimension.
-        bounds: ``world + 1`` offsets: rank r of that dimension holds the row-major elements
-            ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
-        tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
-        owner: what the engine keeps the parameter in; None outside of it.
-
-    Raises:
-        ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
-    """
-
-    name: str
-    shape: torch.Size
-    mesh: DeviceMesh
-    bounds: tuple[int, ...] | None
-    tensor_parallel: TensorParallel | None = None
-    owner: weakref.ref[Any] | None = field(default=None, repr=False)
-    _dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.mesh.ndim > 2:
-            raise ValueError(
-                f"'{self.name}': a mesh is (shard) or (replicate, shard), this one has {self.mesh.ndim} dimensions"
-            )
-        if self.bounds is None:
-            return
-        world = self.mesh.size(self.mesh.ndim - 1)
-        ends_fit = len(self.bounds) == world + 1 and (self.bounds[0], self.bounds[-1]) == (0, self.numel)
-        if not ends_fit or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(
-                f"'{self.name}': bounds {self.bounds} do not divide {self.numel} elements into {world} ranges"
-            )
-
-    @cached_property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def _rank(self) -> int:
-        return shard_rank(self.mesh)
-
-    def local_range(self, rank: int | None = None) -> tuple[int, int]:
-        """Return the half-open row-major range that ``rank`` of the shard dimension holds; None: this rank."""
-        if self.bounds is None:
-            return 0, self.numel
-        rank = self._rank if rank is None else rank
-        return self.bounds[rank], self.bounds[rank + 1]
-
-    @cached_property
-    def local_shape(self) -> torch.Size:
-        """Shape of this rank's local tensor: one flat range, or the whole tensor's own shape when replicated."""
-        start, stop = self.local_range()
-        return torch.Size(self.shape if self.bounds is None else (stop - start,))
-
-    @cached_property
-    def global_shape(self) -> torch.Size:
-        """The parameter's shape, as users see it."""
-        return self.shape if self.tensor_parallel is None else self.tensor_parallel.shape
-
-    @cached_property
-    def global_mesh(self) -> DeviceMesh:
-        """All ranks among which the parameter is divided."""
-        return self.mesh if self.tensor_parallel is None else joint_mesh(self.mesh, self.tensor_parallel.mesh)
-
-    @cached_property
-    def across(self) -> norms.Across:
-        """The ranks that a reduction over all elements includes."""
-        theirs = () if self.tensor_parallel is None else self.tensor_parallel.groups
-        return norms.Across(self.global_mesh, (shard_group(self.mesh), *theirs))
-
-    @cached_property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """This rank's elements as chunks of the whole tensor. A tensor without elements is one empty chunk."""
-        if self.bounds is None or math.prod(self.global_shape) == 0:
-            chunks = [ChunkStorageMetadata(torch.Size((0,) * len(self.shape)), self.shape)]
-        else:
-            chunks = chunk_metadata(self.shape, *self.local_range())
-        if self.tensor_parallel is None:
-            return chunks
-        first = self.tensor_parallel.offsets
-        return [ChunkStorageMetadata(torch.Size(map(operator.add, first, c.offsets)), c.sizes) for c in chunks]
-
-    def local_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements, in the local shape, of a tensor of ``shape``."""
-        start, stop = self.local_range()
-        return unsharded.reshape(-1)[start:stop].view(self.local_shape)
-
-    def local_of_full(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements, in the local shape, of a tensor of ``global_shape``."""
-        return self.local_of(full if self.tensor_parallel is None else self.tensor_parallel.local_of(full))
-
-    def dtensor_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Return what DTensor knows of such a tensor: the global shape, contiguous, and placements: ``Shard(0)`` or
-        ``Replicate()`` along the shard dimension, then those of tensor parallelism."""
-        if dtype not in self._dtensor_specs:
-            placement: Placement = Replicate() if self.bounds is None else FlatShard(0)
-            if isinstance(placement, FlatShard):
-                placement.spec = self
-            theirs = () if self.tensor_parallel is None else self.tensor_parallel.placements
-            placements = (*(Replicate(),) * (self.mesh.ndim - 1), placement, *theirs)
-            shape = self.global_shape
-            strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-            meta = TensorMeta(shape, strides, dtype)
-            self._dtensor_specs[dtype] = DTensorSpec(self.global_mesh, placements, tensor_meta=meta)
-        return self._dtensor_specs[dtype]
-
-    def matches(self, other: ShardSpec) -> bool:
-        """Return whether local tensors of both hold the same elements of tensors of one shape."""
-        divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel")
-        return self is other or divided(self) == divided(other)
-
-    def rename(self, name: str) -> None:
-        """Change the name: ``fully_shard`` on a part of a model does not know the parameter's full name yet."""
-        object.__setattr__(self, "name", name)
-
-    def set_owner(self, owner: object) -> None:
-        """Refer to ``owner``, without keeping it alive."""
-        object.__setattr__(self, "owner", weakref.ref(owner))
-
-    def __str__(self) -> str:
-        if self.bounds is None and self.tensor_parallel is None:
-            return f"'{self.name}' (replicated {list(self.shape)})"
-        held, whole = math.prod(self.local_shape), math.prod(self.global_shape)
-        return f"'{self.name}' (sharded {list(self.global_shape)}, this rank holds {held} of {whole} elements)"
-
-    def __deepcopy__(self, memo: object) -> ShardSpec:
-        return self  # Immutable, and a mesh has no second copy.
 
 
 class FlatShard(Shard):
@@ -237,6 +59,22 @@ class FlatShard(Shard):
             f"a slice along a dimension was asked of {self.spec}, which is sharded by flat ranges. To set a full state "
             "dict with torch.distributed.checkpoint.state_dict, call yafsdp_cc.patch_torch() once before"
         )
+
+
+def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype) -> DTensorSpec:
+    """What DTensor knows of such a tensor: the global shape, contiguous, and placements: ``Shard(0)`` or
+    ``Replicate()`` along the shard dimension, then those of tensor parallelism."""
+    known = spec.dtensor_specs.get(dtype)
+    if known is not None:
+        return known
+    placement: Replicate | FlatShard = Replicate()
+    if spec.bounds is not None:
+        placement = FlatShard(0)
+        placement.spec = spec
+    theirs = () if spec.tensor_parallel is None else spec.tensor_parallel.placements
+    placements = (*(Replicate(),) * (spec.mesh.ndim - 1), placement, *theirs)
+    meta = TensorMeta(spec.global_shape, make_contiguous_strides_for(spec.global_shape), dtype)
+    return spec.dtensor_specs.setdefault(dtype, DTensorSpec(spec.global_mesh, placements, tensor_meta=meta))
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
@@ -276,37 +114,25 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, a new one, on every rank of the mesh; outside of autograd. A collective unless
         replicated: call it on all ranks."""
-        unsharded, parallel = self._all_gather(), self.shard_spec.tensor_parallel
-        if parallel is not None:
-            unsharded = parallel.wrap_unsharded(to_mesh_device(unsharded, self.shard_spec.mesh)).full_tensor()
-        return unsharded.to(self.device)
-
-    @torch.no_grad()
-    def unsharded(self) -> torch.Tensor:
-        """Return the tensor as it was before it was sharded, a new one: whole, or the DTensor of tensor parallelism;
-        outside of autograd. A collective of the ranks that it is sharded across, unless it is replicated."""
-        unsharded, parallel = self._all_gather().to(self.device), self.shard_spec.tensor_parallel
-        return unsharded if parallel is None else parallel.wrap_unsharded(unsharded)
-
-    def _all_gather(self) -> torch.Tensor:
-        """A new tensor of ``shard_spec.shape``; on the mesh's device, unless this rank holds all of it."""
         spec, local = self.shard_spec, self._local_tensor
-        if spec.bounds is None:
-            return local.clone()
-        widths = [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]
+        whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
+        if spec.tensor_parallel is not None:
+            whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(whole, spec.mesh)).full_tensor()
+        return whole.to(self.device)
+
+    def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
+        """A new tensor of ``shard_spec.shape``, on the mesh's device."""
+        spec, local = self.shard_spec, self._local_tensor
+        widths = [stop - start for start, stop in pairwise(bounds)]
         widest = max(widths)
         if widest == 0:
             return local.new_empty(spec.shape)
         # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
-        padded = local.view(torch.uint8)
-        if local.numel() < widest:
-            padded = torch.nn.functional.pad(padded, (0, (widest - local.numel()) * local.itemsize))
-        padded = to_mesh_device(padded, spec.mesh)
+        padding = (widest - local.numel()) * local.itemsize
+        padded = to_mesh_device(torch.nn.functional.pad(local.view(torch.uint8), (0, padding)), spec.mesh)
         gathered = padded.new_empty((len(widths), padded.numel()))
         all_gather_single(gathered.view(-1), padded, group=shard_group(spec.mesh))
         rows = gathered.view(local.dtype)
-        if min(widths) == widest:
-            return rows.view(spec.shape)
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)]).view(spec.shape)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -395,15 +221,12 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         raise ValueError(f"no chunk at {index.offset} on this rank: {self.shard_spec}")
 
 
-_dtensor_new = DTensor.__new__
-
-
 def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
     """``flat_dtensor`` where ``local`` is known to fit: unchecked, and past DTensor's slow ``__init__``."""
     # DTensor takes over the local tensor's place in its storage but not the storage, and torch then believes it to be
     # memory at that address: it is shown a tensor that begins where it should.
     shown = local if local.storage_offset() == 0 else local.new_empty(0)
-    flat: Any = _dtensor_new(FlatDTensor, shown, spec.dtensor_spec(local.dtype), requires_grad=requires_grad)
+    flat: Any = DTensor.__new__(FlatDTensor, shown, _dtensor_spec(spec, local.dtype), requires_grad=requires_grad)
     flat._local_tensor, flat.shard_spec = local, spec
     return cast("FlatDTensor", flat)
 
@@ -460,81 +283,94 @@ def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
             yield from _specs_in(value)
 
 
-def _largest(specs: Iterable[ShardSpec]) -> ShardSpec | None:
-    """The spec of an operation's result: a number that is itself a (replicated) parameter may come first."""
-    return max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
-
-
-@functools.cache
-def _written(func: Any) -> tuple[int, ...]:
-    """The places of the arguments that an operation changes."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(i for i, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
-
-
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     """What stands for ``value`` in an operation on local tensors sharded by ``spec`` (None: on plain tensors): a local
-    tensor of the same elements, or one number."""
+    tensor of the same elements, or one number. Copies also take this rank's elements of a whole tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
         if spec is None:
             _refuse(func, value.shard_spec, " into a tensor that is not sharded alike", _STATE_OF_TORCH)
-        if value.shard_spec.matches(spec):
+        if value.shard_spec is spec or value.shard_spec.matches(spec):
             return value._local_tensor
         if value.shard_spec.bounds is not None or value.shard_spec.numel != 1:
             _refuse(func, spec, f" with {value.shard_spec}")
         value = value._local_tensor
     elif isinstance(value, LazyNorm):
         value = value.value()
+    if spec is None:
+        return value
+    if func in _COPIES:
+        if isinstance(value, DTensor):
+            if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
+                return spec.local_of(value._local_tensor)
+            value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
+        if value.shape == spec.global_shape:
+            return spec.local_of_full(value)
     # A number may have dimensions of size 1, as long as they would not show in the result.
-    if spec is not None and (value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape))):
+    if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
         _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", _STATE_OF_TORCH)
     return value
 
 
-def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+_COPIES = {aten.copy_.default, aten._foreach_copy_.default}
+
+
+@functools.cache
+def _written(func: Any) -> dict[int, str]:
+    """The arguments that an operation changes: their places, and their names."""
+    arguments = enumerate(func._schema.arguments)
+    return {i: each.name for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
+
+
+def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
+    """The spec of what an operation returns: a number that is itself a (replicated) parameter may come first."""
+    specs = [x.shard_spec for x in operands if type(x) is FlatDTensor]
+    return specs[0] if len(specs) == 1 else max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
+
+
+def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on local tensors, all of them sharded by ``spec``, and numbers."""
     locals_ = [
         x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
     ]
-    return func._op(*locals_, **(kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items()}))
+    # A flat range has but one memory format.
+    named = kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items() if name != "memory_format"}
+    return func._op(*locals_, **named)
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself, on local tensors."""
+    """Each element by itself."""
     target = args[0]
-    if type(target) is not FlatDTensor:
-        _operand(func, None, next(x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor))
-    _on_locals(func, target.shard_spec, args, kwargs)
+    _on_locals(func, target.shard_spec if type(target) is FlatDTensor else None, args, kwargs)
     increment_version((target._local_tensor,))
     return target
 
 
 def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each element by itself, into new local tensors or those of ``out``."""
-    sharded = [x for x in (*args, *kwargs.values()) if type(x) is FlatDTensor]
-    outs = tuple(kwargs[func._schema.arguments[i].name] for i in _written(func)) if kwargs else ()
-    if any(type(out) is not FlatDTensor for out in outs):
-        _operand(func, None, sharded[0])
-    spec: Any = sharded[0].shard_spec if len(sharded) == 1 else _largest(x.shard_spec for x in sharded)
-    result = _on_locals(func, spec, args, kwargs)
+    outs = tuple(kwargs[name] for name in _written(func).values())
     if outs:
-        increment_version([out._local_tensor for out in outs])
+        _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
+        increment_version([x._local_tensor for x in outs])
         return outs[0] if len(outs) == 1 else outs
-    return type(result)(_wrap(x, spec) for x in result) if isinstance(result, (list, tuple)) else _wrap(result, spec)
+    spec = _spec_of_result((*args, *kwargs.values()))
+    assert spec is not None
+    result = _on_locals(func, spec, args, kwargs)
+    return _wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(_wrap(x, spec) for x in result)
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each element by itself, at each place of lists of tensors, as foreach and fused optimizers have them."""
     written = _written(func)
     columns = [x for x in args if _is_tensor_list(x)]
-    specs = [x.shard_spec if type(x) is FlatDTensor else None for x in columns[0]]
-    if not written and len(columns) > 1:
-        rows = zip(*columns, strict=True)
-        specs = [_largest(x.shard_spec for x in row if type(x) is FlatDTensor) for row in rows]
+    if written or len(columns) == 1:
+        specs = [x.shard_spec if type(x) is FlatDTensor else None for x in columns[0]]
+    else:
+        specs = [_spec_of_result(row) for row in zip(*columns, strict=True)]
 
-    def local(name: str, value: Any) -> Any:
+    def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
             return [
                 x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x)
@@ -545,10 +381,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         return _operand(func, min(specs, key=lambda spec: -1 if spec is None else len(spec.shape)), value)
 
-    locals_ = [local(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
-    result = func._op(*locals_, **{name: local(name, value) for name, value in kwargs.items()})
-    for i in written:
-        increment_version(locals_[i])
+    locals_ = [local(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
+    named = {name: local(value, name) for name, value in kwargs.items()}
+    result = func._op(*locals_, **named)
+    for i, name in written.items():
+        increment_version(locals_[i] if i < len(args) else named[name])
     return result and [x if spec is None else _wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
 
 
@@ -556,13 +393,30 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``clone``, ``to`` and ``*_like``. Random ones draw each rank's numbers from its own generator."""
-    flat = args[0]
-    local = func(flat._local_tensor, *args[1:], **{key: x for key, x in kwargs.items() if key != "memory_format"})
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        _same_where_replicated(local, flat.shard_spec)
-    return _wrap(local, flat.shard_spec)
+def _draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
+    """``randn_like`` and its like: each rank draws its numbers from its own generator."""
+    flat: FlatDTensor = _out_of_place(func, args, kwargs)
+    _same_where_replicated(flat)
+    return flat
+
+
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
+    """``normal_`` and its like: every rank draws the whole tensor and keeps its part, so that ranks of one seed have
+    what the plain tensor would get."""
+    flat: FlatDTensor = args[0]
+    spec, local = flat.shard_spec, flat._local_tensor
+    local.copy_(spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs)))
+    _same_where_replicated(flat)
+    increment_version((local,))
+    return flat
+
+
+def _same_where_replicated(flat: FlatDTensor) -> None:
+    """Give ranks that hold the same elements what the first of them has drawn: their seeds may differ."""
+    local, spec = flat._local_tensor, flat.shard_spec
+    broadcast_from_first(local, spec.mesh, replicas_only=spec.bounds is not None)
+    if spec.tensor_parallel is not None:
+        spec.tensor_parallel.broadcast_first(local)
 
 
 def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
@@ -578,55 +432,6 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     return _wrap(local, spec)
 
 
-def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``normal_`` and its like: every rank draws the whole tensor and keeps its part, so that ranks of one seed have
-    what the plain tensor would get."""
-    flat, *rest = args
-    spec, local = flat.shard_spec, flat._local_tensor
-    local.copy_(spec.local_of_full(func(local.new_empty(spec.global_shape), *rest, **kwargs)))
-    _same_where_replicated(local, spec)
-    increment_version((local,))
-    return cast("FlatDTensor", flat)
-
-
-def _same_where_replicated(local: torch.Tensor, spec: ShardSpec) -> None:
-    """Give ranks that hold the same elements what the first of them has drawn: their seeds may differ."""
-    broadcast_from_first(local, spec.mesh, replicas_only=spec.bounds is not None)
-    if spec.tensor_parallel is not None:
-        spec.tensor_parallel.broadcast_first(local)
-
-
-def _source(func: Any, target: torch.Tensor, value: torch.Tensor) -> Any:
-    """What to copy into the local tensor of ``target``: this rank's elements of ``value``, which is sharded alike,
-    divided by tensor parallelism alike, or whole; or one number."""
-    if type(target) is not FlatDTensor:
-        return _operand(func, None, value)
-    spec = target.shard_spec
-    if isinstance(value, (FlatDTensor, LazyNorm)):
-        return _operand(func, spec, value)
-    if isinstance(value, DTensor):
-        if spec.tensor_parallel is not None and spec.tensor_parallel.holds(value):
-            return spec.local_of(value._local_tensor)
-        value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load the same
-    return spec.local_of_full(value) if value.shape == spec.global_shape else _operand(func, spec, value)
-
-
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, value, *rest = args
-    source = _source(func, target, value)
-    func(target._local_tensor, source, *rest, **kwargs)
-    increment_version((target._local_tensor,))
-    return target
-
-
-def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    targets, values, *rest = args
-    sources = [_source(func, target, value) for target, value in zip(targets, values, strict=True)]
-    locals_ = [target._local_tensor if type(target) is FlatDTensor else target for target in targets]
-    func(locals_, sources, *rest, **kwargs)
-    increment_version(locals_)
-
-
 def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
     """``x[mask] = number`` with a mask of x's shape, as Rprop has it."""
     target, indices, value, *_ = args
@@ -638,35 +443,33 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     return target
 
 
-def _summand(flat: FlatDTensor, dtype: torch.dtype | None = None) -> Summand:
-    spec = flat.shard_spec
-    counts = spec.bounds is not None or spec._rank == 0  # a replicated tensor counts once
-    return Summand(flat._local_tensor, counts, spec.across, dtype or flat.dtype)
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms, extremes, ``any`` and ``all`` of a whole tensor, or of each in a list; communicated at first use."""
+    tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
+    if func in _EXTREMES:
+        of_one, kind, dtype = _EXTREMES[func]
+        of_locals = functools.partial(_local_extremes, of_one)
+    else:
+        found = norms.norm_arguments(func, args, kwargs)
+        if found is None:
+            _refuse(func, args[0].shard_spec, " over some of its dimensions")
+        order, dtype = found
+        of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
+        of_locals = functools.partial(norms.local_norms, order)
+    summands = []
+    for flat in (x for x in tensors if type(x) is FlatDTensor):
+        spec = flat.shard_spec
+        counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
+        summands.append(Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype or flat.dtype))
+    lazy = iter(norms.reduce_lazily(summands, kind, of_locals))
+    results = [next(lazy) if type(x) is FlatDTensor else of_one(x) for x in tensors]
+    return results if tensors is args[0] else results[0]
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyNorm:
-    found = norms.norm_arguments(func, args, kwargs)
-    if found is None:
-        _refuse(func, args[0].shard_spec, " over some of its dimensions")
-    order, dtype = found
-    return norms.norms_of([_summand(args[0], dtype)], order)[0]
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
-    tensors, order, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
-    lazy = iter(norms.norms_of([_summand(x, dtype) for x in tensors if type(x) is FlatDTensor], order))
-    return [next(lazy) if type(x) is FlatDTensor else torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
-
-
-def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``max``, ``min``, ``any`` and ``all`` of whole tensors, also of lists of them."""
-    one, kind, dtype = _EXTREMES[func]
-    tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
-    summands = [_summand(x, dtype) for x in tensors if type(x) is FlatDTensor]
-    lazy = iter(norms.reduce_lazily(summands, kind, lambda locals_: [one(x).double() for x in locals_]))
-    found = [next(lazy) if type(x) is FlatDTensor else one(x) for x in tensors]
-    return found if tensors is args[0] else found[0]
+def _local_extremes(
+    of_one: Callable[[torch.Tensor], torch.Tensor], locals_: list[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    return [of_one(local).double() for local in locals_]
 
 
 _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
@@ -687,7 +490,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     ours = func(_operand(func, spec, first), _operand(func, spec, second), *rest, **kwargs)
     differs = torch.tensor(float(not ours), device=first.device)
-    all_reduce_over(spec.across.groups, differs, dist.ReduceOp.MAX, spec.mesh)
+    all_reduce_over(spec.groups, differs, dist.ReduceOp.MAX, spec.mesh)
     return not differs.item()
 
 
@@ -708,28 +511,29 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func(locals_, found_inf, inverse_scale)
     increment_version(locals_)
     # Over replicas as well: gradients are their own where they make steps by themselves.
-    across = dict.fromkeys(group for spec in specs for group in (*spec.across.groups, *all_groups(spec.mesh)))
+    across = dict.fromkeys(group for spec in specs for group in (*spec.groups, *all_groups(spec.mesh)))
     all_reduce_over(across, found_inf, dist.ReduceOp.MAX, specs[0].mesh)
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like"), _like),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _like),
     **dict.fromkeys(("detach", "alias", "view", "_unsafe_view", "expand"), _of_own_shape),
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _of_own_shape),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _draw_like),
     **dict.fromkeys(("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"), _draw),
-    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _foreach),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), _reduce),
     **dict.fromkeys(("equal", "allclose"), _equal),
-    "copy_": _copy,
-    "_foreach_copy_": _foreach_copy,
     "index_put_": _assign_where,
-    "_foreach_norm": _foreach_norm,
     "_local_scalar_dense": _item,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
-_UNTAGGED, _OVERLOADS_DIFFER = {"zero", "fill", "masked_fill", "copysign"}, {"max", "min", "where"}
-"""Operations that are element-wise though torch has not tagged every form so; names with forms that are not."""
+_ELEMENTWISE = {
+    *("clone", "copy", "_to_copy", "zero", "fill", "masked_fill", "copysign"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+    *("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"),
+}
+"""Operations that are element-wise though torch has not tagged every form so."""
+_OVERLOADS_DIFFER = {"max", "min", "where"}
+"""Names with forms that are not, though others are tagged so."""
 
 
 @functools.cache
@@ -739,19 +543,20 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     if namespace != "aten":
         return _refused
     if func in _EXTREMES:
-        return _extreme
+        return _reduce
+    if func is aten.view.dtype:  # other elements, not another shape
+        return _refused
     if name in _HANDLERS:
         return _HANDLERS[name]
     base = name.removeprefix("_foreach_").removesuffix("_")
     packet = None if base in _OVERLOADS_DIFFER else getattr(aten, base, None)
     forms = [func, *(getattr(packet, overload) for overload in packet.overloads())] if packet is not None else [func]
-    if torch.Tag.nondeterministic_seeded in func.tags or not (
-        base in _UNTAGGED or any(torch.Tag.pointwise in form.tags for form in forms)
-    ):
+    is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
+    if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
         return _refused
-    if name.startswith("_foreach_"):
+    if name.startswith(("_foreach_", "_fused_")):
         return _foreach
-    return _in_place if _written(func)[:1] == (0,) else _out_of_place
+    return _in_place if 0 in _written(func) else _out_of_place
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
@@ -771,7 +576,7 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
-@cache
+@functools.cache
 def refuse_stale_optimizers() -> None:
     """Let every optimizer of this process be refused whose parameters were replaced by sharded ones since it was made.
 

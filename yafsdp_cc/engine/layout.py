@@ -1,25 +1,48 @@
-"""Where each parameter of a unit lies in one flat buffer, and which range of it each rank owns. Pure integers.
+"""How parameters are divided among ranks: where a group's lie in one flat buffer, and what a rank holds of each.
 
-    pieces   | w1        |·| w2               |·| w3     |····|      · padding
-    chunks   | rank 0          | rank 1          | rank 2     |      world × chunk elements
+    parameters   | w1        |·| w2               |·| w3     |····|      · padding
+    chunks       | rank 0          | rank 1          | rank 2     |      world * chunk elements
 
-Every piece and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads
-in any dtype, and a block of a codec lies in one chunk and in one piece. A piece may straddle chunks; a chunk may hold
-none of it.
+Every parameter and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads in
+any dtype, and a block of a codec lies in one chunk and in one parameter. A parameter may straddle chunks, so a rank
+holds a flat range of it (``ShardSpec``), possibly an empty one.
+
+Where tensor parallelism has divided a parameter before (``TensorParallel``), each rank shards what it holds:
+
+    whole [4, 6], Shard(1) over tp      a a a | b b b      a rank of tp = 1 holds [4, 3],
+                                        a a a | b b b      of which it keeps its range among dp
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    import torch.distributed as dist
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor.placement_types import Placement
+
+    from yafsdp_cc.plan import OwnedParameter
 
 ALIGNMENT = 256
-"""Elements: a block of a codec, which so belongs to one piece."""
+"""Elements: a block of a codec, which so belongs to one parameter."""
 
 VECTOR = 32
 """Elements: 128 bytes in fp32, 64 bytes in bf16; what is not encoded needs no more."""
@@ -44,7 +67,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Extents of a unit's parameters in a buffer of ``world`` equal chunks."""
+    """Extents of a group's parameters in a buffer of ``world`` equal chunks."""
 
     extents: tuple[Extent, ...]
     world: int
@@ -87,3 +110,250 @@ class Layout:
         first, last = rank * self.chunk, (rank + 1) * self.chunk
         start = min(max(extent.offset, first), last)
         return start - first, max(min(extent.end, last), start) - first
+
+
+# Parameters that tensor parallelism has divided before ---------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def joint_mesh(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with the dimensions of ``mesh``, then those of ``other``; both are slices of one mesh."""
+    return DeviceMesh._concatenate([mesh, other])
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How tensor parallelism has divided a parameter; equal where the local tensors hold the same elements.
+
+    A module's forward sees what ``parallelize_module`` gave it, a DTensor on the tensor-parallel mesh; users see one on
+    both meshes, of the whole shape.
+
+    Args:
+        mesh: the tensor-parallel ranks, in one dimension or several.
+        placements: ``Shard(dim)`` or ``Replicate()`` for each of them.
+        shape: of the whole tensor.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> TensorParallel:
+        """Return how ``tensor`` is divided."""
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
+
+    @cached_property
+    def _sizes_and_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return tuple(sizes), tuple(offsets)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in the whole tensor this rank's local tensor begins."""
+        return self._sizes_and_offsets[1]
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return make_contiguous_strides_for(self.shape)
+
+    def wrap_unsharded(self, view: Tensor) -> DTensor:
+        """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""
+        return DTensor.from_local(
+            view, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self._strides
+        )
+
+    def local_of(self, full: Tensor) -> Tensor:
+        """Return the elements that this rank holds of a whole tensor, as a view of it."""
+        return full[tuple(slice(start, start + size) for size, start in zip(*self._sizes_and_offsets, strict=True))]
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        return self._groups(Shard)
+
+    def _groups(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
+        dims = [dim for dim, placement in enumerate(self.placements) if type(placement) is kind]
+        return tuple(self.mesh.get_group(dim) for dim in dims if self.mesh.size(dim) > 1)
+
+    def broadcast_first(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with that of the first rank that holds the same elements."""
+        broadcast_over(self._groups(Replicate), tensor, self.mesh)
+
+
+def check_tensor_parallel(owned: Iterable[OwnedParameter], mesh: DeviceMesh) -> None:
+    """Check that each parameter that is a DTensor already can be sharded across ``mesh``.
+
+    Raises:
+        ValueError: ``mesh`` and the parameter's mesh overlap or are not slices of one mesh, or a placement is neither
+            ``Shard(dim)`` nor ``Replicate()``.
+    """
+    for name, tensor in ((each.name, each.parameter) for each in owned):
+        if not isinstance(tensor, DTensor):
+            continue
+        try:
+            joint_mesh(mesh, tensor.device_mesh)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise ValueError(
+                f"'{name}' is already a DTensor, across {tensor.device_mesh}, and is to be sharded across {mesh}. If "
+                "it is tensor parallel, take both from one mesh with names: mesh = init_device_mesh(..., "
+                "mesh_dim_names=('dp', 'tp')), parallelize_module(..., mesh['tp']), then shard across mesh['dp']. If "
+                "it was sharded before, shard it once (torch's fully_shard counts), or pass it in ignored_params"
+            ) from error
+        for placement in tensor.placements:
+            if type(placement) is not Shard and type(placement) is not Replicate:
+                raise ValueError(
+                    f"'{name}' is a DTensor placed as {placement}: parameters that are Shard(dim) or Replicate() "
+                    "across the tensor-parallel ranks can be sharded further, no others"
+                )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, which may be a DTensor; outside of autograd."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# What a rank holds of a parameter ------------------------------------------------------------------------------------
+
+
+def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkStorageMetadata]:
+    """Return the row-major range ``start:stop`` of a tensor as chunks, the form in which checkpoints address parts.
+
+    Elements 5 to 14 of a ``[4, 4]`` tensor are three chunks::
+
+        . . . .
+        . a a a      a  offsets (1, 1), sizes (1, 3)
+        b b b b      b  offsets (2, 0), sizes (1, 4)
+        c c . .      c  offsets (3, 0), sizes (1, 2)
+
+    Returns:
+        At most ``2 * len(shape) - 1`` chunks, whose elements are consecutive and in order; none for an empty range.
+
+    Raises:
+        ValueError: the range does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start}:{stop} do not lie within a tensor of shape {list(shape)}")
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    chunks = []
+    while start < stop:
+        offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
+        sizes = list(shape)
+        for dim, stride in enumerate(strides):
+            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: as many as fit
+                sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
+                break
+            sizes[dim] = 1
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        start += math.prod(sizes)
+    return chunks
+
+
+@dataclass(eq=False)
+class ShardSpec:
+    """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).
+
+    Args:
+        name: the parameter's full name, for errors. ``fully_shard`` on a part of a model does not know it yet.
+        shape: the shape of what is sharded: the parameter's, or its local one where ``tensor_parallel``.
+        mesh: the mesh it is sharded across, along its last dimension.
+        bounds: ``world + 1`` offsets: rank r of that dimension holds the row-major elements
+            ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
+        tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
+        owner: what the engine keeps the parameter in; None outside of it.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
+    """
+
+    name: str
+    shape: torch.Size
+    mesh: DeviceMesh
+    bounds: tuple[int, ...] | None
+    tensor_parallel: TensorParallel | None = None
+    owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
+    """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""
+
+    def __post_init__(self) -> None:
+        if self.mesh.ndim > 2:
+            raise ValueError(
+                f"'{self.name}': a mesh is (shard) or (replicate, shard), this one has {self.mesh.ndim} dimensions"
+            )
+        if self.bounds is None:
+            return
+        world = self.mesh.size(self.mesh.ndim - 1)
+        ends_fit = len(self.bounds) == world + 1 and (self.bounds[0], self.bounds[-1]) == (0, self.numel)
+        if not ends_fit or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(
+                f"'{self.name}': bounds {self.bounds} do not divide {self.numel} elements into {world} ranges"
+            )
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's number along the shard dimension."""
+        return shard_rank(self.mesh)
+
+    def local_range(self) -> tuple[int, int]:
+        """Return the half-open row-major range that this rank holds."""
+        return (0, self.numel) if self.bounds is None else (self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's local tensor: one flat range, or the whole tensor's own shape when replicated."""
+        start, stop = self.local_range()
+        return torch.Size(self.shape if self.bounds is None else (stop - start,))
+
+    @cached_property
+    def global_shape(self) -> torch.Size:
+        """The parameter's shape, as users see it."""
+        return self.shape if self.tensor_parallel is None else self.tensor_parallel.shape
+
+    @cached_property
+    def global_mesh(self) -> DeviceMesh:
+        """All ranks among which the parameter is divided."""
+        return self.mesh if self.tensor_parallel is None else joint_mesh(self.mesh, self.tensor_parallel.mesh)
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        return (shard_group(self.mesh), *(() if self.tensor_parallel is None else self.tensor_parallel.groups))
+
+    @cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """This rank's elements as chunks of the whole tensor. A tensor without elements is one empty chunk."""
+        if self.bounds is None or math.prod(self.global_shape) == 0:
+            chunks = [ChunkStorageMetadata(torch.Size((0,) * len(self.shape)), self.shape)]
+        else:
+            chunks = chunk_metadata(self.shape, *self.local_range())
+        if self.tensor_parallel is None:
+            return chunks
+        first = self.tensor_parallel.offsets
+        return [ChunkStorageMetadata(torch.Size(map(operator.add, first, c.offsets)), c.sizes) for c in chunks]
+
+    def local_of(self, unsharded: Tensor) -> Tensor:
+        """Return this rank's elements, in the local shape, of a tensor of ``shape``."""
+        start, stop = self.local_range()
+        return unsharded.reshape(-1)[start:stop].view(self.local_shape)
+
+    def local_of_full(self, full: Tensor) -> Tensor:
+        """Return this rank's elements, in the local shape, of a tensor of ``global_shape``."""
+        return self.local_of(full if self.tensor_parallel is None else self.tensor_parallel.local_of(full))
+
+    def matches(self, other: ShardSpec) -> bool:
+        """Return whether local tensors of both hold the same elements of tensors of one shape."""
+        divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel")
+        return divided(self) == divided(other)
+
+    def __str__(self) -> str:
+        if self.bounds is None and self.tensor_parallel is None:
+            return f"'{self.name}' (replicated {list(self.shape)})"
+        held, whole = math.prod(self.local_shape), math.prod(self.global_shape)
+        return f"'{self.name}' (sharded {list(self.global_shape)}, this rank holds {held} of {whole} elements)"
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        return self  # one for a parameter, its gradient and its optimizer state; a mesh has no second copy

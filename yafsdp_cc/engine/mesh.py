@@ -1,4 +1,4 @@
-"""The ranks of a sharded model: its device mesh, and the process groups that are derived from it.
+"""The ranks of a sharded model: its device mesh, what they agree on, and how fast their links are.
 
 A mesh is ``(shard,)`` or, with replicas, ``(replicate, shard)``, torch's order for hybrid sharding (HSDP). Parameters
 are sharded across the last dimension; ranks along the first one hold the same shard.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -107,6 +111,32 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: boo
     broadcast_over(all_groups(mesh)[1 if replicas_only else 0 :], tensor, mesh)
 
 
+def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Give every rank the elements of the first rank's tensors, of any dtype."""
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+_GroupsByKey: TypeAlias = "weakref.WeakValueDictionary[Hashable, dist.ProcessGroup]"
+
+_groups_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByKey] = weakref.WeakKeyDictionary()
+"""torch holds groups until ``destroy_process_group()``, and no cache may hold them longer: a thread of gloo that is at
+work when the interpreter ends aborts the process. (The keys may live on: ``torch.distributed.nn`` holds the world.)"""
+
+
+def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group that ``make`` has made of ranks of ``parent`` for this key, once: a new one costs memory and a
+    collective."""
+    known = _groups_of.setdefault(parent, weakref.WeakValueDictionary())
+    group = known.get(key)
+    if group is None:
+        group = known[key] = make()
+    return group
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that carries tensors of ``device`` in ``group``, in lower case.
 
@@ -122,50 +152,91 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         ) from error
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return how long an operation of ``group`` waits for other ranks; None where the backend does not tell.
+# What ranks agree on: checks that one rank alone may fail are made collective before anyone raises -------------------
 
-    Groups derived from it must be given the same: they would wait for torch's default.
+
+def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
+    """Return every rank's item, in the order of a mesh whose last dimension comes first."""
+    items = [item]
+    for group in across:
+        theirs: list[list[T]] = [items] * group.size()
+        dist.all_gather_object(theirs, items, group=group)
+        items = [each for some in theirs for each in some]
+    return items
+
+
+@contextmanager
+def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
+    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
+
+    Raises:
+        ValueError: on the other ranks, with that rank's message.
     """
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    refusals = all_gather_objects(None if refusal is None else str(refusal), across)
+    if refusal is not None:
+        raise refusal
+    for rank, text in enumerate(refusals):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
 
 
-# Process groups derived from a mesh --------------------------------------------------------------------------------
+def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
+    """Compare the arguments of a ``call`` across ranks.
+
+    Raises:
+        ValueError: on every rank, naming the first that differs.
+    """
+    mine = {name: repr(value) for name, value in settings.items()}
+    everybody = all_gather_objects(mine, across)
+    for name in mine:
+        found = [theirs[name] for theirs in everybody]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks; every rank must call {call} alike:\n{table_of_ranks(found)}"
+            )
 
 
-@dataclass
-class _Derived:
-    """Groups that were made from one shard group, each made once: a new communicator costs memory and a collective."""
-
-    reduce: dist.ProcessGroup | None = None
-    subgroups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
-    has_slow_link: bool | None = None
+def table_of_ranks(entries: Iterable[object]) -> str:
+    """Return the ranks' entries as lines of an error message."""
+    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in enumerate(entries))
 
 
-_derived: weakref.WeakKeyDictionary[dist.ProcessGroup, _Derived] = weakref.WeakKeyDictionary()
+_CHECKSUM_BLOCK = 1 << 20
+"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
 
 
-def reduce_group(info: MeshInfo) -> dist.ProcessGroup:
-    """Return a second communicator of the shard group's ranks, for reduces. A collective of these ranks, once."""
-    known = _derived.setdefault(info.shard_group, _Derived())
-    if known.reduce is None:
-        members = dist.get_process_group_ranks(info.shard_group)
-        partial = len(members) < dist.get_world_size()
-        timeout = timeout_of(info.shard_group, info.device)
-        known.reduce = dist.new_group(members, timeout=timeout, use_local_synchronization=partial)
-    return known.reduce
+def checksum(tensor: Tensor) -> int:
+    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for block in data.split(_CHECKSUM_BLOCK):
+        words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)
+        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
+        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
+    return total
 
 
-def neighbour_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return this rank and its neighbours in the shard group, ``size`` in all. A collective of these ranks, once."""
-    known = _derived.setdefault(info.shard_group, _Derived()).subgroups
-    if size not in known:
-        first = info.shard_group.rank() // size * size
-        members = dist.get_process_group_ranks(info.shard_group)[first : first + size]
-        timeout = timeout_of(info.shard_group, info.device)
-        known[size] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-    return known[size]
+_TIMEOUT, _GLANCE = 5.0, 0.05
+"""Seconds that all ranks together have to answer, and that each has at least."""
+
+
+def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> str:
+    """Tell the other ranks ``text`` where collectives no longer work; return those of all that answer, as lines."""
+    store.set(f"{key}/{rank}", text)
+    until, answers = time.monotonic() + _TIMEOUT, []
+    for other in range(world):
+        try:
+            left = max(until - time.monotonic(), _GLANCE)
+            store.wait([f"{key}/{other}"], timedelta(seconds=left))
+            answers.append(store.get(f"{key}/{other}").decode())
+        except (RuntimeError, ValueError):
+            answers.append("no answer")
+    return table_of_ranks(answers)
 
 
 # How fast the links are --------------------------------------------------------------------------------------------
@@ -179,10 +250,13 @@ PROBE_ROUNDS = 3
 _PROBE_TAG = 3
 
 
+_slow_links: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+"""Of the gloo groups that were probed."""
+
+
 def has_slow_link(group: dist.ProcessGroup) -> bool:
     """Return whether ``probe_links`` found the links of a gloo group slow; False for a group that was not probed."""
-    known = _derived.get(group)
-    return known is not None and bool(known.has_slow_link)
+    return _slow_links.get(group, False)
 
 
 def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
@@ -192,10 +266,9 @@ def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
     what a network carries, or less. Point-to-point messages use both directions at once but cost processor time that a
     fast network would not give back. The probe takes 1 ms on a fast link and 0.25 s at 100 Mbit/s.
     """
-    known = _derived.setdefault(group, _Derived())
-    if known.has_slow_link is None:
-        known.has_slow_link = group.size() > 1 and not _is_fast(group)
-    _derived.setdefault(other, _Derived()).has_slow_link = known.has_slow_link
+    if group not in _slow_links:
+        _slow_links[group] = group.size() > 1 and not _is_fast(group)
+    _slow_links[other] = _slow_links[group]
 
 
 def _is_fast(group: dist.ProcessGroup) -> bool:

@@ -1,33 +1,46 @@
 """What a module becomes when it is sharded: still itself, with hooks around its forward, and FSDP2's methods.
 
 The methods have the names and the meaning of torch's ``FSDPModule``. Those that change how many buffers there are take
-effect with the next forward for which no gradient is held back. What has no meaning here raises, and tells why.
+effect with the next forward for which no gradient is held back. What has no meaning here raises, and tells why. Below
+are the ways to the unsharded parameters outside of a forward: to read or edit all of them, one group after another, or
+for good (``unshard_model``).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
-from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.init import SPEC, current_state, group_of, materialize_shards, spec_of, specs_below, state_of
+from yafsdp_cc.engine.assembly import current_state, group_of, state_of
+from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single
+from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.engine.param import Divisor
+from yafsdp_cc.engine.sharding import SPEC, materialize_shards, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
-    from yafsdp_cc.engine.spec import ParamGroupSpec
+    from yafsdp_cc.engine.sharding import ParamGroupSpec
     from yafsdp_cc.engine.state import FSDPState
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
 _UNDO = "_yafsdp_cc_undo"
+"""Attribute of sharded modules: what takes back what was done to them."""
+_OURS = ("_local_tensor", "shard_spec", "_is_param")
+"""What the ``__dict__`` of a sharded parameter holds beside the notes of users and frameworks."""
 
 
 class UnshardHandle(_UnshardHandle):
@@ -44,7 +57,7 @@ class UnshardHandle(_UnshardHandle):
             self._state.register_held(group)
 
 
-class ShardedModule(FSDPModule):
+class ShardedModule(FSDPModule, nn.Module):
     """The class that sharded modules gain; their own class and all of its methods stay.
 
     A subclass of FSDP2's, because frameworks recognise sharded modules by that.
@@ -63,8 +76,7 @@ class ShardedModule(FSDPModule):
         Args:
             async_op: return at once, with a handle; a forward waits by itself.
         """
-        module = _as_module(self)
-        state, group = current_state(module), group_of(module)
+        state, group = current_state(self), group_of(self)
         if group is not None:
             group.hold()
         handle = UnshardHandle(state, group)
@@ -75,8 +87,7 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Let go of what ``unshard`` has gathered."""
-        module = _as_module(self)
-        group = group_of(module) if state_of(module) is not None else None
+        group = group_of(self) if state_of(self) is not None else None
         if group is not None:
             group.release_held()
 
@@ -117,7 +128,7 @@ class ShardedModule(FSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream."""
-        current_state(_as_module(self)).post_optim_event = event
+        current_state(self).post_optim_event = event
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -140,17 +151,16 @@ class ShardedModule(FSDPModule):
             ValueError: this is not the root, or ``recurse`` is False.
         """
         _check_bool("requires_all_reduce", requires_all_reduce)
-        module = _as_module(self)
-        state = current_state(module)
+        state = current_state(self)
         if state.context.replicas is None:
             return
-        if state.model is not module or not recurse:
+        if state.model is not self or not recurse:
             raise ValueError("set_requires_all_reduce is for the whole model: call it on the root, with recurse=True")
         state.context.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for all reduces. Before one that does, gradients are not final."""
-        current_state(_as_module(self)).is_last_backward = is_last_backward
+        current_state(self).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""
@@ -193,36 +203,10 @@ class ShardedModule(FSDPModule):
         Raises:
             RuntimeError: this is not the root.
         """
-        module = _as_module(self)
-        state = current_state(module)
-        if state.model is not module:
+        state = current_state(self)
+        if state.model is not self:
             raise RuntimeError("reset_iter_state is for the root module, the outermost that is sharded")
         state.reset()
-
-    # What has no meaning here --------------------------------------------------------------------------------------
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refuse."""
-        _refuse("set_custom_all_gather", "weights are gathered from buffer to buffer, without the copies it is handed")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refuse."""
-        _refuse("set_custom_reduce_scatter", "the engine sums in place; what changes the bytes sent is a codec")
-
-    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> NoReturn:
-        """Refuse."""
-        _refuse("set_all_reduce_hook", "pass a 2-D mesh (replicate, shard) for a sum over replicas")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Refuse."""
-        _refuse("set_allocate_memory_from_process_group_for_comm", "buffers are allocated once, by torch")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refuse."""
-        _refuse("set_symm_mem_for_comm", "buffers are allocated once, by torch")
-
-    def _set_unshard_async_op(self, async_op: bool) -> NoReturn:
-        _refuse("_set_unshard_async_op", "all-gathers are issued ahead, into buffers that exist already")
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
@@ -232,13 +216,12 @@ class ShardedModule(FSDPModule):
 
     # As a module -----------------------------------------------------------------------------------------------------
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Let ``.to()`` and its like move buffers and ignored parameters, and ``to_empty`` make what was on meta.
 
         Sharded parameters stay where and what they are.
         """
-        module = _as_module(self)
-        for name, parameter in module.named_parameters(recurse=recurse):
+        for name, parameter in self.named_parameters(recurse=recurse):
             if not isinstance(parameter, FlatDTensor) or parameter.to_local().is_meta:
                 continue
             if not _is_unchanged(parameter.to_local(), fn):
@@ -246,7 +229,7 @@ class ShardedModule(FSDPModule):
                     f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
                     "do that before shard(), or choose the dtype of the forward with mp_policy"
                 )
-        for inner in module.modules() if recurse else (module,):
+        for inner in self.modules() if recurse else (self,):
             if (spec := spec_of(inner)) is not None:
                 materialize_shards(spec, fn)
             for ignored in inner._parameters.values():
@@ -261,7 +244,7 @@ class ShardedModule(FSDPModule):
             for key, buffer in inner._buffers.items():
                 if buffer is not None:
                     inner._buffers[key] = fn(buffer)
-        return module
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -276,22 +259,15 @@ class ShardedModule(FSDPModule):
         )
 
     def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:
-        own = spec_of(_as_module(self))
-        return specs_below(_as_module(self)) if recurse else [own] if own is not None else []
+        own = spec_of(self)
+        return specs_below(self) if recurse else [] if own is None else [own]
 
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
         for spec in self._specs(recurse):
             if getattr(spec.settings, name) == value:
                 continue
-            state = state_of(spec.modules[0])
-            if state is not None:
-                state.outdated = True
             setattr(spec.settings, name, value)
-
-
-def _as_module(sharded: ShardedModule) -> nn.Module:
-    assert isinstance(sharded, nn.Module)
-    return sharded
+            _outdate(spec)
 
 
 def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
@@ -304,16 +280,40 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
     return tuple(dict.fromkeys(specs))
 
 
+def _outdate(spec: ParamGroupSpec) -> None:
+    """Let the engine be assembled again before the next forward."""
+    if (state := state_of(spec.modules[0])) is not None:
+        state.outdated = True
+
+
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} should be a bool, got {type(value)}")
 
 
-def _refuse(name: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"{name} has no meaning here: {why}")
+_REFUSED = {
+    "set_custom_all_gather": "weights are gathered from buffer to buffer, without the copies it is handed",
+    "set_custom_reduce_scatter": "the engine sums in place; what changes the bytes sent is a codec",
+    "set_all_reduce_hook": "pass a 2-D mesh (replicate, shard) for a sum over replicas",
+    "set_allocate_memory_from_process_group_for_comm": "buffers are allocated once, by torch",
+    "set_symm_mem_for_comm": "buffers are allocated once, by torch",
+    "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",
+}
+"""Methods of FSDP2's that have no meaning here, and why."""
 
 
-def _is_unchanged(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedModule, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} has no meaning here: {why}")
+
+    return refuse
+
+
+for _name, _why in _REFUSED.items():
+    setattr(ShardedModule, _name, _refusing(_name, _why))
+
+
+def _is_unchanged(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
     after = fn(tensor)
     if after is tensor:
         return True
@@ -329,10 +329,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     specs = _specs_of(modules)
     for spec in specs[1:]:
-        state = state_of(spec.modules[0])
-        if state is not None:
-            state.outdated = True
         spec.settings.streams = specs[0].settings.streams
+        _outdate(spec)
 
 
 # Modules become sharded ones, and plain ones again -----------------------------------------------------------------
@@ -340,16 +338,13 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _sharded_class(own: type[nn.Module]) -> type[nn.Module]:
+def make_sharded(module: nn.Module) -> None:
+    """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
+    own = type(module)
     if own not in _sharded_classes:
         sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
-    return _sharded_classes[own]
-
-
-def make_sharded(module: nn.Module) -> None:
-    """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _sharded_classes[own]
     hooks = [*install_hooks(module, current_state), module.register_load_state_dict_pre_hook(_refuse_assignment)]
     for hook in hooks:
         _undo_later(module, hook.remove)
@@ -392,11 +387,6 @@ def require_state(module: nn.Module) -> FSDPState:
     return current_state(module)
 
 
-def is_root(module: nn.Module) -> bool:
-    """Return whether ``module`` is the root of its engine, not only a part of it."""
-    return require_state(module).model is module
-
-
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.<name>(...)`` another way into a sharded module, besides its forward.
 
@@ -425,3 +415,173 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     module.__dict__[name] = with_weights
     _undo_later(module, functools.partial(module.__dict__.pop, name, None))
+
+
+# Unsharded parameters outside of a forward -------------------------------------------------------------------------
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """While it is open, the parameters of a sharded ``model`` are whole and plain, in their own dtype, on every rank.
+
+    Tensor-parallel ones are the DTensors that ``parallelize_module`` has made.
+    ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies of the whole model, so mind
+    the memory. A collective: enter on all ranks.
+
+    Args:
+        model: what was given to ``shard``.
+        write: keep what was changed; every rank must make the same changes, and each keeps those to its own part.
+
+    Raises:
+        ValueError: ``model`` is not sharded.
+        RuntimeError: entered inside a forward or a backward.
+    """
+    state = require_state(model)
+    check_at_rest(state, "whole_parameters")
+    wholes = {
+        param: _unsharded_parameter(param, values) for param, values in whole_params_by_group(state, everywhere=True)
+    }
+    for param, whole in wholes.items():
+        param.set_parameter(whole)
+    try:
+        yield
+    finally:
+        for param, whole in wholes.items():
+            if write:
+                with torch.no_grad():
+                    param.parameter.copy_(whole)
+            param.set_parameter(param.parameter)
+
+
+@torch.no_grad()
+def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tuple[FSDPParam, Tensor | None]]:
+    """Yield every parameter with its whole value, group by group in module order, and the replicated ones last.
+
+    Of a tensor-parallel one, the local tensor that this rank has held. Values are plain, in the parameter's own dtype
+    and shape, on the engine's device (in host memory where gloo brings them to one rank), and gone when the next one is
+    asked for: take a copy. At any time a rank holds one buffer of a group, or none where it receives nothing. A
+    collective: go through it to the end, on all ranks.
+
+    Args:
+        state: of a sharded model.
+        everywhere: give every rank the values; otherwise only the first of the mesh, and the others None.
+    """
+    info = state.context.info
+    is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
+    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
+    for flat in state.flats:
+        takes_part = everywhere or is_first_replica
+        buffer = _gathered(flat.sharded.to(state.context.device), info.shard_group, everywhere) if takes_part else None
+        for param in flat.params:
+            extent = param.extent
+            yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
+        del buffer  # before there is another
+    for param in state.replicated.params:
+        yield param, param.local.detach() if receives else None
+
+
+def _unsharded_parameter(
+    param: FSDPParam, whole: Tensor | None, device: torch.device | str | None = None
+) -> nn.Parameter:
+    """Return what ``param`` was before it was sharded, with a copy of ``whole``, or on the meta device without."""
+    sharded, parallel = param.parameter, param.spec.tensor_parallel
+    if whole is None:
+        values = torch.empty(param.spec.shape, dtype=sharded.dtype, device="meta")
+    else:
+        values = whole.to(device or sharded.device, copy=True)
+    if parallel is not None:
+        values = parallel.wrap_unsharded(values)
+    return nn.Parameter(values, requires_grad=sharded.requires_grad)
+
+
+def is_first_of_model(state: FSDPState) -> bool:
+    """Return whether this rank is the first of all that hold a part of the model."""
+    meshes = [state.context.info.mesh, *(param.spec.global_mesh for param in state.params)]
+    return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+
+def ranks_of_model(state: FSDPState) -> list[int]:
+    """Return the global ranks that hold a part of the model."""
+    meshes = [param.spec.global_mesh for param in state.params]
+    largest = max(meshes, key=lambda mesh: mesh.size(), default=state.context.info.mesh)
+    members: list[int] = largest.mesh.flatten().tolist()
+    return members
+
+
+def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
+    if not everywhere and backend_of(group, shard.device) != "nccl":
+        shard = shard.cpu()  # gloo sends messages from host memory only
+    part = shard.view(torch.uint8)  # bytes: not every dtype is carried
+    if not everywhere and group.rank() > 0:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, part, group=group, group_peer=0)]):
+            work.wait()
+        return None
+    buffer = shard.new_empty(shard.numel() * group.size())
+    if everywhere:
+        all_gather_single(buffer.view(torch.uint8), part, group=group)
+        return buffer
+    # One message from each, right to its place: a gather would receive into a second buffer.
+    own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
+    own.copy_(part)
+    receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in enumerate(parts, start=1)]
+    for work in dist.batch_isend_irecv(receives) if receives else ():
+        work.wait()
+    return buffer
+
+
+def check_shows_shards(model: nn.Module, what: str) -> None:
+    """Raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    if not isinstance(model, ShardedModule):
+        return
+    for param in (param for spec in require_state(model).specs for param in spec.params):
+        module, attribute = param.sites[0]
+        if module._parameters.get(attribute) is not param.parameter:
+            raise RuntimeError(
+                f"{what} inside whole_parameters, or after '{param.spec.name}' was replaced, would write to what is "
+                "not the sharded parameter: do it outside"
+            )
+
+
+def check_at_rest(state: FSDPState, what: str) -> None:
+    """Raise a ``RuntimeError`` inside a forward or a backward."""
+    if state.iteration is not None or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")
+
+
+def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
+    """Undo ``shard``: whole, plain parameters again, the model's own classes, none of the engine's hooks.
+
+    A collective, one group at a time: beside the plain model a rank holds its shards and one group. Gradients are
+    dropped. An optimizer goes on holding the sharded parameters, and their memory: make a new one.
+
+    Args:
+        model: what was given to ``shard``.
+        rank0_only: whole parameters on the first rank of the mesh alone; elsewhere they are on the meta device.
+        device: where parameters and buffers shall be; None: where they were. ``"cpu"`` is for models that are larger
+            than one GPU.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: ``model`` is not what was given to ``shard``.
+        RuntimeError: called inside a forward or a backward.
+    """
+    state = require_state(model)
+    check_at_rest(state, "unshard_model")
+    if state.model is not model:
+        raise ValueError(f"this {type(model).__name__} is a part of a sharded model: unshard the whole of it")
+    for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
+        plain = _unsharded_parameter(param, whole, device)
+        plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})
+        param.set_parameter(plain)
+    for module in list(model.modules()):
+        if isinstance(module, ShardedModule):
+            make_plain(module)
+        if device is not None:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+    state.retire()
+    del state
+    gc.collect()  # groups and their buffers refer to each other
+    return model

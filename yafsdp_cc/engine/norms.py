@@ -9,16 +9,17 @@ several meshes, replicated ones and plain tensors would each be reduced by thems
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.mesh import all_reduce_over
 
@@ -71,39 +72,33 @@ class Across(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]
 
 
+@dataclass(eq=False)
 class Partials:
-    """This rank's partials of some numbers, float64, and the numbers themselves once they are reduced."""
+    """This rank's partials of some numbers, float64, and the numbers themselves, float64, once they are reduced."""
 
-    def __init__(self, local: torch.Tensor, kind: Reduction, across: Across) -> None:
-        self.local, self.kind, self.across = local, kind, across
-        self._reduced: torch.Tensor | None = None
+    local: torch.Tensor
+    kind: Reduction
+    across: Across
+    reduced: torch.Tensor | None = None
 
-    def reduced(self) -> torch.Tensor:
-        """Return the numbers, float64. The first call is a collective: one all-reduce over each group."""
-        if self._reduced is None:
-            local, (mesh, groups) = self.local, self.across
-            if self.kind.is_sum:
-                total = local.clone()
-                all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
-            else:
-                # Backends differ in what the maximum of a NaN and a number is: NaNs travel as a flag of their own.
-                both = torch.stack([local.masked_fill(local.isnan(), -math.inf), local.isnan().to(local.dtype)])
-                all_reduce_over(groups, both, dist.ReduceOp.MAX, mesh)
-                total = both[0].masked_fill(both[1] > 0, math.nan)
-            self._reduced = self.kind.from_partial(total)
-        return self._reduced
 
-    @staticmethod
-    def reduce_all(unknown: Sequence[Partials]) -> None:
-        """Reduce all of these: one all-reduce over each group for those of the same kind across the same ranks."""
-        alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
-        for partials in unknown:
-            alike[partials.kind, partials.across].append(partials)
-        for (kind, across), members in alike.items():
-            joined = Partials(torch.cat([partials.local.reshape(-1) for partials in members]), kind, across).reduced()
-            parts = joined.split([partials.local.numel() for partials in members])
-            for partials, part in zip(members, parts, strict=True):
-                partials._reduced = part.view(partials.local.shape)
+def reduce(unknown: Sequence[Partials]) -> None:
+    """Set ``reduced`` of all: one all-reduce over each group for those of the same kind across the same ranks."""
+    alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
+    for partials in unknown:
+        alike[partials.kind, partials.across].append(partials)
+    for (kind, (mesh, groups)), members in alike.items():
+        total = torch.cat([partials.local.reshape(-1) for partials in members])
+        if kind.is_sum:
+            all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
+        else:
+            # Backends differ in what the maximum of a NaN and a number is: NaNs travel as a flag of their own.
+            both = torch.stack([total.masked_fill(total.isnan(), -math.inf), total.isnan().to(total.dtype)])
+            all_reduce_over(groups, both, dist.ReduceOp.MAX, mesh)
+            total = both[0].masked_fill(both[1] > 0, math.nan)
+        parts = kind.from_partial(total).split([partials.local.numel() for partials in members])
+        for partials, part in zip(members, parts, strict=True):
+            partials.reduced = part.view(partials.local.shape)
 
 
 class LazyNorm(DTensor):
@@ -119,7 +114,9 @@ class LazyNorm(DTensor):
     def value(self) -> torch.Tensor:
         """Return the plain tensor: global shape, this dtype, the same bits on every rank. A collective at first use."""
         if self._value is None:
-            self._value = self._partials.reduced().to(self.dtype)
+            if self._partials.reduced is None:
+                reduce([self._partials])
+            self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype)
         return self._value
 
     @classmethod
@@ -130,7 +127,7 @@ class LazyNorm(DTensor):
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
-        args, kwargs = tree_map(lambda x: x.value() if isinstance(x, LazyNorm) else x, (args, kwargs))
+        args, kwargs = tree_map_only(LazyNorm, LazyNorm.value, (args, kwargs))
         return func(*args, **kwargs)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
@@ -160,6 +157,27 @@ class LazyNorm(DTensor):
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
 
 
+def _lazy(partials: Partials, dtype: torch.dtype) -> LazyNorm:
+    local = partials.local
+    shown, spec = _shown(partials.across.mesh, local.shape, dtype, local.device)
+    lazy = cast("LazyNorm", DTensor.__new__(LazyNorm, shown, spec, requires_grad=False))
+    lazy._partials, lazy._value = partials, None
+    return lazy
+
+
+@functools.lru_cache(maxsize=64)
+def _shown(
+    mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, DTensorSpec]:
+    """What DTensor wants to see: a local tensor of this dtype (partials are float64), and a spec. Nobody reads or
+    writes the elements of the former, so all lazy norms of one kind share it."""
+    local = torch.empty(shape, dtype=dtype, device=device)
+    return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))
+
+
+# From sharded tensors to lazy norms --------------------------------------------------------------------------------
+
+
 class Summand(NamedTuple):
     """One sharded tensor to reduce: this rank's elements, the ranks to reduce over, and the dtype of the result.
 
@@ -173,13 +191,13 @@ class Summand(NamedTuple):
 
 
 def reduce_lazily(
-    summands: Sequence[Summand], kind: Reduction, reduce: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[LazyNorm]:
-    """Return one lazy number, 0-d, for each tensor; ``reduce`` makes 0-d tensors of local ones, none of them empty."""
+    """Return one lazy number, 0-d, for each tensor; ``of_locals`` makes 0-d tensors of tensors with elements."""
     present = [each.counts and each.local.numel() > 0 for each in summands]
-    results = reduce([each.local for each, is_here in zip(summands, present, strict=True) if is_here])
+    locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
     # Stacked, so that the number of kernels does not grow with the number of tensors.
-    rows = iter(kind.to_partial(torch.stack(list(results))).unbind() if results else ())
+    rows = iter(kind.to_partial(torch.stack(list(of_locals(locals_)))).unbind() if locals_ else ())
     nothing = summands[0].local.new_full((), kind.of_empty, dtype=torch.float64)
     return [
         _lazy(Partials(next(rows) if is_here else nothing, kind, each.across), each.dtype)
@@ -187,18 +205,12 @@ def reduce_lazily(
     ]
 
 
-def norms_of(summands: Sequence[Summand], order: float) -> list[LazyNorm]:
-    """Return the ``order``-norm of each whole tensor, lazily. Half-precision elements are summed in float32."""
-
-    def reduce(locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not locals_:
-            return []
-        precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
-        if len(locals_) == 1:
-            return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
-        return torch._foreach_norm(locals_, order, dtype=precise)
-
-    return reduce_lazily(summands, Reduction(order), reduce)
+def local_norms(order: float, locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the ``order``-norm of each of these plain tensors. Half-precision elements are summed in float32."""
+    precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
+    if len(locals_) == 1:
+        return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
+    return torch._foreach_norm(locals_, order, dtype=precise)
 
 
 _NORMS = (
@@ -207,6 +219,7 @@ _NORMS = (
     aten.norm.ScalarOpt_dim,
     aten.norm.ScalarOpt_dtype,
     aten.norm.ScalarOpt_dim_dtype,
+    aten._foreach_norm.Scalar,
 )
 
 
@@ -215,9 +228,12 @@ def norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func not in _NORMS:
         return None
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    ndim, dims = given["self"].dim(), given.get("dim")
-    if given.get("keepdim", False) or (dims and sorted(dim % max(ndim, 1) for dim in dims) != list(range(ndim))):
+    if given.get("keepdim", False):
         return None
+    if dims := given.get("dim"):
+        ndim = given["self"].dim()
+        if sorted(dim % max(ndim, 1) for dim in dims) != list(range(ndim)):
+            return None
     order = given.get("ord", given.get("p"))
     return 2.0 if order is None else float(order), given.get("dtype")
 
@@ -251,7 +267,7 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
         return None
     kind, across = unknown[0].kind, unknown[0].across
     if any((partials.kind, partials.across) != (kind, across) for partials in unknown):
-        Partials.reduce_all(unknown)
+        reduce(unknown)
         return None
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
@@ -261,25 +277,5 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
             continue
         known = kind.to_partial(x.value() if isinstance(x, LazyNorm) else x)
         rows.append(known if is_first else torch.full_like(known, kind.of_empty))
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return _lazy(Partials(torch.stack(rows, dim), kind, across), dtype)
-
-
-def _lazy(partials: Partials, dtype: torch.dtype) -> LazyNorm:
-    local = partials.local
-    shown, spec = _shown(partials.across.mesh, local.shape, dtype, local.device)
-    lazy = cast("LazyNorm", DTensor.__new__(LazyNorm, shown, spec, requires_grad=False))
-    lazy._partials, lazy._value = partials, None
-    return lazy
-
-
-@lru_cache(maxsize=64)
-def _shown(
-    mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, DTensorSpec]:
-    """What DTensor wants to see: a local tensor of this dtype (partials are float64), and a spec. Nobody reads or
-    writes the elements of the former, so all lazy norms of one kind share it."""
-    local = torch.empty(shape, dtype=dtype, device=device)
-    return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))

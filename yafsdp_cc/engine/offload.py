@@ -16,10 +16,11 @@ beside those before until the end; on the device it is one more copy, and that i
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from yafsdp_cc.engine.param import FlatParam, ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
+    from torch.distributed.fsdp import OffloadPolicy
 
     from yafsdp_cc.engine.param import Divisor, FSDPParam
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
@@ -81,20 +83,19 @@ class HostTransfer:
         return self._staging.nbytes
 
 
+@dataclass
 class HostTransfers:
     """All copies between host memory and the device of one engine."""
 
-    def __init__(self, weights: HostTransfer, grads: HostTransfer, replicated: HostTransfer) -> None:
-        self.weights = weights
-        self.grads = grads
-        self.replicated = replicated
-        """Of replicated parameters, on the caller's stream."""
+    weights: HostTransfer
+    grads: HostTransfer
+    replicated: HostTransfer
+    """Of replicated parameters, on the caller's stream."""
 
     def wait(self) -> None:
         """Hold the host until it may read and write its own memory."""
-        self.weights.wait()
-        self.grads.wait()
-        self.replicated.wait()
+        for transfer in (self.weights, self.grads, self.replicated):
+            transfer.wait()
 
     @property
     def nbytes(self) -> int:
@@ -102,34 +103,23 @@ class HostTransfers:
         return self.weights.nbytes + self.grads.nbytes + self.replicated.nbytes
 
 
+@dataclass(eq=False)
 class HostMemory:
-    """Host memory for the shards of a group.
+    """Host memory for the shards of a group."""
 
-    Args:
-        pinned: whether to allocate it page-locked.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self.transfers: HostTransfers
-        """Those of the engine as it is assembled."""
+    is_pinned: bool
+    """Whether to allocate it page-locked."""
+    transfers: HostTransfers = field(init=False)
+    """Those of the engine as it is assembled."""
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
-        """Return what ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU nothing is pinned.
-
-        Raises:
-            TypeError: it is no policy.
-        """
-        if policy is not None and not isinstance(policy, OffloadPolicy):
-            raise TypeError(f"offload_policy takes OffloadPolicy() or CPUOffloadPolicy(); got {policy!r}")
-        if not isinstance(policy, CPUOffloadPolicy):
-            return None
-        return cls(policy.pin_memory and device.type != "cpu")
+        """Return what ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU nothing is pinned."""
+        return cls(policy.pin_memory and device.type != "cpu") if isinstance(policy, CPUOffloadPolicy) else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a new buffer."""
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.is_pinned)
 
 
 class HostShardedGrad(ShardedGrad):
@@ -162,8 +152,8 @@ class HostFlatParam(FlatParam):
     """A ``FlatParam`` whose shard, and so whatever an optimizer makes for it, is in host memory."""
 
     def __init__(self, host: HostMemory, *rest: Any) -> None:
+        self.host = host
         super().__init__(*rest)
-        self._host = host
 
     @property
     def cast_bytes(self) -> int:
@@ -179,42 +169,32 @@ class HostFlatParam(FlatParam):
         return super().device_bytes
 
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        self._host.transfers.weights.to_device(own, self.sharded)
+        self.host.transfers.weights.to_device(own, self.sharded)
         return own
 
     def read(self, target: Tensor, start: int = 0) -> None:
         part = self.sharded.narrow(0, start, target.numel())
         if part.dtype == target.dtype:
-            self._host.transfers.weights.to_device(target, part)
+            self.host.transfers.weights.to_device(target, part)
         else:  # the staging buffer is as large as what is cast to the dtype of the forward needs
             target.copy_(part)
 
     def make_sharded_grad(self) -> ShardedGrad:
         if self.sharded_grad is None:
-            buffer = self._host.zeros(self.sharded.numel(), self.sharded.dtype)
-            self.sharded_grad = HostShardedGrad(self._host, buffer, self.params)
+            buffer = self.host.zeros(self.sharded.numel(), self.sharded.dtype)
+            self.sharded_grad = HostShardedGrad(self.host, buffer, self.params)
         return self.sharded_grad
 
 
-class HostReplicatedFlatParam(ReplicatedFlatParam):
+class HostReplicatedFlatParam(HostFlatParam, ReplicatedFlatParam):
     """Replicated parameters in host memory; the forward sees copies on the device."""
 
-    def __init__(self, host: HostMemory, device: torch.device, *rest: Any) -> None:
-        self._host = host
-        self._device = device
-        super().__init__(*rest)
+    def _new_copies(self) -> Tensor:
+        device = "meta" if self.sharded.is_meta else self.device
+        return torch.empty(self.sharded.numel(), dtype=self.compute_dtype, device=device)
 
-    def _make_copies(self, values: Tensor) -> Tensor:
-        device = "meta" if values.is_meta else self._device
-        return torch.empty(values.numel(), dtype=self._compute_dtype, device=device)
-
-    def _copy(self) -> None:
-        self._host.transfers.replicated.to_device(self.computed, self.sharded)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes that are cast on their way to the device."""
-        return self.sharded.nbytes if self.sharded.dtype != self._compute_dtype else 0
+    def read(self, target: Tensor, start: int = 0) -> None:
+        self.host.transfers.replicated.to_device(target, self.sharded.narrow(0, start, target.numel()))
 
     @property
     def device_bytes(self) -> int:
@@ -222,35 +202,24 @@ class HostReplicatedFlatParam(ReplicatedFlatParam):
 
     @property
     def host_bytes(self) -> int:
-        return super().device_bytes - self.copied_bytes
-
-    def make_sharded_grad(self) -> ShardedGrad:
-        if self.sharded_grad is None:
-            buffer = self._host.zeros(self.sharded.numel(), self.sharded.dtype)
-            self.sharded_grad = HostShardedGrad(self._host, buffer, self.params)
-        return self.sharded_grad
+        return super().host_bytes - self.copied_bytes
 
 
 def make_transfers(
-    hosts: Iterable[HostMemory],
-    parts: Sequence[FlatParam | ReplicatedFlatParam],
-    device: torch.device,
-    gather_stream: CommStream,
-    reduce_stream: CommStream,
+    parts: Iterable[FlatParam], device: torch.device, gather_stream: CommStream, reduce_stream: CommStream
 ) -> HostTransfers | None:
-    """Make the transfers of an engine, which ``hosts`` use from now on; None if no shard is in host memory."""
-    hosts = list(hosts)
-    if not hosts:
+    """Make the transfers of an engine, which what is offloaded of ``parts`` uses from now on; None: nothing is."""
+    offloaded = [part for part in parts if isinstance(part, HostFlatParam)]
+    if not offloaded:
         return None
-    flats = [part for part in parts if isinstance(part, HostFlatParam)]
-    replicated = [part for part in parts if isinstance(part, HostReplicatedFlatParam)]
-    shards = [flat.sharded for flat in flats] + [flat.sharded for flat in replicated]
-    trained = [shard.nbytes for shard in shards if shard.is_floating_point()]
+    replicated = [part for part in offloaded if isinstance(part, HostReplicatedFlatParam)]
+    sharded = [part for part in offloaded if part not in replicated]
+    trained = [part.sharded.nbytes for part in offloaded if part.sharded.is_floating_point()]
     transfers = HostTransfers(
-        HostTransfer(gather_stream, device, max((flat.cast_bytes for flat in flats), default=0)),
+        HostTransfer(gather_stream, device, max((part.cast_bytes for part in sharded), default=0)),
         HostTransfer(reduce_stream, device, max(trained, default=0)),
-        HostTransfer(gather_stream, device, max((flat.cast_bytes for flat in replicated), default=0)),
+        HostTransfer(gather_stream, device, max((part.cast_bytes for part in replicated), default=0)),
     )
-    for host in hosts:
-        host.transfers = transfers
+    for part in offloaded:
+        part.host.transfers = transfers
     return transfers

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from yafsdp_cc.engine.buffers import Buffer
-    from yafsdp_cc.engine.dtensor import ShardSpec
-    from yafsdp_cc.engine.layout import Extent, Layout
+    from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
 
 _UNSHARED = 2
@@ -46,7 +46,7 @@ class FSDPParam:
 
     def __init__(self, spec: ShardSpec, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
         self.spec = spec
-        spec.set_owner(self)
+        spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
         # while named_parameters() goes on to show the sharded parameter.
@@ -71,6 +71,8 @@ class FSDPParam:
         self.grad: FlatDTensor
         """What ``parameter.grad`` becomes: the same tensor in every step, unless somebody keeps it."""
         self.local_grad: Tensor
+        self.is_withheld = False
+        """Whether ``grad`` has sums that ``parameter.grad`` is not to show before a rank is known to have used it."""
         self.unsharded_grad: Tensor | None = None
         """Where the backward under way writes the gradient."""
         self.written = False
@@ -87,11 +89,15 @@ class FSDPParam:
         """Be a parameter of this ``FSDPState`` from now on. It is not kept alive by parameters that users keep."""
         self._state = weakref.ref(state)
 
+    @property
+    def lies_in_shard(self) -> bool:
+        """Whether users still see this rank's range of the shard."""
+        return self.parameter._local_tensor is self.local  # type: ignore[attr-defined]
+
     def check_unchanged(self) -> None:
         """Raise a ``RuntimeError`` if modules no longer hold this parameter, or it no longer lies in the shard."""
-        parameter = self.parameter
-        held = all(module._parameters.get(attribute) is parameter for module, attribute in self.sites)
-        if not held or parameter._local_tensor is not self.local:  # type: ignore[attr-defined]
+        held = all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
+        if not held or not self.lies_in_shard:
             raise RuntimeError(
                 f"'{self.spec.name}' was replaced or converted after shard(), so the engine would go on with its old "
                 "values: tie, convert and assign parameters before shard(), change their values in place afterwards "
@@ -147,8 +153,8 @@ class Divisor:
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = factor
-        self.tensor = torch.tensor(float(factor), device=device)
-        """0-d, because a Python number would become a new tensor in every division."""
+        self.of = {dtype: torch.tensor(factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
+        """By the sum's dtype, 0-d: a Python number, or another dtype, would become a new tensor in every division."""
         self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
         """Where multiplying by it is as exact as dividing."""
 
@@ -175,27 +181,29 @@ class ShardedGrad:
         """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
 
         The gradient of a parameter that is not ``used`` is not handed out: whether another rank used it is not known
-        yet (``replicated.UnusedParameters``).
+        yet (``replicated.hand_out_grads``).
 
         Args:
             parts: the sum, which together is as long as the buffer: where each part begins, and it; overwritten.
             divisor: what turns the sum into the mean.
             used: for each parameter, whether this rank wrote a gradient.
         """
-        before = [param.parameter.grad for param in self.params]
+        before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
         fresh = all(grad is None for grad in before)
         if fresh and any(sys.getrefcount(param.grad) > _UNSHARED for param in self.params):
             self._use(self._new_buffer())  # somebody keeps the gradients of an earlier step
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
             if fresh or ours:
-                target = self.buffer.narrow(0, start, part.numel())
+                is_whole = part.numel() == self.buffer.numel()
+                target = self.buffer if is_whole else self.buffer.narrow(0, start, part.numel())
                 (self._add if ours else self._set)(target, part, divisor)
             else:
                 self._add_to_each(start, part, divisor, before)
         for param, is_used in zip(self.params, used, strict=True):
             if is_used and param.parameter.grad is None:
                 param.parameter.grad = param.grad
+            param.is_withheld = param.parameter.grad is None
 
     def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
         for grad, param in zip(before, self.params, strict=True):
@@ -218,60 +226,49 @@ class ShardedGrad:
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype == total.dtype:
-            torch.div(total, divisor.tensor, out=grad)
+            torch.div(total, divisor.of[total.dtype], out=grad)
         else:
-            grad.copy_(total.div_(divisor.tensor))
+            grad.copy_(total.div_(divisor.of[total.dtype]))
 
     def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype == total.dtype and divisor.inverse is not None:
             grad.add_(total, alpha=divisor.inverse)
         else:
-            grad.add_(total.div_(divisor.tensor))
+            grad.add_(total.div_(divisor.of[total.dtype]))
 
 
+@dataclass(eq=False)
 class FlatParam:
-    """Parameters of one dtype in one flat buffer that is sharded into equal chunks, of which this rank keeps one.
+    """Parameters of one dtype in one flat buffer that is sharded into equal chunks, of which this rank keeps one."""
 
-    Args:
-        params: in the order of the buffer.
-        layout: where they lie.
-        rank: whose chunk this is.
-        sharded: [chunk], the parameters' own dtype: what the optimizer updates.
-        compute_dtype: of the unsharded weights.
-        reduce_dtype: of the unsharded gradients.
-        divisor: of summed gradients; may be replaced at any time.
-        device: of the forward.
-    """
+    params: Sequence[FSDPParam]
+    """In the order of the buffer."""
+    layout: Layout
+    rank: int
+    """Whose chunk this is."""
+    sharded: Tensor
+    """[chunk], in the parameters' own dtype: what the optimizer updates."""
+    compute_dtype: torch.dtype
+    """Of the unsharded weights."""
+    reduce_dtype: torch.dtype
+    """Of the unsharded gradients."""
+    divisor: Divisor
+    """Of summed gradients; may be replaced at any time."""
+    device: torch.device
+    """Of the forward."""
+    sharded_grad: ShardedGrad | None = field(default=None, init=False)
+    all_gather: AllGather = field(init=False)
+    reduce_scatter: ReduceScatter = field(init=False)
+    all_reduce: AllReduce | None = field(default=None, init=False)
+    """Over replicas, of partial sums. All three are made at the first assembly."""
+    group: Any = field(default=None, init=False)
+    """Its ``ParamGroup`` in the present assembly."""
+    add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
+    """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
 
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        layout: Layout,
-        rank: int,
-        sharded: Tensor,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        divisor: Divisor,
-        device: torch.device,
-    ) -> None:
-        self.params = params
-        self.layout = layout
-        self.rank = rank
-        self.sharded = sharded
-        self.compute_dtype = compute_dtype
-        self.reduce_dtype = reduce_dtype
-        self.divisor = divisor
-        self.device = device
-        self.sharded_grad: ShardedGrad | None = None
-        self.all_gather: AllGather
-        self.reduce_scatter: ReduceScatter
-        self.all_reduce: AllReduce | None = None
-        """Over replicas, of partial sums. All three are made at the first assembly."""
-        self.group: Any = None
-        """Its ``ParamGroup`` in the present assembly."""
-        self.add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = self.add_to_grad
-        """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
-        for param in params:
+    def __post_init__(self) -> None:
+        self.add_sum = self.add_to_grad
+        for param in self.params:
             param.flat = self
 
     @property
@@ -390,9 +387,8 @@ class UnshardedParams:
     again before a saved view is read.
     """
 
-    def __init__(self, buffer: Buffer, flats: Sequence[FlatParam], *, is_overflow: bool = False) -> None:
+    def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
         self.buffer = buffer
-        self.is_overflow = is_overflow
         sizes = _weight_sizes(flats)
         offsets, _ = _offsets(sizes)
         count = len(flats)

@@ -3,14 +3,15 @@
     SHARDED ──unshard──► UNSHARDED (in a weight buffer) ──last use──► SHARDED: another group takes the buffer
     no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
 
-``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called by the first
-gradient that is written, and ``reduce`` when the last gate of the group has run. Which of them is called when is
+``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called when the
+backward comes to the group, and ``reduce`` when the last gate of the group has run. Which of them is called when is
 decided by ``state``.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch.autograd import profiler
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.streams import CommHandle
-from yafsdp_cc.profiling.spans import NVTX_LISTENS, Span
+from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from yafsdp_cc.engine.communicator import CommContext
+    from yafsdp_cc.engine.hierarchy import Replicas
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.protocols import Observer
-    from yafsdp_cc.engine.replicas import Replicas
     from yafsdp_cc.engine.replicated import CollectiveFingerprint
-    from yafsdp_cc.engine.spec import Counters, ParamGroupSpec
+    from yafsdp_cc.engine.sharding import Counters, ParamGroupSpec
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.plan.units import Role
 
@@ -43,72 +44,56 @@ _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
 
 
+@dataclass(eq=False)
 class GroupContext:
-    """What the groups of one root share: streams, gradient buffers, and what is in flight.
+    """What the groups of one root share: streams, gradient buffers, and what is in flight."""
 
-    Args:
-        info: mesh and device.
-        gather, reduce: communicator, scratch buffers and fingerprint of either stream.
-        gather_stream, reduce_stream: where all-gathers and reduces are issued; perhaps one and the same.
-        fingerprint: what ranks compare.
-        counters: kept from one assembly to the next.
-        leaf_node: autograd's node of a leaf that a backward reaches if it wants the parameters' gradients.
-    """
-
-    def __init__(
-        self,
-        info: MeshInfo,
-        gather: CommContext,
-        reduce: CommContext,
-        gather_stream: CommStream,
-        reduce_stream: CommStream,
-        fingerprint: CollectiveFingerprint,
-        counters: Counters,
-        leaf_node: Any,
-    ) -> None:
-        self.info = info
-        self.gather = gather
-        self.reduce = reduce
-        self.gather_stream = gather_stream
-        self.reduce_stream = reduce_stream
-        self.fingerprint = fingerprint
-        self.counters = counters
-        self.observers: tuple[Observer, ...] = ()
-        self.groups: tuple[ParamGroup, ...] = ()
-        """In module order."""
-        self.replicas: Replicas | None = None
-        """What sums over replicas, where there are some."""
-        self.in_forward = False
-        """Whether a forward of the root, or of a group by itself, is under way."""
-        self.weight_pools: dict[Role, BufferPool] = {}
-        self.grad_pools: dict[Role, BufferPool] = {}
-        self.own_grad_buffers: list[Buffer] = []
-        """Of groups whose gradients do not fit into those of their pool, as after unfreezing."""
-        self.last_reduce: CommHandle | None = None
-        """The reduce or deferral that was issued last in the backward under way."""
-        self.in_flight: list[Buffer] = []
-        """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
-        self.reduced: list[tuple[FlatParam, list[bool]]] = []
-        """What was reduced in the backward under way, and which of the parameters this rank has written."""
-        self.traces = False
-        """Whether a tool is recording ranges; looked at once per forward and backward."""
-        self.wants_grads = False
-        """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
-        self._leaf_node = leaf_node
-        self._bound: set[FlatParam] = set()
-        self.has_warned = False
+    info: MeshInfo
+    gather: CommContext
+    """Communicator, scratch buffers and fingerprint of all-gathers; ``reduce`` has those of reduces."""
+    reduce: CommContext
+    gather_stream: CommStream
+    """Where all-gathers are issued; reduces are on ``reduce_stream``, perhaps the same one."""
+    reduce_stream: CommStream
+    fingerprint: CollectiveFingerprint
+    """What ranks compare."""
+    counters: Counters
+    """Kept from one assembly to the next."""
+    leaf_node: Any
+    """Autograd's node of a leaf that a backward reaches if and only if it wants the parameters' gradients."""
+    observers: tuple[Observer, ...] = ()
+    groups: tuple[ParamGroup, ...] = ()
+    """In module order."""
+    replicas: Replicas | None = None
+    """What sums over replicas, where there are some."""
+    in_forward: bool = False
+    """Whether a forward of the root, or of a group by itself, is under way."""
+    weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
+    grad_pools: dict[Role, BufferPool] = field(default_factory=dict)
+    own_grad_buffers: list[Buffer] = field(default_factory=list)
+    """Of groups whose gradients do not fit into those of their pool, as after unfreezing."""
+    last_reduce: CommHandle | None = None
+    """The reduce or deferral that was issued last in the backward under way."""
+    in_flight: list[Buffer] = field(default_factory=list)
+    """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
+    reduced: list[tuple[FlatParam, list[bool]]] = field(default_factory=list)
+    """What was reduced in the backward under way, and which of the parameters this rank has written."""
+    recomputed: list[ParamGroup] = field(default_factory=list)
+    """Groups whose buffers are in use by what activation checkpointing has run again in the backward under way."""
+    traces: bool = False
+    """Whether a tool is recording ranges; looked at once per forward and backward."""
+    wants_grads: bool = False
+    """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
+    has_warned: bool = False
+    _bound: set[FlatParam] = field(default_factory=set)
 
     @property
     def device(self) -> torch.device:
         return self.info.device
 
-    def count_reduced(self, nbytes: int) -> None:
-        """Add to the bytes that this rank has sent for gradients."""
-        self.counters.reduced_bytes += nbytes
-
     def reach_backward(self) -> None:
         """Look at the backward under way, and at whether a tool is recording."""
-        self.wants_grads = bool(_will_execute(self._leaf_node))
+        self.wants_grads = bool(_will_execute(self.leaf_node))
         self.traces = profiler._is_profiler_enabled or NVTX_LISTENS
 
     def wait(self, handle: CommHandle) -> None:
@@ -159,6 +144,14 @@ class GroupContext:
             self.last_reduce = None
             self.in_flight.clear()
 
+    def release_recomputed(self, group: ParamGroup | None = None) -> None:
+        """End the uses of buffers by recomputations, all or those of ``group``: what they saved has been read."""
+        if self.recomputed:
+            over = [each for each in self.recomputed if group is None or each is group]
+            self.recomputed = [each for each in self.recomputed if each not in over]
+            for each in over:
+                each.release(each.unsharded)
+
     def release(self) -> None:
         """Let go of groups, buffers and observers."""
         for pool in (*self.weight_pools.values(), *self.grad_pools.values()):
@@ -176,6 +169,7 @@ class GroupContext:
         self.last_reduce = None
         self.in_flight.clear()
         self.reduced.clear()
+        self.recomputed.clear()
         for buffer in (*(each for pool in self.grad_pools.values() for each in pool.buffers), *self.own_grad_buffers):
             buffer.owner = None
 
@@ -185,7 +179,7 @@ class GroupContext:
             sharing = [group for group in self.groups if not group.has_own_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
             _log.warning(
-                "set_requires_gradient_sync(False) keeps whole gradients on every rank: %d bytes more per rank. "
+                "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",
                 nbytes,
             )
@@ -236,8 +230,6 @@ class ParamGroup:
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
         self.recomputed_in = -1
         """The last backward in which activation checkpointing has run this group again."""
-        self._recomputations = 0
-        """How often the buffer is kept for what a recomputation has saved."""
         self._registers_held = False
         self._accepts_grads = False
         self._assigned_grads: UnshardedGrads | None = None
@@ -261,18 +253,11 @@ class ParamGroup:
         """Return whether ``buffer`` holds, or is being filled with, this group's present weights."""
         return buffer.owner is self and buffer.versions == self.versions()
 
-    def held_version(self, flat: FlatParam) -> int | None:
-        """Return the version of the weights of ``flat`` in the assigned buffer; None: it holds something else."""
-        buffer = self.unsharded.buffer
-        return buffer.versions[self.flats.index(flat)] if buffer.owner is self else None
-
-    def unsharded_of(self, flat: FlatParam) -> Tensor:
-        """Return the room for the weights of ``flat`` in the assigned buffer: [world * chunk]."""
-        return self.unsharded.flat[self.flats.index(flat)]
-
-    def wait_for_unshard(self) -> None:
-        """Wait for whatever fills or reads the assigned buffer."""
-        self.context.wait(self.unsharded.buffer.handle)
+    def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]:
+        """Return what the assigned buffer holds of ``flat``: its version, None if it is not there, and its room."""
+        buffer, place = self.unsharded.buffer, self.flats.index(flat)
+        self.context.wait(buffer.handle)
+        return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
 
     def prefetch(self) -> None:
         """Gather into the assigned buffer unless somebody uses it. A prefetch that is lost costs time, nothing else."""
@@ -284,12 +269,7 @@ class ParamGroup:
         """Return the weights, gathered and ready, in a buffer that stays as it is until ``release``."""
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since
-        unsharded = self.held or self.unsharded
-        if not self.is_in(unsharded.buffer):
-            if unsharded.buffer.users:
-                unsharded = self._overflow()
-            self._all_gather(unsharded)
-        unsharded.buffer.users += 1
+        unsharded = self._use(self.held or self.unsharded)
         self.context.wait(unsharded.buffer.handle)
         return unsharded
 
@@ -299,14 +279,14 @@ class ParamGroup:
         Where they are not ``needed`` for sure, another group that uses the buffer is left alone.
         """
         buffer = unsharded.buffer
-        if not unsharded.is_overflow and not self.is_in(buffer):
+        if not self.is_in(buffer):
             if buffer.users:
                 if not needed:
                     return False
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where those of "
-                    f"'{getattr(buffer.owner, 'name', '?')}' still lie: an earlier backward was interrupted. Run the "
-                    "forward again before the next backward"
+                    f"'{getattr(buffer.owner, 'name', '?')}' still lie: they are held by its unshard(), so call its "
+                    "reshard() before the backward, or an earlier backward was interrupted, so run the forward again"
                 )
             self._all_gather(unsharded)
         buffer.users += 1
@@ -326,13 +306,8 @@ class ParamGroup:
         if self.held is not None and self.is_in(self.held.buffer):
             return
         self.release_held()
-        self.held = self.unsharded
-        if not self.is_in(self.held.buffer):
-            self.context.gather_stream.wait_for_caller()  # which may just have written to the shard
-            if self.held.buffer.users:
-                self.held = self._overflow()
-            self._all_gather(self.held)
-        self.held.buffer.users += 1
+        self.context.gather_stream.wait_for_caller()  # which may just have written to the shard
+        self.held = self._use(self.unsharded)
 
     def register_held(self) -> None:
         """Let the modules see the weights that are held, once these are gathered."""
@@ -354,15 +329,14 @@ class ParamGroup:
             for param in () if self.context.in_forward else self.replicated:  # a forward sees them to its own end
                 param.register_sharded()
 
-    def keep_for_recomputation(self) -> None:
-        """Keep the buffer in use: what activation checkpointing has run again there is read by the backward."""
-        self._recomputations += 1
-
-    def release_recomputed(self) -> None:
-        """Nothing that a recomputation has saved will be read any more."""
-        while self._recomputations:
-            self._recomputations -= 1
-            self.release(self.unsharded)
+    def _use(self, unsharded: UnshardedParams) -> UnshardedParams:
+        """Use a buffer, or an overflow buffer where another group uses that; gather unless the weights are there."""
+        if not self.is_in(unsharded.buffer):
+            if unsharded.buffer.users:
+                unsharded = self._overflow()
+            self._all_gather(unsharded)
+        unsharded.buffer.users += 1
+        return unsharded
 
     def _all_gather(self, unsharded: UnshardedParams) -> None:
         if _functorch_stack() is not None:
@@ -371,46 +345,48 @@ class ParamGroup:
                 "through those. Use torch.autograd, or an unsharded model"
             )
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
-        if buffer.handle.pending:
-            buffer.handle.settle()
-        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed.
-        held = buffer.versions if buffer.owner is self else (None,) * len(versions)
-        stale = [place for place, version in enumerate(versions) if held[place] != version]
-        flats = [self.flats[place] for place in stale]
-        outputs = [unsharded.flat[place] for place in stale]
-        scratch = [unsharded.scratch[place] for place in stale]
+        held: Sequence[int | None] = buffer.versions if buffer.owner is self else (None,) * len(versions)
+        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed; deltas
+        # build on what every rank has there.
+        stale = [
+            (flat.all_gather, output, before, room)
+            for flat, output, before, room, version in zip(
+                self.flats, unsharded.flat, held, unsharded.scratch, versions, strict=True
+            )
+            if before != version
+        ]
 
         def start(async_op: bool) -> list[dist.Work]:
             works: list[dist.Work] = []
-            for flat, output, place, room in zip(flats, outputs, stale, scratch, strict=True):
-                # Deltas build on the weights that every rank has in the assigned buffer; others are gathered in full.
-                version = None if unsharded.is_overflow else held[place]
-                works += flat.all_gather.start(output, version, room, async_op)
+            for all_gather, output, before, room in stale:
+                works += all_gather.start(output, before, room, async_op)
             return works
 
         def finish() -> None:
-            for flat, output, room in zip(flats, outputs, scratch, strict=True):
-                flat.all_gather.finish(output, room)
+            for all_gather, output, _, room in stale:
+                all_gather.finish(output, room)
 
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
-        span = self._gather_span.of(sum(each.all_gather.planned_bytes() for each in flats)) if context.traces else None
-        handle = None if span is None else span.start()
-        completes = any(flat.all_gather.has_finish for flat in flats)
+        span = handle = None
+        if context.traces:
+            span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
+            handle = span.start()
+        completes = any(all_gather.has_finish for all_gather, *_ in stale)
         context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
             span.end(handle)
         buffer.owner, buffer.versions = self, versions
-        for flat in flats:
-            context.counters.gathered_bytes += flat.all_gather.sent_bytes
+        for all_gather, *_ in stale:
+            context.counters.gathered_bytes += all_gather.sent_bytes
         context.fingerprint.record("gather", self.name)
 
     def _overflow(self) -> UnshardedParams:
-        self.context.counters.spills += 1
+        self.context.counters.overflow_buffers += 1
         with torch.inference_mode(False):  # a later backward may read it
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
             buffer.last_use = self.context.gather_stream.record()  # what lay there before is no longer read then
-            return UnshardedParams(buffer, self.flats, is_overflow=True)
+            return UnshardedParams(buffer, self.flats)
 
     def leaves(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
         """Return the weights as leaves of a graph of their own."""
@@ -455,7 +431,8 @@ class ParamGroup:
             self.context.wait(self.grads.buffer.handle)  # the reduce that reads the buffer has left it
             for param in self.params:
                 param.written = False
-        self._check_not_unfrozen(self.grads)
+        else:
+            self._check_not_unfrozen(self.grads)
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
         self._accepts_grads = True
@@ -486,7 +463,8 @@ class ParamGroup:
             self._assigned_grads = UnshardedGrads(buffer, flats)
         if self._assigned_grads.buffer.owner is None:
             return self._assigned_grads
-        self.context.counters.spills += 1  # it is an enclosing group's, or of one whose gates have not all run
+        # It is an enclosing group's, or of one whose gates have not all run.
+        self.context.counters.overflow_buffers += 1
         return self._overflow_grads(flats)
 
     def _overflow_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
@@ -562,16 +540,28 @@ class ParamGroup:
 
     def reset(self) -> None:
         """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
-        self._recomputations = 0
         if self.registered:
             del self.registered[1:]
             self.register_sharded()
+        if self.held is not None:
+            self.held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
         self.held, self._registers_held = None, False
         if self.grads is not None:
             self.grads.buffer.owner = None
             self.grads = None
         self.deferred.clear()
         self.stop_accepting_grads()
+        for leaf in self.unsharded.leaves:  # where reentrant checkpointing leaves gradients
+            leaf.grad = None
+
+
+def prefetch(groups: Sequence[ParamGroup]) -> None:
+    """Gather groups that are used soon, first ones first: not into a buffer that an earlier one of them takes."""
+    taken: list[Buffer] = []
+    for group in groups:
+        if group.unsharded.buffer not in taken:
+            taken.append(group.unsharded.buffer)
+            group.prefetch()
 
 
 def _complete_reduce(flat: FlatParam, grads: Tensor, used: list[bool]) -> None:

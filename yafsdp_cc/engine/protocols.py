@@ -1,7 +1,7 @@
 """The protocols by which the engine calls collectives: all that it knows of compression, which implements them.
 
 Every ``FlatParam`` has an ``AllGather`` and a ``ReduceScatter``, and with replicas an ``AllReduce``. They are made by
-a ``Collectives`` factory; all-gathers at each assembly of the engine, sums at the first one, and these live as long as
+``sharding.Collectives``; all-gathers at each assembly of the engine, sums at the first one, and these live as long as
 the ``FlatParam``. Each assembly ``bind``s them to its communicators and scratch buffers.
 
 Rules for implementations:
@@ -21,50 +21,14 @@ in the issuing thread and ``finish`` in the thread that waits, never two at once
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
-
-from yafsdp_cc.engine.layout import ALIGNMENT
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    import torch
     from torch import Tensor
 
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.layout import Layout
-    from yafsdp_cc.plan.report import PlannedChoice
-
-
-class FlatShard(Protocol):
-    """What collectives know of the ``FlatParam`` that they serve."""
-
-    layout: Layout
-    compute_dtype: torch.dtype
-    """Of the unsharded weights."""
-    reduce_dtype: torch.dtype
-    """Of the unsharded gradients."""
-
-    @property
-    def name(self) -> str:
-        """Full name of its first parameter."""
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Of summed gradients: fp64 for fp64, else fp32."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever the shard does."""
-
-    def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        """Return this rank's shard [chunk] on the device in the dtype of ``own``.
-
-        That is the shard itself where it can be sent as it is, unless ``in_place`` asks for ``own``, filled with it.
-        """
-
-    def read(self, target: Tensor, start: int = 0) -> None:
-        """Copy the elements of the shard from ``start`` on to ``target``, on the device, cast to its dtype."""
 
 
 class Collective(ABC):
@@ -128,9 +92,9 @@ class ReduceScatter(Collective):
     """Sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
 
     @property
-    @abstractmethod
     def defers(self) -> bool:
         """Whether ``defer`` can take gradients in now."""
+        return False
 
     @abstractmethod
     def start(self, grads: Tensor, async_op: bool) -> Works:
@@ -188,47 +152,3 @@ class Observer:
 
     def after_backward(self) -> None:
         """All reduces of a backward were issued; their results are waited for next."""
-
-
-class Collectives(ABC):
-    """Makes the collectives of a model."""
-
-    alignment = ALIGNMENT
-    """Elements: parameters and chunks begin at multiples of it."""
-
-    def flat_key(self, name: str) -> Hashable:
-        """Return a key for the parameter of this full name: those of equal keys may share a ``FlatParam``."""
-        return None
-
-    def check_group(self, name: str, keeps_unsharded: bool) -> None:
-        """Raise a ``ValueError`` where the collectives of the group ``name`` cannot work.
-
-        ``keeps_unsharded`` tells whether its unsharded weights stay in a buffer of their own.
-        """
-
-    def join(self, other: Collectives) -> None:
-        """Serve the groups of ``other``, of the same model, as well; raise a ``ValueError`` where that cannot be."""
-
-    @abstractmethod
-    def all_gather(self, flat: FlatShard, keeps_unsharded: bool) -> AllGather:
-        """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
-
-    @abstractmethod
-    def reduce_scatter(self, flat: FlatShard, has_replicas: bool) -> ReduceScatter:
-        """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
-
-    @abstractmethod
-    def all_reduce(self, flat: FlatShard) -> AllReduce:
-        """Make the all-reduce of the partial sums of ``flat`` over replicas."""
-
-    def observers(self) -> Sequence[Observer]:
-        """Return what is to be called as training goes."""
-        return ()
-
-    def planned_choices(self, flats: Sequence[FlatShard]) -> Sequence[PlannedChoice]:
-        """Return what other codecs would cost for the gradients of ``flats``."""
-        return ()
-
-    def describe_choice(self) -> str:
-        """Return what was chosen for gradients while training, in words; empty where nothing is chosen."""
-        return ""

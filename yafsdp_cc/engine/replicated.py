@@ -10,77 +10,62 @@ that also carries which parameters each rank has used and a fingerprint of the c
 from __future__ import annotations
 
 import itertools
-import time
 import zlib
 from array import array
 from collections import deque
-from datetime import timedelta
-from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
-from yafsdp_cc.engine.param import ShardedGrad
+from yafsdp_cc.engine.mesh import exchange_over_store
+from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.streams import PinnedReadback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
 
     from yafsdp_cc.engine.communicator import CommContext, Communicator, Works
-    from yafsdp_cc.engine.param import Divisor, FSDPParam
+    from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.streams import CommStream
 
 
-class ReplicatedFlatParam:
-    """Replicated parameters of one dtype in one flat buffer, and their copies in the dtype of the forward.
+class ReplicatedFlatParam(FlatParam):
+    """Replicated parameters of one dtype: every rank's chunk is the whole buffer. The forward may see copies of it.
 
     Args:
-        params: in the order of the buffer.
-        values: [numel], the parameters' own dtype: what the optimizer updates.
-        compute_dtype: of the forward.
-        divisor: of summed gradients; may be replaced at any time.
+        rest: as of ``FlatParam``; ``layout`` is that of one rank.
     """
 
-    def __init__(
-        self, params: Sequence[FSDPParam], values: Tensor, compute_dtype: torch.dtype, divisor: Divisor
-    ) -> None:
-        self.params = params
-        self.divisor = divisor
-        self.start = self.end = 0
-        """Where its gradients lie in the buffer that is summed."""
-        self.sharded_grad: ShardedGrad | None = None
-        self._compute_dtype = compute_dtype
-        self.use_sharded(values)
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        for param in self.params:
+            param.flat = None  # nothing of it is gathered, and reduces are those of all flat parameters together
+        self.use_sharded(self.sharded)
 
-    def use_sharded(self, values: Tensor) -> None:
-        """Take ``values`` [numel] for the parameters."""
-        self.sharded = values
-        copies = self._make_copies(values)
+    def use_sharded(self, sharded: Tensor) -> None:
+        super().use_sharded(sharded)
+        copies = self._new_copies()
         self._has_copies = copies is not None
         self._copied = self._seen = -1
-        self.computed = values.detach() if copies is None else copies
-        self.leaves = [
-            self.computed.narrow(0, param.extent.offset, param.extent.numel).view(param.extent.shape)
-            for param in self.params
-        ]
+        self.computed = sharded.detach() if copies is None else copies
+        """[numel], in the dtype of the forward."""
+        self.leaves = [param.local_range(self.computed) for param in self.params]
         """What forwards see of each parameter."""
 
-    def _make_copies(self, values: Tensor) -> Tensor | None:
-        """Return room for copies of the values; None where the forward sees the values themselves."""
-        return torch.empty_like(values, dtype=self._compute_dtype) if values.dtype != self._compute_dtype else None
-
-    def _copy(self) -> None:
-        self.computed.copy_(self.sharded)
+    def _new_copies(self) -> Tensor | None:
+        """Return room for copies in the dtype of the forward; None where that sees the parameters themselves."""
+        is_same = self.sharded.dtype == self.compute_dtype
+        return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
     def refresh(self) -> None:
-        """Bring the copies up to date with the values."""
+        """Bring the copies up to date."""
         if self._has_copies and self._copied != self.sharded._version:
-            self._copy()
+            self.read(self.computed)
             self._copied = self.sharded._version
         self._seen = self.computed._version
 
@@ -94,26 +79,13 @@ class ReplicatedFlatParam:
                 "copies: the change is lost. Change parameters outside of the forward"
             )
 
-    def make_sharded_grad(self) -> ShardedGrad:
-        """Return the buffer of gradients, made when the first parameter is to be trained."""
-        if self.sharded_grad is None:
-            self.sharded_grad = ShardedGrad(torch.zeros_like(self.sharded), self.params)
-        return self.sharded_grad
-
     @property
     def copied_bytes(self) -> int:
         return self.computed.nbytes if self._has_copies else 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of the forward."""
-        grad = self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0
-        return self.sharded.nbytes + self.copied_bytes + grad
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes in host memory, beside the device."""
-        return 0
+        return super().device_bytes + self.copied_bytes
 
 
 class ReplicatedParams:
@@ -140,10 +112,8 @@ class ReplicatedParams:
         self._leaves: tuple[Tensor, ...] = tuple(leaf for flat in flats for leaf in flat.leaves)
         self._comm, self._stream, self._replicas = context.comm, stream, replicas
         self._handle = stream.handle()
-        self._elements = 0
-        for flat in flats:
-            flat.start, self._elements = self._elements, self._elements + flat.sharded.numel()
-            flat.end = self._elements
+        sizes = [flat.sharded.numel() for flat in flats]
+        self._elements = sum(sizes)
         self._flags = array("d", bytes(8 * flags))
         self._flags_tensor = torch.frombuffer(self._flags, dtype=torch.float64)
         size = align(self._elements + flags, VECTOR * self._comm.world)
@@ -151,13 +121,13 @@ class ReplicatedParams:
         device = self._comm.device
         self._summands = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
         self._totals = torch.zeros_like(self._summands) if self._comm.world > 1 else self._summands
+        self._totals_by_flat = self._totals[: self._elements].split(sizes)
         self._readback = PinnedReadback(flags, self._summands.dtype, device)
         self._reduce_scatter = ExactReduceScatter(size, self._summands.dtype)
         self._reduce_scatter.bind(context)
-        for flat in flats:
+        for flat, grads in zip(flats, self._summands[: self._elements].split(sizes), strict=True):
             for param in flat.params:
-                start = flat.start + param.extent.offset
-                param.unsharded_grad = self._summands.narrow(0, start, param.extent.numel).view(param.extent.shape)
+                param.unsharded_grad = param.local_range(grads)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,12 +136,9 @@ class ReplicatedParams:
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends in one reduction."""
-        sent = 2 * self._comm.peer_bytes(self._summands.nbytes)
-        return sent if self._replicas is None else sent + self._replicas.all_reduce_bytes(self._chunk_bytes)
-
-    @property
-    def _chunk_bytes(self) -> int:
-        return self._summands.nbytes // self._comm.world
+        nbytes = self._summands.nbytes
+        over_replicas = 0 if self._replicas is None else self._replicas.all_reduce_bytes(nbytes // self._comm.world)
+        return 2 * self._comm.peer_bytes(nbytes) + over_replicas
 
     @property
     def device_bytes(self) -> int:
@@ -256,72 +223,57 @@ class ReplicatedParams:
             own.copy_(total)
         return self._comm.all_gather(self._totals, own, async_op)
 
-    def add_to_grads(self) -> list[bool]:
-        """Add the summed gradients, divided, to ``.grad``; return which parameters this rank had written."""
-        written = [param.written for param in self.params]
-        first = 0
-        for flat in self.flats:
-            last = first + len(flat.params)
-            if any(param.parameter.requires_grad for param in flat.params):
-                total = self._totals.narrow(0, flat.start, flat.end - flat.start)
-                flat.make_sharded_grad().add([(0, total)], flat.divisor, written[first:last])
-            first = last
+    def add_to_grads(self) -> None:
+        """Add the summed gradients, divided, to ``.grad``."""
+        for flat, total in zip(self.flats, self._totals_by_flat, strict=True):
+            if flat.trainable:
+                flat.make_sharded_grad()
+                flat.add_to_grad([(0, total)], [param.written for param in flat.params])
         self.reset()
-        return written
 
     def reset(self) -> None:
         """Forget what was written and not reduced."""
-        for param in self.params:
-            param.written = False
+        for param, leaf in zip(self.params, self._leaves, strict=True):
+            param.written, leaf.grad = False, None
 
 
-class UnusedParameters:
-    """Which parameters have a gradient after a backward: those that any rank has used, though each knows its own alone.
+# Unused parameters -------------------------------------------------------------------------------------------------
+
+
+def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[[FSDPParam], bool]) -> list[float]:
+    """Return 1 for each of ``count`` parameters that this rank knows a gradient of, to be summed over ranks.
 
     Args:
-        reduced: parameters whose sums were added in this backward, and which of them this rank has written.
-        count: how many parameters the model has.
+        reduced: parameters whose sums were added in this backward, and whether this rank has written to them.
         is_fed: whether a sum has brought something of a parameter that nobody may have used, by error feedback.
     """
+    flags = [0.0] * count
+    for param, was_written in reduced.items():
+        parameter = param.parameter
+        if was_written or (parameter.requires_grad and parameter.grad is None and is_fed(param)):
+            flags[param.index] = 1.0
+    return flags
 
-    def __init__(
-        self,
-        reduced: Iterable[tuple[Sequence[FSDPParam], Sequence[bool]]],
-        count: int,
-        is_fed: Callable[[FSDPParam], bool],
-    ) -> None:
-        self.flags = [0.0] * count
-        """1 where this rank knows of a gradient; to be summed over ranks."""
-        self._reduced = list(reduced)
-        self._unused: list[FSDPParam] = []
-        for params, written in self._reduced:
-            for param, was_written in zip(params, written, strict=True):
-                if was_written:
-                    self.flags[param.index] = 1.0
-                elif param.parameter.requires_grad:
-                    self._unused.append(param)
-                    if param.parameter.grad is None and is_fed(param):
-                        self.flags[param.index] = 1.0
 
-    def hand_out_grads(self, totals: Tensor, has_peers: bool) -> None:
-        """Give parameters that another rank alone has used their ``.grad``, and run post-accumulate-grad hooks.
+def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
+    """Give parameters that another rank alone has used their ``.grad``, and run post-accumulate-grad hooks.
 
-        Args:
-            totals: ``flags``, summed over ranks.
-            has_peers: whether there is another rank.
-        """
-        # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
-        unused = [param for param in self._unused if param.parameter.grad is None]
-        if unused and has_peers:
-            counts = totals[: len(self.flags)].tolist()  # on CUDA the host waits here for the whole backward
-            for param in unused:
-                if counts[param.index]:
-                    param.parameter.grad = param.grad
-        for param in dict.fromkeys(param for params, _ in self._reduced for param in params):
-            hooks = param.parameter._post_accumulate_grad_hooks
-            if hooks and param.parameter.grad is not None:
-                for hook in hooks.values():
-                    hook(param.parameter)
+    Args:
+        flags: ``usage_flags``, summed over ranks; None without other ranks.
+    """
+    # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
+    unused = [param for param in reduced if param.parameter.requires_grad and param.parameter.grad is None]
+    if unused and flags is not None:
+        counts = flags.tolist()  # on CUDA the host waits here for the whole backward
+        for param in unused:
+            if counts[param.index]:
+                param.parameter.grad = param.grad
+    for param in reduced:
+        param.is_withheld = False
+        hooks = param.parameter._post_accumulate_grad_hooks
+        if hooks and param.parameter.grad is not None:
+            for hook in hooks.values():
+                hook(param.parameter)
 
 
 # What ranks have issued --------------------------------------------------------------------------------------------
@@ -330,8 +282,6 @@ _FACTOR, _MASK = 1_000_003, (1 << 61) - 1
 _DIGITS, _BASE = 5, 64
 _SHOWN = 6
 """Operations of each rank that an error names."""
-_TIMEOUT, _GLANCE = 5.0, 0.05
-"""Seconds that all ranks together have to answer, and that each has at least."""
 _fingerprints = itertools.count()
 
 
@@ -343,26 +293,25 @@ class CollectiveFingerprint:
 
     Args:
         rank: among the ``world`` ranks of the model.
-        store: by which ranks that fail tell what they have done.
         first: the first of these ranks among all.
     """
 
     WIDTH = 2 * _DIGITS
     """How many numbers ``sums`` has."""
 
-    def __init__(self, rank: int, world: int, store: Store, first: int) -> None:
+    def __init__(self, rank: int, world: int, first: int) -> None:
         self._rank = rank
         self._world = world
-        self._store = store
+        self._store = _get_default_store()
         self._key = f"yafsdp_cc/fingerprint/{first}/{next(_fingerprints)}"
         self._count = 0
         self._hash = 0
-        self._last: deque[str] = deque(maxlen=64)
+        self._last: deque[str] = deque(maxlen=_SHOWN)
 
     def record(self, kind: str, name: str) -> None:
         """Note one operation of the group ``name``."""
-        text, code = _operation(kind, name)
-        self._hash = (self._hash * _FACTOR + code) & _MASK
+        text = f"{kind} {name}"
+        self._hash = (self._hash * _FACTOR + zlib.crc32(text.encode())) & _MASK
         self._count += 1
         self._last.append(text)
 
@@ -388,23 +337,5 @@ class CollectiveFingerprint:
         )
 
     def _compare(self) -> str:
-        """Return what the ranks did last, side by side, as far as they answer."""
-        mine = f"{self._count} operations, the last: {', '.join(list(self._last)[-_SHOWN:])}"
-        self._store.set(f"{self._key}/{self._rank}", mine)
-        return "\n".join(f"  rank {rank}: {answer}" for rank, answer in enumerate(self._answers()))
-
-    def _answers(self) -> Iterator[str]:
-        until = time.monotonic() + _TIMEOUT
-        for rank in range(self._world):
-            try:
-                left = max(until - time.monotonic(), _GLANCE)
-                self._store.wait([f"{self._key}/{rank}"], timedelta(seconds=left))
-                yield self._store.get(f"{self._key}/{rank}").decode()
-            except (RuntimeError, ValueError):
-                yield "no answer"
-
-
-@cache
-def _operation(kind: str, name: str) -> tuple[str, int]:
-    text = f"{kind} {name}"
-    return text, zlib.crc32(text.encode())
+        mine = f"{self._count} operations, the last: {', '.join(self._last)}"
+        return exchange_over_store(self._store, self._key, self._rank, self._world, mine)

@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import is_
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,28 +37,28 @@ from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import cast, cast_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, UnusedParameters
+from yafsdp_cc.engine.param_group import prefetch
+from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.streams import PinnedReadback
-from yafsdp_cc.profiling.spans import NVTX_LISTENS, Span
+from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.offload import HostTransfers
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
-    from yafsdp_cc.engine.protocols import Collectives, Observer
     from yafsdp_cc.engine.replicated import ReplicatedParams
-    from yafsdp_cc.engine.spec import Counters, ParamGroupSpec
-    from yafsdp_cc.profiling.spans import Handle
+    from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
+    from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the
 root's)."""
 
 _OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
@@ -63,46 +66,34 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+@dataclass(eq=False)
 class FSDPState:
-    """The engine of one root module, in one assembly.
+    """The engine of one root module, in one assembly."""
 
-    Args:
-        model: the root module.
-        specs: of all groups, in module order, the root's own last.
-        groups: of those that have parameters to unshard or are called by themselves, in module order.
-        root_group: the group of what no other group has taken; None where that is nothing.
-        replicated: all replicated parameters.
-        collectives: the factory of all groups that are not exact; the exact one where all are.
-        context: what the groups share.
-        leaf: what the root gates hang on; a backward reaches it if and only if it wants the parameters' gradients.
-        transfers: between host memory and the device, where shards are offloaded.
-    """
+    model: nn.Module
+    """The root module."""
+    specs: Sequence[ParamGroupSpec]
+    """Of all groups, in module order, the root's own last."""
+    groups: Sequence[ParamGroup]
+    """Those that have parameters to unshard or are called by themselves, in module order."""
+    root_group: ParamGroup | None
+    """The group of what no other group has taken; None where that is nothing."""
+    replicated: ReplicatedParams
+    collectives: Collectives
+    """The factory of all groups that are not exact; the exact one where all are."""
+    context: GroupContext
+    """What the groups share."""
+    leaf: Tensor
+    """What the root gates hang on; a backward reaches it if and only if it wants the parameters' gradients."""
+    transfers: HostTransfers | None
+    """Between host memory and the device, where shards are offloaded."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        specs: Sequence[ParamGroupSpec],
-        groups: Sequence[ParamGroup],
-        root_group: ParamGroup | None,
-        replicated: ReplicatedParams,
-        collectives: Collectives,
-        context: GroupContext,
-        leaf: Tensor,
-        transfers: HostTransfers | None,
-    ) -> None:
-        self.model = model
-        self.specs = tuple(specs)
-        self.groups = tuple(groups)
-        self.root_group = root_group
-        self.replicated = replicated
-        self.collectives = collectives
-        self.context = context
-        self.leaf = leaf
-        self.transfers = transfers
-        policy = specs[-1].policy if specs[-1].modules == (model,) else None
+    def __post_init__(self) -> None:
+        policy = self.specs[-1].policy if self.specs[-1].modules == (self.model,) else None
         self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
         self._output_dtype = None if policy is None else policy.output_dtype
-        self.params: tuple[FSDPParam, ...] = (*(p for group in groups for p in group.params), *replicated.params)
+        sharded = [param for group in self.groups for param in group.params]
+        self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
         for index, param in enumerate(self.params):
             param.index = index
         self.outdated = False
@@ -117,6 +108,8 @@ class FSDPState:
         """What the all-gathers of the next iteration wait for, instead of the caller's stream."""
         self.iteration: IterationState | None = None
         """The forward under way."""
+        self.entered: dict[nn.Module, list[Callable[[Any], Any]]] = {}
+        """For modules whose forwards are under way, what is to run on their outputs, the innermost last."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
         """Those whose graphs there are."""
         self._backward_iteration: IterationState | None = None
@@ -126,49 +119,20 @@ class FSDPState:
         """Calls that a backward without parameters' gradients has come to and not left, outermost first."""
         self._caller: _Caller | None = None
         """Of the forward of the root module under way."""
-        self._expected_order: Sequence[ParamGroup] = [group for group in groups if group is not root_group]
+        self._expected_order: Sequence[ParamGroup] = [group for group in self.groups if group is not self.root_group]
         """The groups in the order of the last forward; before there was one, in module order."""
         self._order: list[ParamGroup] = []
         self._cursor = 0
-        self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, replicated.dtype, context.device)
-        self._leaf_stream = context.gather_stream.caller()
+        self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
+        self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
-        self._unmanaged = UnmanagedParameters(model, {param for spec in specs for param in spec.ignored})
-
-    @property
-    def info(self) -> MeshInfo:
-        return self.context.info
-
-    @property
-    def device(self) -> torch.device:
-        return self.context.device
-
-    @property
-    def world(self) -> int:
-        """How many ranks parameters are sharded across."""
-        return self.context.gather.comm.world
-
-    @property
-    def counters(self) -> Counters:
-        return self.context.counters
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        return self.context.observers
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is under way."""
-        return self.context.in_forward
+        ignored = {param for spec in self.specs for param in spec.ignored}
+        self._contents = ModelContents(self.model, self.params, ignored)
 
     @property
     def flats(self) -> Iterator[FlatParam]:
         """All ``FlatParam``, in module order."""
         return (flat for group in self.groups for flat in group.flats)
-
-    def record(self, kind: str, name: str) -> None:
-        """Add a collective to the fingerprint that ranks compare."""
-        self.context.fingerprint.record(kind, name)
 
     @property
     def is_idle(self) -> bool:
@@ -185,22 +149,23 @@ class FSDPState:
 
     def retire(self) -> None:
         """Let go of all buffers: another assembly takes the parameters over."""
-        self.retired = True
-        self.reset()
+        is_under_way = self.iteration is not None or self._task != -1 or self.interrupted or not self.is_idle
+        if is_under_way or any(group.held is not None for group in self.groups):
+            self.reset()
         for group in self.groups:
             group.unsharded.buffer.handle.wait()
+        self.retired = True
         # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
         self.groups, self.root_group, self._expected_order, self._order = (), None, (), []
         self.context.release()
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
-    def pre_root_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any, RootForward]:
+    def pre_root_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any, IterationState | None, GroupForward | None]:
         """Before a forward of the root module."""
-        if self._caller is not None and not self._caller.is_running():
-            self.reset()  # an interrupt, which no hook of a module is told of, has ended the forward
+        self.drop_interrupted()
         if self.iteration is not None:  # called from within its own forward
-            return args, kwargs, RootForward(None, None)
+            return args, kwargs, None, None
         iteration = None
         if _graph_task() == -1:
             iteration = self.begin_iteration()
@@ -211,14 +176,13 @@ class FSDPState:
         forward = None
         if self.root_group is not None:
             args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
-        return args, kwargs, RootForward(iteration, forward)
+        return args, kwargs, iteration, forward
 
-    def post_root_forward(self, entered: RootForward, output: Any) -> Any:
+    def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
         """After a forward of the root module, also after one that raised (with None); return what callers get."""
-        if entered.group_forward is not None:
+        if forward is not None:
             assert self.root_group is not None
-            output = self.post_forward(self.root_group, entered.group_forward, output)
-        iteration = entered.iteration
+            output = self.post_forward(self.root_group, forward, output)
         if iteration is None:
             return output
         self.end_iteration()
@@ -235,13 +199,16 @@ class FSDPState:
 
         return map_tensors(output, finish)
 
+    def drop_interrupted(self) -> None:
+        """Reset where an interrupt, which no hook of a module is told of, has ended the forward under way."""
+        if self._caller is not None and not self._caller.is_running():
+            self.reset()
+
     def begin_iteration(self) -> IterationState:
         """Begin a forward: clear what an interrupted one left, take in new weights, gather the first groups."""
         if self._task != -1 or self.interrupted:
             self.reset()
-        for param in self.params:
-            param.check_unchanged()
-        self._unmanaged.check()
+        self._contents.check()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:
@@ -255,13 +222,12 @@ class FSDPState:
             context.gather_stream.wait_for_caller()  # and so for the optimizer's step
         else:
             context.gather_stream.wait_event(event)
+        self._caller = _Caller()  # first: an interrupt from here on is found by it
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
-        self._caller = _Caller()
         self._order, self._cursor = [], 0
-        for group in self._expected_order[:2]:
-            group.prefetch()
+        prefetch(self._expected_order[:2])
         return iteration
 
     def end_iteration(self) -> None:
@@ -281,8 +247,8 @@ class FSDPState:
         Every rank runs the same forwards, so every rank prefetches alike.
         """
         self._order.append(group)
-        for other in group.forward_prefetch:
-            other.prefetch()
+        if group.forward_prefetch:
+            prefetch(group.forward_prefetch)
         expected, cursor = self._expected_order, self._cursor
         if cursor >= len(expected) or expected[cursor] is not group:
             try:
@@ -299,6 +265,7 @@ class FSDPState:
         """Before a forward of a group's module: weights in place, inputs cast and gated."""
         if _graph_task() != -1:
             return args, kwargs, self._pre_recomputation(group)
+        self.drop_interrupted()
         is_outermost = self.iteration is None
         iteration = self.begin_iteration() if self.iteration is None else self.iteration
         borrowed = None
@@ -329,8 +296,8 @@ class FSDPState:
         group.register_sharded()
         unsharded = entered.unsharded
         if entered.is_recomputation:
-            if unsharded is group.unsharded:
-                group.keep_for_recomputation()
+            if unsharded is group.unsharded:  # what was run again has saved views of it, which the backward reads
+                self.context.recomputed.append(group)
             return output
         output = self._hook_outputs(group, entered, output)
         group.release(unsharded)
@@ -392,7 +359,11 @@ class FSDPState:
         Its graph is thrown away, so nothing is gated; but what it saves is read by the backward, so the buffer is kept
         until that is over.
         """
-        if torch.is_grad_enabled() and self._ran_without_grad(group):
+        iteration = self._backward_iteration
+        ran_without_grad = iteration is not None and group in iteration.ungated - {
+            call.group for call in iteration.calls
+        }
+        if torch.is_grad_enabled() and ran_without_grad:
             raise RuntimeError(
                 f"unit '{group.name}' is run again by reentrant activation checkpointing, which hides its gradients "
                 "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
@@ -403,13 +374,6 @@ class FSDPState:
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
         return GroupForward(None, unsharded, None, span, True, None)
-
-    def _ran_without_grad(self, group: ParamGroup) -> bool:
-        """Return whether the forward behind the backward under way ran ``group`` without a graph."""
-        iteration = self._backward_iteration
-        if iteration is None or group not in iteration.ungated:
-            return False
-        return not any(call.group is group for call in iteration.calls)
 
     def register_held(self, group: ParamGroup) -> None:
         """Let the modules of ``group`` see what ``group.hold`` has gathered, outside of a forward."""
@@ -507,14 +471,16 @@ class FSDPState:
         context.wait_for_reduces()
         if context.replicas is not None:
             context.replicas.wait()
-        reduced = [(flat.params, used) for flat, used in context.reduced]
-        reduced.append((replicated.params, [param.written for param in replicated.params]))
-        fed = {param for flat, _ in context.reduced if flat.feeds_back for param in flat.params}
-        unused = UnusedParameters(reduced, len(self.params), lambda param: param in fed and self._is_fed(param))
+        reduced: dict[FSDPParam, bool] = {}
+        for flat, used in context.reduced:
+            for param, was_written in zip(flat.params, used, strict=True):
+                reduced[param] = was_written or reduced.get(param, False)
+        reduced |= {param: param.written for param in replicated.params}
+        flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
         context.fingerprint.record("reduce", "replicated parameters")
         span = _REPLICATED_SPAN.start() if context.traces else None
-        totals = replicated.all_reduce(unused.flags + context.fingerprint.sums())
+        totals = replicated.all_reduce(flags + context.fingerprint.sums())
         if span is not None:
             _REPLICATED_SPAN.end(span)
         context.counters.reduced_bytes += replicated.sent_bytes()
@@ -524,18 +490,20 @@ class FSDPState:
         sums = self._readback.receive(totals[-CollectiveFingerprint.WIDTH :])
         if sums is not None:
             context.fingerprint.check(sums)
-        unused.hand_out_grads(totals, self.world > 1 or context.replicas is not None)
+        has_peers = context.gather.comm.world > 1 or context.replicas is not None
+        hand_out_grads(reduced, totals[: len(flags)] if has_peers else None)
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought something of a parameter that nobody may have used."""
+        if param.flat is None or not param.flat.feeds_back:
+            return False
         self.wait_for_transfers()
         return bool(param.local_grad.any())
 
     def _end_backward(self) -> None:
         while self._active_calls:
             self._active_calls.pop().end()
-        for group in self.groups:
-            group.release_recomputed()
+        self.context.release_recomputed()
         self._task, self._backward_iteration = -1, None
         if self.iteration is None:
             self.replicated.register_sharded()
@@ -552,6 +520,8 @@ class FSDPState:
         context.reset()
         if context.replicas is not None:
             context.replicas.reset()
+        for group in self.groups:  # prefetched all-gathers end before the state that they build on is dropped
+            group.unsharded.buffer.handle.wait()
         for flat in self.flats:
             flat.reset_collectives()
         self.wait_for_transfers()
@@ -561,8 +531,13 @@ class FSDPState:
         self._active_calls.clear()
         for group in self.groups:
             group.reset()
+        for param in self.params:
+            param.is_withheld = False
         self.replicated.reset()
         self.replicated.register_sharded()
+        for iteration in self._iterations:
+            iteration.reset()
+        self.entered.clear()
         self.iteration = self._caller = None
         context.in_forward = False
         self._task = -1
@@ -581,13 +556,6 @@ class GroupForward(NamedTuple):
     """Whether activation checkpointing runs it inside a backward."""
     borrowed: GroupForward | None
     """That of the root's group, entered for a parameter tied to it."""
-
-
-class RootForward(NamedTuple):
-    """One forward of the root module under way."""
-
-    iteration: IterationState | None
-    group_forward: GroupForward | None
 
 
 class IterationState:
@@ -662,8 +630,14 @@ class IterationState:
             self.advance(None, ends=True)
             state.finish_backward(self, grads[inputs:])
             self.is_finished = not _keeps_graph()
-            self._plan_backward()
+            self._steps = []  # another backward plans anew
         return (*grads[:inputs], *(None for _ in self.trained))
+
+    def reset(self) -> None:
+        """Let a backward begin anew, after one that was given up."""
+        self._steps = []
+        for call in self.calls:
+            call.reset()
 
     def advance(self, call: GroupCall | None, *, ends: bool) -> None:
         """Do all that comes up to the begin or the end of ``call``; None: all that there is."""
@@ -679,7 +653,7 @@ class IterationState:
             step.end()
             self._pending[step.group] -= 1
             if self._pending[step.group] == 0:
-                step.group.release_recomputed()
+                step.group.context.release_recomputed(step.group)
             self.prefetch_for_backward(step.group)
             if self._pending[step.group] == 0:
                 step.group.post_backward()
@@ -688,8 +662,7 @@ class IterationState:
         """Gather what the backward begins next, or what ``group``'s settings name instead."""
         steps = self._steps[self._next : self._next + 4]
         upcoming = [call.group for call, ends in steps if not ends and call.group.unshards_in_backward]
-        for other in group.backward_prefetch or upcoming[:2]:
-            other.prefetch()
+        prefetch(group.backward_prefetch or upcoming[:2])
 
     def _plan_backward(self) -> None:
         """Put the sequence of the backward together, from its start."""
@@ -697,7 +670,7 @@ class IterationState:
         self._pending = {}
         open_calls: list[GroupCall] = []
         expected = [call for call in self.calls if call.is_expected]
-        for call in sorted(expected, key=lambda call: (-max(call.last, call.index), call.index)):
+        for call in sorted(expected, key=lambda call: (-call.last, call.index)):
             while open_calls and not open_calls[-1].encloses(call):
                 self._append(open_calls.pop(), True)
             open_calls.append(call)
@@ -770,6 +743,8 @@ class GroupCall:
         """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
         if self._uses_buffer:
             self.group.context.wait(self.unsharded.buffer.handle)
+        if self.group.grads is not None:
+            self.group.context.wait(self.group.grads.buffer.handle)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Handle that the gate has run: all of this call's gradients are written."""
@@ -790,8 +765,7 @@ class GroupCall:
         group = self.group
         self._has_begun = True
         if not self._is_packed:  # not within a checkpoint, so those that the backward has come to are over
-            for other in group.context.groups:
-                other.release_recomputed()
+            group.context.release_recomputed()
         if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == _graph_task()):
             self._uses_buffer = group.unshard_for_backward(self.unsharded, needed=not self._is_packed)
         group.register_unsharded(group.leaves(self.unsharded))
@@ -809,6 +783,10 @@ class GroupCall:
         group.accumulate_leaf_grads(self.unsharded)
         if self._uses_buffer:
             group.release(self.unsharded)
+        self.reset()
+
+    def reset(self) -> None:
+        """Be a call that no backward has come to."""
         self._has_begun = self._uses_buffer = False
         self._task = -1
         self._span = None
@@ -828,30 +806,40 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Caller:
-    """Who has called a forward: the innermost frame that is neither the engine's nor of what keeps it uncompiled."""
+    """Who has called a forward: the innermost frame that is neither the engine's nor of what keeps it uncompiled.
+
+    Where a module's call runs hooks, it is the frame that also runs those after a forward that raised: ``inner`` within
+    it has ended by then.
+    """
 
     def __init__(self) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
             frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "inner" and frame.f_globals.get("__name__") == _MODULE_CALL:
+            frame = frame.f_back
         self._frame = frame
+        self._thread = get_ident()
 
     def is_running(self) -> bool:
-        """Return whether it is among the callers of this."""
-        frame: FrameType | None = sys._getframe()
+        """Return whether its thread, which may be another one than that of this call, has not left it."""
+        is_own = get_ident() == self._thread
+        frame: FrameType | None = sys._getframe() if is_own else sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
 
 
-class UnmanagedParameters:
-    """Parameters of a model that are neither sharded nor ignored: added after sharding, every rank would train its own.
+class ModelContents:
+    """What the modules of a sharded model hold, compared at each forward with what they held before.
 
-    As long as such a parameter is frozen it may stay.
+    The engine would go on with the old values of a parameter that was replaced or converted after sharding, and every
+    rank would train values of its own for one that was added. As long as an added parameter is frozen it may stay.
     """
 
-    def __init__(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]) -> None:
         self._model = model
+        self._params = params
         self._ignored = ignored
         self._registries: list[dict[str, Any]] = []
         """Where modules keep modules and parameters."""
@@ -860,9 +848,19 @@ class UnmanagedParameters:
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Raise a ``ValueError`` that names the first parameter that is to be trained; quick where nothing is new."""
-        if self._registries and self._is_unchanged() and not any(each.requires_grad for each in self._frozen):
+        """Compare; quick where nothing is new.
+
+        Raises:
+            RuntimeError: a parameter was replaced or converted.
+            ValueError: a parameter was added that is to be trained.
+        """
+        contents = self._contents()
+        is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
+        is_frozen = not any(each.requires_grad for each in self._frozen)
+        if self._registries and is_known and is_frozen and all(param.lies_in_shard for param in self._params):
             return
+        for param in self._params:
+            param.check_unchanged()
         unmanaged = {
             name: parameter
             for name, parameter in self._model.named_parameters()
@@ -878,12 +876,8 @@ class UnmanagedParameters:
         self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._seen = self._contents()
 
-    def _is_unchanged(self) -> bool:
-        contents = self._contents()
-        return len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
-
     def _contents(self) -> list[object]:
-        return [each for registry in self._registries for each in registry.values()]
+        return list(chain.from_iterable(map(dict.values, self._registries)))
 
 
 # Hooks of modules --------------------------------------------------------------------------------------------------
@@ -901,30 +895,33 @@ def pre_forward_of(
     if state is None or state.outdated:
         state = assemble(module)
     group: ParamGroup | None = module.__dict__.get(GROUP)
-    if group is None:
-        args, kwargs, root_forward = state.pre_root_forward(args, kwargs)
-        return args, kwargs, partial(state.post_root_forward, root_forward)
-    args, kwargs, forward = state.pre_forward(group, args, kwargs)
-    return args, kwargs, partial(state.post_forward, group, forward)
+    try:
+        if group is None:
+            args, kwargs, iteration, own_forward = state.pre_root_forward(args, kwargs)
+            return args, kwargs, partial(state.post_root_forward, iteration, own_forward)
+        args, kwargs, forward = state.pre_forward(group, args, kwargs)
+        return args, kwargs, partial(state.post_forward, group, forward)
+    except Exception:
+        state.interrupted = True
+        raise
 
 
 def install_hooks(module: nn.Module, assemble: Callable[[nn.Module], FSDPState]) -> list[Any]:
     """Run ``pre_forward_of`` around every forward of ``module``; return the handles of the hooks."""
-    entered: list[Callable[[Any], Any] | None] = []
 
     def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        entered.append(None)
-        args, kwargs, entered[-1] = pre_forward_of(module, assemble, args, kwargs)
+        args, kwargs, finish = pre_forward_of(module, assemble, args, kwargs)
+        module.__dict__[STATE].entered.setdefault(module, []).append(finish)
         return args, kwargs
 
     def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
-        finish = entered.pop()
-        _explain_gated_write(sys.exc_info()[1])
-        if finish is not None:
-            return finish(output)
-        if (state := module.__dict__.get(STATE)) is not None:  # pre_forward itself has raised
-            state.interrupted = True
-        return output
+        state: FSDPState | None = module.__dict__.get(STATE)
+        if (error := sys.exc_info()[1]) is not None and state is not None:
+            _explain_gated_write(error)
+            state.drop_interrupted()  # what an interrupt has left is not of this forward, which may not be entered yet
+        if state is None or not state.entered.get(module):
+            return output  # a hook has raised before this forward was entered, perhaps our own
+        return state.entered[module].pop()(output)
 
     # First before the forward, so that other hooks see unsharded weights; and after it also when it raised.
     return [
@@ -933,7 +930,7 @@ def install_hooks(module: nn.Module, assemble: Callable[[nn.Module], FSDPState])
     ]
 
 
-def _explain_gated_write(error: BaseException | None) -> None:
+def _explain_gated_write(error: BaseException) -> None:
     """Add to ``error``, which ends a forward, where autograd refuses a write to what came through a gate."""
     if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
         error.args = (

@@ -11,7 +11,6 @@ operations that share buffers are waited for by hand (``is_ordered``).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -25,28 +24,6 @@ Finish: TypeAlias = Callable[[], None]
 """Consumes what the collectives brought."""
 
 
-class CommHandle(ABC):
-    """One operation of a ``CommStream``. A new handle is idle: waiting for it returns at once."""
-
-    __slots__ = ("pending",)
-
-    def __init__(self) -> None:
-        self.pending = False
-        """Whether there is something to wait for."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Make the caller's next work see the result. On CPU the completion callback runs here."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Let the operation's buffers be filled again by the same stream, which on CUDA orders itself."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Have the caller's next work come after the collectives; on CPU, drop the completion callback."""
-
-
 class StreamEvent:
     """A point in a CUDA stream. Recording again is safe: who waits already, waits for what was recorded then."""
 
@@ -57,99 +34,79 @@ class StreamEvent:
         self.stream = stream
 
 
-class CommStream(ABC):
-    """Issues operations in the order of the calls."""
+class CommHandle:
+    """One operation of a ``CommStream``; a new handle is idle, and waiting for it returns at once.
 
-    is_ordered: bool
-    """Whether operations run one after another by themselves; else one that shares buffers is waited for first."""
+    On CPU: works in flight on gloo's threads, and a completion callback for the thread that waits.
+    """
 
-    @abstractmethod
-    def handle(self) -> CommHandle:
-        """Return an idle handle of this stream, for any number of ``issue`` in turn."""
-
-    @abstractmethod
-    def issue(
-        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
-    ) -> None:
-        """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation."""
-
-    @abstractmethod
-    def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
-        """Return an event at the point that the caller's stream has reached, and behind ``event``, which it reuses."""
-
-    @abstractmethod
-    def wait_for_caller(self) -> None:
-        """Hold what is issued from now on until the caller's stream has got to where it is now."""
-
-    @abstractmethod
-    def wait_event(self, event: torch.Event) -> None:
-        """Hold what is issued from now on until ``event`` has come."""
-
-    @abstractmethod
-    def caller(self) -> torch.cuda.Stream | None:
-        """Return the caller's stream; None where there are no streams."""
-
-    @abstractmethod
-    def synchronize(self, event: StreamEvent) -> None:
-        """Hold the calling thread until ``event`` is reached."""
-
-
-class CpuCommHandle(CommHandle):
-    """Works in flight on gloo's threads, and a completion callback for the thread that waits."""
-
-    __slots__ = ("finish", "works")
+    __slots__ = ("finish", "pending", "works")
 
     def __init__(self) -> None:
-        super().__init__()
+        self.pending = False
+        """Whether there is something to wait for."""
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
     def wait(self) -> None:
-        self.pending = False
-        works, self.works = self.works, ()
-        for work in works:
-            work.wait()
+        """Make the caller's next work see the result. On CPU the completion callback runs here."""
+        try:
+            for work in self.works:  # they stay until all are over: an interrupt may end this wait
+                work.wait()
+        except RuntimeError:  # for good
+            self.pending, self.works, self.finish = False, (), None
+            raise
+        self.pending, self.works = False, ()
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
 
-    settle = wait
-
     def abandon(self) -> None:
+        """Have the caller's next work come after the collectives; on CPU, drop the completion callback."""
         self.finish = None
         self.wait()
 
 
-class CpuCommStream(CommStream):
-    """gloo's threads."""
+class CommStream:
+    """Issues operations in the order of the calls; on CPU, to gloo's threads, which order nothing by themselves."""
 
     is_ordered = False
+    """Whether operations run one after another by themselves; else one that shares buffers is waited for first."""
 
-    def handle(self) -> CpuCommHandle:
-        return CpuCommHandle()
+    def handle(self) -> CommHandle:
+        """Return an idle handle of this stream, for any number of ``issue`` in turn."""
+        return CommHandle()
 
     def issue(
         self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
     ) -> None:
-        assert isinstance(handle, CpuCommHandle)
+        """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation.
+
+        It comes after the operation that ``handle`` stands for so far, whose buffers it may use.
+        """
+        if handle.pending:
+            handle.wait()
         handle.works = start(True)
         handle.finish = finish
         handle.pending = True
 
-    def record(self, event: StreamEvent | None = None) -> None:
+    def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
+        """Return an event at the point that the caller's stream has reached, and behind ``event``, which it reuses."""
         return None
 
     def wait_for_caller(self) -> None:
-        pass
+        """Hold what is issued from now on until the caller's stream has got to where it is now."""
 
     def wait_event(self, event: torch.Event) -> None:
+        """Hold what is issued from now on until ``event`` has come."""
         event.synchronize()
 
-    def caller(self) -> None:
+    def caller(self) -> torch.cuda.Stream | None:
+        """Return the caller's stream; None where there are no streams."""
         return None
 
     def synchronize(self, event: StreamEvent) -> None:
-        pass
+        """Hold the calling thread until ``event`` is reached."""
 
 
 class CudaCommHandle(CommHandle):
@@ -166,9 +123,6 @@ class CudaCommHandle(CommHandle):
         if self.pending:  # for good: every stream that waits has to
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
-    def settle(self) -> None:
-        pass  # a later operation is enqueued behind this one
-
     abandon = wait
 
 
@@ -184,7 +138,7 @@ class CudaCommStream(CommStream):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = torch.cuda.Stream(device, priority=-1)
-        self._caller_point = StreamEvent(self.side)
+        self._caller_point = torch.cuda.Event()
 
     def handle(self) -> CudaCommHandle:
         return CudaCommHandle(self.device)
@@ -217,8 +171,8 @@ class CudaCommStream(CommStream):
         return event
 
     def wait_for_caller(self) -> None:
-        self._caller_point.event.record(torch.cuda.current_stream(self.device))
-        self.side.wait_event(self._caller_point.event)
+        self._caller_point.record(torch.cuda.current_stream(self.device))
+        self.side.wait_event(self._caller_point)
 
     def wait_event(self, event: torch.Event) -> None:
         self.side.wait_event(event)
@@ -232,26 +186,7 @@ class CudaCommStream(CommStream):
 
 def comm_stream(device: torch.device) -> CommStream:
     """Return a new communication stream of ``device``."""
-    return CudaCommStream(device) if device.type == "cuda" else CpuCommStream()
-
-
-class CommStreams:
-    """The streams of all-gathers and of reduces, each made when it is first asked for. Roots may share them."""
-
-    def __init__(self) -> None:
-        self._all_gather: CommStream | None = None
-        self._reduce: CommStream | None = None
-
-    def all_gather(self, device: torch.device) -> CommStream:
-        if self._all_gather is None:
-            self._all_gather = comm_stream(device)
-        return self._all_gather
-
-    def reduce(self, device: torch.device) -> CommStream:
-        """Return another one than that of all-gathers."""
-        if self._reduce is None:
-            self._reduce = comm_stream(device)
-        return self._reduce
+    return CudaCommStream(device) if device.type == "cuda" else CommStream()
 
 
 class PinnedReadback:

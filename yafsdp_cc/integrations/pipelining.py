@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
-from yafsdp_cc.engine.init import specs_below
 from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.engine.sharding import specs_below
 
 
 class ShardedStage(PipelineStage):
-    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has cut, with the same arguments.
+    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded, with the same arguments.
 
-    Gradients of the micro-batches are kept whole and cross ranks once, within the last backward of a step; torch's own
+    Gradients of the micro-batches are kept unsharded and reduced once, in the last backward of a step; torch's own
     stage would look for FSDP2's parameter groups instead. For schedules of one stage per rank that do not split the
     backward, such as ``ScheduleGPipe`` and ``Schedule1F1B``. Shard with ``reshard_after_forward=False`` to gather
     weights once per step, too, and not for each micro-batch.
@@ -45,7 +45,7 @@ class ShardedStage(PipelineStage):
         self.scale_grads(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        # Finding out shapes asked for gradients of inputs alone: weights are not whole by it, no .grad is left.
+        # Finding out shapes asked for gradients of inputs alone: weights are not unsharded by it, no .grad is left.
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None

@@ -16,11 +16,11 @@ AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 
 def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
-    """Let ``trainer``, made with a model that ``yafsdp_cc.shard`` has cut, train it as it would train FSDP2's.
+    """Let ``trainer``, made with a model that ``yafsdp_cc.shard`` has sharded, train it as it would train FSDP2's.
 
     It then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
-    ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes whole weights for
-    ``from_pretrained``. Call it before ``trainer.train()``; returns the same object.
+    ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
+    for ``from_pretrained``. Call it before ``trainer.train()``; returns the same object.
 
     Raises:
         ValueError: the trainer's model is not sharded.

@@ -1,8 +1,22 @@
 """The process that a lab lives by: it holds the namespaces, and whatever ends the lab, it leaves nothing behind.
 
-It is forked by the lab, into a session of its own, and waits for the end of the lab or of the process that made it, by
-whatever signal. Then it kills everything that is still in the lab's network namespaces, and with itself these are gone:
-they never had names.
+It is forked by the lab, into a session of its own, makes the network, and waits for the end of the lab or of the
+process that made it, by whatever signal. Then it kills everything that is still in the lab's network namespaces, and
+with itself these are gone: they never had names.
+
+    machine 0: eth0 ──── port0 ┐                 ┌ port1 ──── eth0 :machine 1
+    10.77.0.1                  ├ bridge or relay ┤                  10.77.0.2
+    machine 2: eth0 ──── port2 ┘                 └ port3 ──── eth0 :machine 3
+
+Every machine and the hub, which holds the ports, have a network namespace each. Both ends of each pair are shaped: eth0
+is what the machine sends, the port what it receives. Nobody has to ask for an address or to learn one, and nothing but
+IPv4 is sent: the counters stand still while the ranks send nothing.
+
+Packets of one connection are sent in frames of up to 64 KB, as between a machine and its network card, and a frame
+counts its headers once; two cores could not carry a gigabit otherwise. Where packets are lost, each is a frame.
+
+Delay and loss are the work of a program of ours between the ports, compiled when a lab needs it. The kernel's own way,
+netem, is missing from many kernels, and a lab should be the same on all of them.
 """
 
 from __future__ import annotations
@@ -10,91 +24,51 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import traceback
-from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NoReturn
 
-from yafsdp_cc.netlab import build, namespaces
-from yafsdp_cc.netlab.errors import LabError, Unavailable
-from yafsdp_cc.netlab.links import Links
-from yafsdp_cc.netlab.relay import Relay
+from yafsdp_cc.netlab import namespaces
+from yafsdp_cc.netlab.links import DEVICE, LabError, Unavailable, address, batch, port
 
-START = 30.0
-"""Seconds that it may take to make the namespaces."""
-
-
-class Keeper:
-    """The keeper as its lab sees it: the lab's links, and a folder that goes with the lab."""
-
-    links: Links
-    folder: str = ""
-
-    def __init__(self, machines: int, near: int, delay_ms: float, loss: float) -> None:
-        self.word, ours = Pipe()
-        maker = os.getpid()
-        self._process = os.fork()
-        if self._process == 0:
-            self.word.close()
-            _keep(maker, ours, machines, near, delay_ms, loss)
-        ours.close()
-        try:
-            self.folder, descriptors = self._first_word()
-            self.links = Links(self._process, descriptors)
-        except BaseException:
-            self.close()
-            raise
-
-    def check(self) -> None:
-        """Raise if it, or what it runs, has ended before its time: then ``word`` is readable."""
-        if self.word.poll():
-            try:
-                raise LabError(self.word.recv())
-            except (EOFError, ConnectionError):
-                raise LabError("the process that keeps the lab was killed") from None
-
-    def close(self) -> None:
-        """End it and everything in the lab."""
-        with suppress(ConnectionError):  # an end of file would not do: whoever was forked meanwhile holds the pipe too
-            self.word.send(None)
-        self.word.close()
-        os.waitpid(self._process, 0)
-        shutil.rmtree(self.folder, ignore_errors=True)  # should the keeper have been killed
-
-    def _first_word(self) -> tuple[str, tuple[int, ...]]:
-        if not self.word.poll(START):
-            os.kill(self._process, signal.SIGKILL)
-            raise Unavailable(f"making network namespaces took more than {START:.0f} s")
-        try:
-            word = self.word.recv()
-        except (EOFError, ConnectionError):
-            raise Unavailable("the process that makes the network namespaces was killed") from None
-        if isinstance(word, Unavailable):
-            raise word
-        folder, *descriptors = word
-        return folder, tuple(descriptors)
+RELAY = Path(__file__).with_name("relay.c")
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+"""What is needed, and the package that has it."""
+QUIET = "flood off learning off mcast_flood off bcast_flood off"
+NOT_ALLOWED = (
+    "network namespaces are not allowed here ({error}): run as root (containers: --cap-add SYS_ADMIN,NET_ADMIN), or "
+    "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0)"
+)
 
 
-def _keep(maker: int, word: Connection, machines: int, near: int, delay_ms: float, loss: float) -> None:
-    """The keeper's whole life, with ``near`` ranks on each machine; does not return."""
+def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, delay_ms: float, loss: float) -> NoReturn:
+    """Be the keeper of a lab that the process ``maker`` has made.
+
+    Send the lab a folder that goes with it and each rank's descriptor, or an exception: why there is no lab, or what
+    has broken it.
+    """
     try:
         os.setsid()
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(name, signal.SIG_IGN)
-        ends: list[Connection | int] = [word, os.pidfd_open(maker)]
+        ends: list[Connection | int] = [lab, os.pidfd_open(maker)]
         with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
+            held = _make_namespaces(machines)
             try:
-                build.look_for_programs()
-                held = build.namespaces_of(machines)
-                try:
-                    build.connect(held, bridge=not (delay_ms or loss), single=loss > 0)
-                    relay = Relay(folder, machines, delay_ms, loss) if delay_ms or loss else None
-                    word.send((folder, *(machine for machine in held for _ in range(near))))
-                    _wait_for_the_end(ends, word, relay)
-                finally:
-                    namespaces.sweep({*map(namespaces.number, held), namespaces.number("/proc/self/ns/net")})
-            except Unavailable as reason:
-                word.send(reason)
+                relayed = bool(delay_ms or loss)
+                _connect(held, relayed, single=loss > 0)
+                relay = _start_relay(folder, machines, delay_ms, loss) if relayed else None
+                lab.send((folder, *(machine for machine in held for _ in range(ranks_per_machine))))
+                if relay and (ended := os.pidfd_open(relay.pid)) in wait([*ends, ended]):
+                    lab.send(LabError(f"the relay between the ranks ended with status {relay.wait()}"))
+                wait(ends)
+            finally:
+                namespaces.sweep({*map(namespaces.number, [*map(_path, held), "/proc/self/ns/net"])})
+    except Unavailable as reason:
+        lab.send(reason)
     except (ProcessLookupError, ConnectionError):
         pass  # the maker ended at once
     except BaseException:
@@ -103,9 +77,68 @@ def _keep(maker: int, word: Connection, machines: int, near: int, delay_ms: floa
         os._exit(0)
 
 
-def _wait_for_the_end(ends: list[Connection | int], word: Connection, relay: Relay | None) -> None:
-    if relay is None:
-        wait(ends)
-    elif relay.descriptor in wait([*ends, relay.descriptor]):
-        word.send(f"the relay between the ranks ended with status {relay.status()}")
-        wait(ends)
+def _make_namespaces(machines: int) -> list[int]:
+    """Return a descriptor of each machine's namespace; this process is left in one more, the hub."""
+    for program, package in PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise Unavailable(f"no program {program!r}: apt-get install {package}")
+    try:
+        namespaces.become_capable()
+        held = [namespaces.create() for _ in range(machines)]
+        os.close(namespaces.create())
+    except OSError as error:
+        raise Unavailable(NOT_ALLOWED.format(error=error)) from None
+    return held
+
+
+def _connect(held: list[int], relayed: bool, single: bool) -> None:
+    """Join the machines by a bridge, unless the relay takes the ports; ``single`` if every packet is to be a frame."""
+    hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]  # the relay reads its last bytes
+    hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]
+    for machine, mac in enumerate(hardware):
+        far_end = f"peer name {DEVICE} address {mac} netns {_path(held[machine])}"
+        hub.append(f"link add {port(machine)} type veth {far_end}")
+        hub.append(f"link set {port(machine)} addrgenmode none up")
+        if not relayed:
+            hub.append(f"link set {port(machine)} master hub")
+            hub.append(f"link set {port(machine)} type bridge_slave {QUIET}")
+    batch(["ip"], hub, needs="veth and bridge")
+    if not relayed:
+        learnt = [f"fdb add {mac} dev {port(machine)} master static" for machine, mac in enumerate(hardware)]
+        batch(["bridge"], learnt, needs="bridge")
+    with open("/proc/self/ns/net") as hub_namespace:
+        for machine, descriptor in enumerate(held):
+            namespaces.enter(_path(descriptor))
+            neighbours = [
+                f"neighbour add {address(other)} lladdr {mac} dev {DEVICE} nud permanent"
+                for other, mac in enumerate(hardware)
+                if other != machine
+            ]
+            up = f"link set {DEVICE} addrgenmode none {'gso_max_segs 1 ' if single else ''}up"
+            own = f"address add {address(machine)}/24 dev {DEVICE}"
+            batch(["ip"], ["link set lo up", up, own, *neighbours], needs="veth")
+        namespaces.enter(_path(hub_namespace.fileno()))
+
+
+def _start_relay(folder: str, machines: int, delay_ms: float, loss: float) -> subprocess.Popen[str]:
+    """Return the relay, which runs in the namespace of the ports and ends with this process."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise Unavailable("delay and loss need a C compiler: apt-get install gcc libc6-dev")
+    program = f"{folder}/relay"
+    done = subprocess.run([compiler, "-O2", "-o", program, str(RELAY)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Unavailable(f"{compiler} could not compile {RELAY.name}: {' '.join(done.stderr.split())[:300]}")
+    command = [program, str(delay_ms * 1000), str(loss), *map(port, range(machines))]
+    try:
+        relay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise Unavailable(f"the relay cannot run from {folder} ({error}): set TMPDIR to another folder") from None
+    assert relay.stdout is not None
+    if relay.stdout.readline() != "ready\n":
+        raise Unavailable(f"the relay could not start: {relay.communicate()[1].strip()}")
+    return relay
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

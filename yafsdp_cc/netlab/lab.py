@@ -2,62 +2,114 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
 
 from yafsdp_cc.netlab import namespaces
-from yafsdp_cc.netlab.interfaces import MOST_RANKS
-from yafsdp_cc.netlab.keeper import Keeper
-from yafsdp_cc.netlab.programs import Programs
-from yafsdp_cc.netlab.ranks import Ranks
-from yafsdp_cc.netlab.rate import UNSHAPED, Rate
+from yafsdp_cc.netlab.keeper import keep
+from yafsdp_cc.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.context import ForkProcess
 
-    from yafsdp_cc.netlab.traffic import Traffic
+    from yafsdp_cc.netlab.links import Traffic
+
+MOST_RANKS = 250
+START = 30.0
+"""Seconds that it may take to make the namespaces."""
+GRACE = 0.3
+"""Seconds that the end of a process may be seen after what it did to others."""
 
 
 class Lab:
     """Network namespaces, one per rank, joined by links of a given rate, delay and loss.
 
-    ``bandwidth`` is what each rank can send, and receive, per second, headers included: ``100mbit``, ``2.5gbit`` or
-    ``unshaped``. ``delay_ms`` is one way: an answer takes twice that. ``loss`` is the fraction of packets that vanish.
-    Every ``near`` ranks share a namespace, as those of one machine do: they have one link to all others, and none
-    between each other.
-
     The namespaces exist inside the ``with``, and nothing of them, nor any process in them, after it or after the death
     of the process that made it. Raises ``Unavailable`` where the machine cannot have them.
+
+    Args:
+        bandwidth: what each rank can send, and receive, per second, headers included: ``100mbit``, ``2.5gbit`` or
+            ``unshaped``.
+        delay_ms: one way; an answer takes twice that.
+        loss: the fraction of packets that vanish.
+        ranks_per_machine: so many share a namespace: they have one link to all others, and none between each other.
+        near: the former name of ``ranks_per_machine``.
     """
 
     def __init__(
-        self, ranks: int = 2, bandwidth: str = UNSHAPED, delay_ms: float = 0.0, loss: float = 0.0, near: int = 1
+        self,
+        ranks: int = 2,
+        bandwidth: str = UNSHAPED,
+        delay_ms: float = 0.0,
+        loss: float = 0.0,
+        ranks_per_machine: int = 1,
+        near: int | None = None,
     ) -> None:
+        if near is not None:
+            warnings.warn("Lab(near=) is deprecated: its name is ranks_per_machine", DeprecationWarning, stacklevel=2)
+            ranks_per_machine = near
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"ranks={ranks}: a lab has 1 to {MOST_RANKS}")
-        if not 1 <= near <= ranks or ranks % near:
-            raise ValueError(f"near={near}: ranks on each machine, of {ranks} in all")
+        if not 1 <= ranks_per_machine <= ranks or ranks % ranks_per_machine:
+            raise ValueError(f"ranks_per_machine={ranks_per_machine}: the {ranks} ranks cannot be divided so")
         if not 0 <= delay_ms <= 10_000:
             raise ValueError(f"delay_ms={delay_ms}: 0 to 10000 milliseconds, one way")
         if not 0 <= loss < 1:
             raise ValueError(f"loss={loss}: a fraction of packets, 0.001 for one in a thousand")
-        Rate.parse(bandwidth)
-        self._options = (ranks // near, near, delay_ms, loss)
-        self._bandwidth = bandwidth
+        bits_per_second(bandwidth)
+        self._ranks, self._bandwidth = ranks, bandwidth
+        self._options = (ranks // ranks_per_machine, ranks_per_machine, delay_ms, loss)
 
     def __enter__(self) -> Lab:
-        self._keeper = Keeper(*self._options)
-        try:
-            self.links = self._keeper.links
-            self._numbers = self.links.numbers()
-            self.links.set_bandwidth(self._bandwidth)
-            self._begin()
-        except BaseException:
+        maker, self._folder = os.getpid(), ""
+        self._keeper, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
             self._keeper.close()
+            keep(maker, theirs, *self._options)
+        theirs.close()
+        self._keeper_pid = pid
+        try:
+            if not self._keeper.poll(START):
+                os.kill(pid, signal.SIGKILL)
+                raise Unavailable(f"making network namespaces took more than {START:.0f} s")
+            try:
+                self._folder, *descriptors = self._hear_keeper()
+            except LabError as error:
+                raise Unavailable(f"no network namespaces were made: {error}") from None
+            self.links = Links(pid, tuple(descriptors))
+            self._namespaces = {*map(namespaces.number, self.links.machines)}
+            self.set_bandwidth(self._bandwidth)
+            self._started = self.traffic()
+            self._ended: list[Traffic] | None = None
+        except BaseException:
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        with suppress(ConnectionError):  # an end of file would not do: whoever was forked meanwhile holds the pipe too
+            self._keeper.send(None)
         self._keeper.close()
+        os.waitpid(self._keeper_pid, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)  # should the keeper have been killed
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run ``body(*args)`` on forked ranks in one gloo group, seeded alike; its picklable results, in rank order.
@@ -65,14 +117,11 @@ class Lab:
         The caller has imported torch and computed nothing: threads do not survive a fork. The first rank that raises
         ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.
         """
-        self._begin()
-        results: list[Any] = self._run(Ranks(self._keeper, timeout, body, args))
-        return results
+        return self._on_ranks(_with_gloo, timeout, timeout, body, args)
 
     def launch(self, command: Sequence[str], timeout: float = 3600.0) -> None:
         """Run a command as every rank, with torchrun's variables set; ``LabError`` if one fails or hangs."""
-        self._begin()
-        self._run(Programs(self._keeper, timeout, command))
+        self._on_ranks(_execute, timeout, command)
 
     def set_bandwidth(self, bandwidth: str) -> None:
         """Change the rate of every link, of running ranks too, also by one of the ranks themselves."""
@@ -84,18 +133,126 @@ class Lab:
 
     def bytes(self) -> list[Traffic]:
         """What every machine sent and received in the last run, or so far in the one under way."""
-        until = self._ended or self.traffic()
-        return [now.since(then) for now, then in zip(until, self._started, strict=True)]
+        return [now.since(then) for now, then in zip(self._ended or self.traffic(), self._started, strict=True)]
 
-    def _begin(self) -> None:
-        self._started: list[Traffic] = self.traffic()
-        self._ended: list[Traffic] | None = None
+    def _on_ranks(self, body: Callable[..., Any], timeout: float, *args: Any) -> list[Any]:
+        """Return what ``body(rank, folder, links, *args)`` returns on each rank, a process forked into its namespace.
 
-    def _run(self, running: Ranks | Programs) -> Any:
+        What crosses the links meanwhile is counted. The processes, and whatever they have started, end with this call.
+        """
+        self._started, self._ended = self.traffic(), None
+        context, folder = multiprocessing.get_context("fork"), tempfile.mkdtemp(dir=self._folder)
+        deadline = time.monotonic() + timeout
+        processes: list[ForkProcess] = []
+        missing: dict[Connection, int] = {}
+        results = {}
         try:
-            result = running.finish()
+            for rank in range(self._ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                job = (os.getpid(), theirs, body, rank, folder, self.links, args)
+                process = context.Process(target=_be_rank, args=job)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                missing[ours] = rank
+            while missing:
+                ready = wait([self._keeper, *missing], timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise LabError(f"ranks {list(missing.values())} did not finish within {timeout:g} s")
+                if self._keeper in ready:
+                    self._hear_keeper()
+                for answer in [each for each in missing if each in ready]:
+                    rank = missing.pop(answer)
+                    results[rank] = _received(answer, rank, processes)
             self._ended = self.traffic()
-            return result
         finally:
-            running.end()
-            namespaces.sweep(self._numbers)  # and what they have started
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            namespaces.sweep(self._namespaces)
+        return [results[rank] for rank in range(self._ranks)]
+
+    def _hear_keeper(self) -> Any:
+        """Return what the keeper has sent; raise it, if it is the reason why there is no lab, or why it broke."""
+        try:
+            sent = self._keeper.recv()
+        except (EOFError, ConnectionError):
+            sent = LabError("the process that keeps the lab was killed")
+        if isinstance(sent, Exception):
+            raise sent
+        return sent
+
+
+def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -> Any:
+    """Return what a rank's body returned; raise what it raised, or how its process ended."""
+
+    def end_of(rank: int) -> LabError:
+        processes[rank].join()
+        status = processes[rank].exitcode or 0
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return LabError(f"rank {rank} {how} before the body was done")
+
+    try:
+        failed, value = answer.recv()
+    except EOFError:
+        raise end_of(rank) from None
+    if failed:
+        # A rank that is killed sends nothing, and the others lose their connection to it.
+        ended = wait([process.sentinel for process in processes], timeout=GRACE)
+        killed = [other for other, process in enumerate(processes) if process.sentinel in ended]
+        raise end_of(killed[0]) if killed else LabError(f"rank {rank}:{value}")
+    return value
+
+
+# In the process of a rank ------------------------------------------------------------------------------------------
+
+
+def _be_rank(
+    parent: int, answer: Connection, body: Callable[..., Any], rank: int, folder: str, links: Links, args: Any
+) -> NoReturn:
+    """Enter the rank's namespace before there are threads, run the body and send what it returns.
+
+    Who has answered waits for the end: a connection closed early may fail another's last call.
+    """
+    try:
+        os.setsid()  # Ctrl-C is for the lab, which then ends its ranks
+        namespaces.enter(links.of_rank(rank), links.user)
+        namespaces.die_with(parent)
+        os.environ.update(links.variables(rank))
+        result = body(rank, folder, links, *args)
+        _flush()
+        answer.send((False, result))
+    except LabError as error:
+        answer.send((True, f" {error}"))
+    except BaseException:
+        _flush()
+        answer.send((True, f"\n{traceback.format_exc()}"))
+    while True:  # until all have answered, and are killed
+        signal.pause()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _with_gloo(
+    rank: int, folder: str, links: Links, timeout: float, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    # Ranks find each other by a file, so that nothing crosses the links but what they send to each other.
+    store, world, seconds = f"file://{folder}/store", len(links.descriptors), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store, timeout=seconds, rank=rank, world_size=world)
+    return body(*args)
+
+
+def _execute(rank: int, folder: str, links: Links, command: Sequence[str]) -> None:
+    try:
+        status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    except OSError as error:
+        raise LabError(str(error)) from None
+    if status != 0:
+        how = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+        raise LabError(f"{how}: {shlex.join(command)}")

@@ -3,77 +3,161 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from yafsdp_cc.netlab import namespaces, traffic
-from yafsdp_cc.netlab.errors import LabError, Unavailable
-from yafsdp_cc.netlab.interfaces import DEVICE, port
-from yafsdp_cc.netlab.rate import Rate
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
+UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"
+DEVICE = "eth0"
+MASTER_PORT = "29500"
+"""Of a network that nobody else is in."""
+BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+FRAME = 66_000
+"""Bytes of the largest frame, its headers in each packet counted."""
+HEADERS = 66
+"""Bytes of a frame before what TCP carries: Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps."""
+QUEUE = "50ms"
+"""What may wait at a link, by the time that it takes to send it; what comes then is dropped, as by a switch."""
+
+
+class LabError(RuntimeError):
+    """A rank failed, hung, or the lab's network broke; the message holds which and why."""
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot have a lab; the message is one line: what is missing, and what to type."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that one machine sent and received, from the Ethernet header on, and the frames that it sent them in."""
+
+    sent: int
+    received: int
+    frames_sent: int
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what was counted since."""
+        return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+    @property
+    def payload_sent(self) -> int:
+        """Bytes sent but for headers."""
+        return self.sent - HEADERS * self.frames_sent
 
 
 class Links(NamedTuple):
-    """The process that keeps the lab, and its descriptors of the ranks' network namespaces; near ranks share one."""
+    """The process that keeps a lab, and for each rank its descriptor of the network namespace of the rank's machine."""
 
     keeper: int
     descriptors: tuple[int, ...]
 
     @classmethod
     def here(cls) -> Links:
-        """Of the lab in which this process is a rank."""
+        """Return those of the lab in which this process is a rank."""
         if VARIABLE not in os.environ:
             raise LabError(f"not in a lab: {VARIABLE} is not set; run this program by bench/netlab.py or Lab.launch")
         keeper, *descriptors = map(int, os.environ[VARIABLE].split(","))
         return cls(keeper, tuple(descriptors))
 
-    def as_variable(self) -> str:
-        return ",".join(map(str, (self.keeper, *self.descriptors)))
-
     @property
-    def machines(self) -> list[int]:
-        """The descriptors, each once: what has a link."""
-        return list(dict.fromkeys(self.descriptors))
-
-    @property
-    def user(self) -> str:
-        """The user namespace to which all of them belong."""
-        return f"/proc/{self.keeper}/ns/user"
+    def machines(self) -> list[str]:
+        """The path of each machine's network namespace."""
+        return [f"/proc/{self.keeper}/fd/{machine}" for machine in dict.fromkeys(self.descriptors)]
 
     @property
     def hub(self) -> str:
+        """The path of the network namespace that has the other ends of their links."""
         return f"/proc/{self.keeper}/ns/net"
 
-    def rank(self, rank: int) -> str:
+    @property
+    def user(self) -> str:
+        """The path of the user namespace to which all of them belong."""
+        return f"/proc/{self.keeper}/ns/user"
+
+    def of_rank(self, rank: int) -> str:
+        """Return the path of the network namespace in which a rank is."""
         return f"/proc/{self.keeper}/fd/{self.descriptors[rank]}"
 
-    def traffic(self) -> list[traffic.Traffic]:
-        """What every machine sent and received since the lab began, at one moment."""
-        return traffic.read(f"/proc/{self.keeper}/net/dev", len(self.machines))
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return what a rank finds in its environment: what torchrun sets, and which interface gloo is to use."""
+        ranks, machine = len(self.descriptors), self.descriptors[rank]
+        # To its ranks every machine looks like one of its own; each has its share of this one's cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "GROUP_RANK": str(list(dict.fromkeys(self.descriptors)).index(machine)),
+            "LOCAL_RANK": str(self.descriptors[:rank].count(machine)),
+            "LOCAL_WORLD_SIZE": str(self.descriptors.count(machine)),
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": MASTER_PORT,
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            VARIABLE: ",".join(map(str, (self.keeper, *self.descriptors))),
+        }
+
+    def inside(self, namespace: str) -> list[str]:
+        """Return the beginning of a command that is to run in a network namespace of the lab."""
+        is_ours = os.path.samefile(self.user, "/proc/self/ns/user")
+        user = [] if is_ours else ["--preserve-credentials", f"--user={self.user}"]
+        return ["nsenter", *user, f"--net={namespace}", "--"]
 
     def set_bandwidth(self, bandwidth: str) -> None:
         """Shape every machine's link, both ways, from now on. One rank does it for all; no connection notices."""
-        rate = Rate.parse(bandwidth)
-        self._shape(self.hub, [rate.shaping(port(machine)) for machine in range(len(self.machines))])
-        for machine in self.machines:
-            self._shape(self.rank(self.descriptors.index(machine)), [rate.shaping(DEVICE)])
+        rate = bits_per_second(bandwidth)
+        devices = {self.hub: [port(machine) for machine in range(len(self.machines))]}
+        for namespace, shaped in (devices | {machine: [DEVICE] for machine in self.machines}).items():
+            lines = [shaping(device, rate) for device in shaped]
+            batch([*self.inside(namespace), "tc"], lines, needs="tbf (CONFIG_NET_SCH_TBF)")
 
-    def inside(self, where: str) -> list[str]:
-        """The beginning of a command that is to run in a network namespace of the lab."""
-        is_ours = os.path.samefile(self.user, "/proc/self/ns/user")
-        user = [] if is_ours else ["--preserve-credentials", f"--user={self.user}"]
-        return ["nsenter", *user, f"--net={where}", "--"]
+    def traffic(self) -> list[Traffic]:
+        """Return what every machine sent and received since the lab began, at one moment."""
+        counters = {}
+        for line in Path(f"/proc/{self.keeper}/net/dev").read_text().splitlines()[2:]:
+            name, _, figures = line.partition(":")
+            counters[name.strip()] = [int(figure) for figure in figures.split()]
+        # What its port received is what the machine sent; columns: bytes and frames received first, bytes sent ninth.
+        ports = [counters[port(machine)] for machine in range(len(self.machines))]
+        return [Traffic(sent=own[0], received=own[8], frames_sent=own[1]) for own in ports]
 
-    def numbers(self) -> set[int]:
-        """Of the ranks' network namespaces."""
-        return {namespaces.number(self.rank(rank)) for rank in range(len(self.descriptors))}
 
-    def _shape(self, where: str, lines: list[str]) -> None:
-        done = subprocess.run(
-            [*self.inside(where), "tc", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            raise Unavailable(
-                f"tc refused {lines[0]!r}: {done.stderr.strip()}; the kernel needs tbf (CONFIG_NET_SCH_TBF)"
-            )
+def address(machine: int) -> str:
+    """Return the IP address of a machine."""
+    return f"10.77.0.{machine + 1}"
+
+
+def port(machine: int) -> str:
+    """Return the name of the interface at the other end of a machine's link."""
+    return f"port{machine}"
+
+
+def bits_per_second(bandwidth: str) -> int:
+    """Read ``100mbit``, ``2.5gbit`` or ``unshaped``, which is 0."""
+    matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(BITS)})", bandwidth)
+    bits = round(float(matched[1]) * BITS[matched[2]]) if matched else 0
+    if bits < BITS["kbit"] and bandwidth != UNSHAPED:
+        raise ValueError(f"bandwidth {bandwidth!r}: write 100mbit, 2.5gbit, 500kbit or {UNSHAPED}")
+    return bits
+
+
+def shaping(device: str, rate: int) -> str:
+    """Return the line for ``tc`` by which a device sends so many bits a second from now on, headers included."""
+    if rate == 0:
+        return f"qdisc replace dev {device} root pfifo"
+    # A bucket of two milliseconds outlives a late timer. One that holds the largest frame leaves it uncut, and the
+    # processors to the ranks, as network cards do; below 100 mbit so large a bucket would be no limit for too long.
+    burst = max(FRAME if rate >= 100 * BITS["mbit"] else 16_000, rate // 8 // 500)
+    return f"qdisc replace dev {device} root tbf rate {rate}bit burst {burst} latency {QUEUE}"
+
+
+def batch(command: Sequence[str], lines: Sequence[str], needs: str) -> None:
+    """Have a program of iproute2 do what the lines say; ``needs`` is what the kernel may lack where it refuses."""
+    done = subprocess.run([*command, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
+    if done.returncode != 0:
+        why = " ".join(done.stderr.split())
+        raise Unavailable(f"{command[-1]} refused {lines[0]!r} ...: {why}; the kernel needs {needs}")

@@ -6,11 +6,12 @@ import ctypes
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 NEW_USER = 0x10000000
 NEW_NET = 0x40000000
@@ -28,91 +29,75 @@ def become_capable() -> None:
     """
     user, group = os.geteuid(), os.getegid()
     try:
-        _unshare(NEW_NET)
+        _call("unshare", NEW_NET)
     except PermissionError:
-        _unshare(NEW_USER)
+        _call("unshare", NEW_USER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
 def create() -> int:
-    """Move to a new network namespace; a descriptor that holds it."""
-    _unshare(NEW_NET)
+    """Move to a new network namespace, whose interfaces do not announce themselves; return a descriptor of it."""
+    _call("unshare", NEW_NET)
+    with suppress(OSError):  # /proc/sys may be read-only, and then some 90 bytes of IPv6 are counted now and then
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
-def enter(net: str | int, user: str = "") -> None:
-    """Move to the network namespace at a path or descriptor; first to its user namespace, unless one is there.
+def enter(net: str, user: str = "/proc/self/ns/user") -> None:
+    """Move to the network namespace at a path, and to its user namespace, unless this process is there.
 
     The latter for a process of one thread only, so soon after a fork.
     """
-    with _Opened(net) as where:
-        if user and not os.path.samefile(user, "/proc/self/ns/user"):
-            with _Opened(user) as owner:
-                _checked(_libc.setns(owner, NEW_USER))
-        _checked(_libc.setns(where, NEW_NET))
+    with open(net) as where, open(user) as owner:
+        if not os.path.samefile(user, "/proc/self/ns/user"):
+            _call("setns", owner.fileno(), NEW_USER)
+        _call("setns", where.fileno(), NEW_NET)
 
 
 def die_with(parent: int) -> None:
     """From now on, be killed when the thread of ``parent`` that forked this process ends."""
-    _checked(_libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
+    _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def number(path: str | int) -> int:
-    """Return what identifies the namespace at a path or descriptor."""
+def number(path: str) -> int:
+    """Return what identifies the namespace at a path."""
     return os.stat(path).st_ino
 
 
 def sweep(namespaces: Collection[int]) -> None:
-    """Kill every process in network namespaces of these numbers but this one; raises if some do not die."""
+    """Kill every process in network namespaces of these numbers but this one; raise if some do not die."""
     deadline = time.monotonic() + PATIENCE
-    while alive := list(_kill(namespaces)):
+    while alive := [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _kill(int(entry), namespaces)]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {alive} were killed {PATIENCE:.0f} s ago and are still there")
         time.sleep(0.005)
 
 
-def _kill(namespaces: Collection[int]) -> Iterator[int]:
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            process = os.pidfd_open(int(entry))
-        except OSError:
-            continue
-        try:  # the descriptor is what is looked at and killed: its number may be another process's by now
-            if number(f"/proc/{entry}/ns/net") in namespaces:
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                yield int(entry)
-        except OSError:  # it has ended, or is none of ours to look at
-            continue
-        finally:
-            os.close(process)
+def _kill(pid: int, namespaces: Collection[int]) -> bool:
+    """Kill another process if it is in one of these network namespaces; return whether it was."""
+    if pid == os.getpid():
+        return False
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:  # the descriptor is what is looked at and killed: its number may be another process's by now
+        if number(f"/proc/{pid}/ns/net") not in namespaces:
+            return False
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        return True
+    except OSError:  # it has ended, or is none of ours to look at
+        return False
+    finally:
+        os.close(process)
 
 
-class _Opened:
-    """A descriptor of a path, closed afterwards; one that is given is left open."""
-
-    def __init__(self, where: str | int) -> None:
-        self._is_ours = isinstance(where, str)
-        self._descriptor = os.open(where, os.O_RDONLY) if isinstance(where, str) else where
-
-    def __enter__(self) -> int:
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_ours:
-            os.close(self._descriptor)
-
-
-def _unshare(what: int) -> None:
-    _checked(_libc.unshare(what))
-
-
-def _checked(status: int) -> None:
-    if status != 0:
+def _call(function: str, *args: int) -> None:
+    """Call the C library; raise OSError where that fails."""
+    if getattr(_libc, function)(*args) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

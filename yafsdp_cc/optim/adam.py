@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.adamw import adamw
 
 from yafsdp_cc.compression.schedule import Phase
 from yafsdp_cc.engine.dtensor import increment_version
-from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, check_settings, local_of, width_of
+from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
@@ -55,6 +55,8 @@ class OneBitAdam(OneBitOptimizer):
             what to change.
     """
 
+    moments = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         params: ParamsT,
@@ -68,7 +70,6 @@ class OneBitAdam(OneBitOptimizer):
         refreshes: int = 4,
         max_grad_norm: float | None = None,
     ) -> None:
-        check_settings(lr, betas, eps, weight_decay)
         super().__init__(
             params,
             {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay},
@@ -80,25 +81,14 @@ class OneBitAdam(OneBitOptimizer):
             max_grad_norm=max_grad_norm,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own but for the betas."""
-        super().add_param_group(param_group)
-        if any(tuple(group["betas"]) != tuple(self.param_groups[0]["betas"]) for group in self.param_groups):
-            self.param_groups.pop()
-            raise ValueError("OneBitAdam takes the same betas in all groups: residuals are one momentum")
-
     def _init_state(self, parameter: Tensor) -> None:
+        super()._init_state(parameter)
         state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
         if self._is_encoded(parameter):  # AdamW's own has seen as many gradients as steps
             state.setdefault("variance_step", state["step"].detach().clone())
         elif (seen := float(state.pop("variance_step", 0))) > 0:  # of a checkpoint where it was encoded
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
-        self._share_moment(parameter, "exp_avg")
 
     @property
     def phase(self) -> Phase:
@@ -117,70 +107,90 @@ class OneBitAdam(OneBitOptimizer):
             self.state[parameter]["variance_step"] += 1
 
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        beta1, beta2 = group["betas"]
-        owned = []
+        rows = []
         for parameter in parameters:
+            state = self.state[parameter]
+            if self._is_encoded(parameter) and state["variance_step"] != state["step"]:  # long after the warm-up
+                gradient = grad_of(parameter)
+                self._update_variance([(parameter, gradient)])
+                self._move(group, parameter, self._local(parameter, "exp_avg").lerp_(gradient, 1 - group["betas"][0]))
+                continue
             if self._is_encoded(parameter):
-                state = self.state[parameter]
-                if state["variance_step"] != state["step"]:  # once more, long after the warm-up
-                    gradient = local_of(parameter.grad).to(width_of(parameter))
-                    self._update_variance([(parameter, gradient)])
-                    self._move(group, parameter, self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1))
-                    continue
                 state["variance_step"] += 1
-            if local_of(parameter).numel():
-                owned.append(parameter)
-            else:
-                self.state[parameter]["step"] += 1
+            moments = self._local(parameter, "exp_avg"), self._local(parameter, "exp_avg_sq")
+            rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
         # The fused kernel does not count what it changes. What a rank has nothing of has changed, too: all ranks are to
         # all-gather it anew.
         increment_version([local_of(parameter) for parameter in parameters])
-        if not owned:
-            return
-        kept = [
-            [local_of(each) for each in owned],
-            [self._local(each, "exp_avg") for each in owned],
-            [self._local(each, "exp_avg_sq") for each in owned],
-        ]
-        widths = [width_of(each) for each in owned]
-        wide = [[each.to(width) for each, width in zip(one, widths, strict=True)] for one in kept]
-        adamw(
-            wide[0],
-            [local_of(each.grad).to(width) for each, width in zip(owned, widths, strict=True)],
-            wide[1],
-            wide[2],
-            [],
-            [self.state[each]["step"] for each in owned],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for before, after in zip(chain(*kept), chain(*wide), strict=True):
-            if before is not after:
-                before.copy_(after)
+        # As AdamW(fused=True), to the bit; on a GPU that would read the steps, which are in host memory, there.
+        adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
-            moment = local_of(parameter.grad).to(width_of(parameter))
+            moment = grad_of(parameter)
             if self.form == "gradient":
                 moment = self._local(parameter, "exp_avg").lerp_(moment, 1 - group["betas"][0])
             self._move(group, parameter, moment)
 
     def _move(self, group: dict[str, Any], parameter: Tensor, moment: Tensor) -> None:
-        """Adam's step by a first moment, and a second one that has seen as many gradients as it has."""
-        beta1, beta2 = group["betas"]
-        furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+        """Make Adam's step by a first moment, and a second one that has seen as many gradients as it has."""
         state = self.state[parameter]
         state["step"] += 1
         if not state["variance_step"]:
             return  # trained for the first time: the next step brings an exact gradient
-        corrections = 1 - beta1 ** float(state["step"]), 1 - beta2 ** float(state["variance_step"])
-        root = (self._local(parameter, "exp_avg_sq") / corrections[1]).sqrt_().add_(group["eps"])
-        update = (moment / root.mul_(corrections[0])).clamp_(-furthest, furthest)
-        local = local_of(parameter)
-        local.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
+        root = root_of(self._local(parameter, "exp_avg_sq"), float(state["variance_step"]), group)
+        move(local_of(parameter), bounded_update(moment, root, float(state["step"]), group), group)
+
+
+def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fused: bool) -> None:
+    """Make the step of ``torch.optim.AdamW`` in fp32 at least, in place, whatever the dtypes are.
+
+    Args:
+        group: the settings.
+        rows: of each parameter its values, gradient, first and second moment, and number of steps.
+        fused: by the fused kernel, or by the one for lists of tensors.
+    """
+    wide = [[each.to(width_of(row[0])) for each in row[:4]] for row in rows]
+    weights, grads, moments, squares = ([row[index] for row in wide] for index in range(4))
+    adamw(
+        weights,
+        grads,
+        moments,
+        squares,
+        [],
+        [row[4] for row in rows],
+        fused=fused,
+        foreach=not fused,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for (weight, _, moment, square, _), updated in zip(rows, wide, strict=True):
+        for before, after in ((weight, updated[0]), (moment, updated[2]), (square, updated[3])):
+            if before is not after:
+                before.copy_(after)
+
+
+def root_of(square: Tensor, seen: float, group: dict[str, Any]) -> Tensor:
+    """Return √v̂ + ε of a second moment that has seen so many gradients."""
+    root: Tensor = (square / (1 - group["betas"][1] ** seen)).sqrt_().add_(group["eps"])
+    return root
+
+
+def bounded_update(moment: Tensor, root: Tensor, steps: float, group: dict[str, Any]) -> Tensor:
+    """Return m̂ / ``root``, which is overwritten, of a first moment that so many steps have made.
+
+    No element is larger than exact Adam's can be (Kingma & Ba, "Adam", 2015, section 2.1).
+    """
+    beta1, beta2 = group["betas"]
+    furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+    return (moment / root.mul_(1 - beta1**steps)).clamp_(-furthest, furthest)
+
+
+def move(weights: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """Decay the weights, and subtract the update, which is overwritten."""
+    weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))

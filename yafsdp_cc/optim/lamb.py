@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.dtensor import flat_dtensor
-from yafsdp_cc.optim.adam import OneBitAdam
-from yafsdp_cc.optim.one_bit import local_of, width_of
+from yafsdp_cc.optim.adam import OneBitAdam, bounded_update, root_of
+from yafsdp_cc.optim.one_bit import grad_of, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,10 +117,9 @@ class OneBitLamb(OneBitAdam):
         if self.form == "momentum":
             state.setdefault("exp_avg_before", state["exp_avg"].clone())
 
-    @torch.no_grad()
     def _update_all(self, phase: Phase) -> None:
         ready = []
-        for group, exact, encoded in self._group_updates(self._parameters, phase):
+        for group, exact, encoded in self._split(self._parameters, phase):
             ready += [self._ready_exactly(group, each) for each in exact]
             ready += [self._ready(group, each) for each in encoded]
         if not ready:
@@ -141,7 +140,7 @@ class OneBitLamb(OneBitAdam):
                 coefficient = self._adapted_trust_of(each.parameter, next(ratios) * share + 1 - share)
             each.update.mul_(each.group["lr"] * coefficient)
         moves = {id(each.parameter): each.update for each in ready}
-        for members in self.phases.by_group():
+        for members in self._by_param_group():
             for parameter in members:
                 if id(parameter) in moves:
                     local_of(parameter).sub_(moves[id(parameter)])
@@ -149,7 +148,7 @@ class OneBitLamb(OneBitAdam):
     def _ready_exactly(self, group: dict[str, Any], parameter: Tensor) -> Ready:
         """Adam's moments, and LAMB's update (You et al., 2020, algorithm 2)."""
         beta1, beta2 = group["betas"]
-        state, gradient = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
+        state, gradient = self.state[parameter], grad_of(parameter)
         encoded = self._is_encoded(parameter)
         state["step"] += 1
         moment = self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1)
@@ -163,13 +162,13 @@ class OneBitLamb(OneBitAdam):
         if encoded and self.steps == self.warmup_steps:
             state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
         steps = int(state["step"])
-        update = (moment / (1 - beta1**steps)).div_((square / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
+        update = (moment / (1 - beta1**steps)).div_(root_of(square, steps, group))
         return Ready(parameter, group, update.add_(local_of(parameter), alpha=group["weight_decay"]))
 
     def _ready(self, group: dict[str, Any], parameter: Tensor) -> Ready:
         """The moment, and the gradient by which it has changed."""
         beta1, _ = group["betas"]
-        state, decoded = self.state[parameter], local_of(parameter.grad).to(width_of(parameter))
+        state, decoded = self.state[parameter], grad_of(parameter)
         state["step"] += 1
         if self.form == "gradient":
             moment = self._local(parameter, "exp_avg").lerp_(decoded, 1 - beta1)
@@ -182,17 +181,13 @@ class OneBitLamb(OneBitAdam):
 
     def _ready_with(self, group: dict[str, Any], parameter: Tensor, moment: Tensor, gradient: Tensor) -> Ready:
         """The update of 1-bit Adam, and what the factor is made of (Li et al., 2021, algorithm 1)."""
-        beta1, beta2 = group["betas"]
-        state = self.state[parameter]
+        beta2, state = group["betas"][1], self.state[parameter]
         fresh = self._local(parameter, "exp_avg_sq_fresh").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if not state["variance_step"]:  # trained for the first time: the next step brings an exact gradient
             return Ready(parameter, group, torch.zeros_like(moment))
-        root = self._local(parameter, "exp_avg_sq") / (1 - beta2 ** float(state["variance_step"]))
-        root = root.sqrt_().add_(group["eps"])
-        fresh_root = (fresh / (1 - beta2**self.steps)).sqrt_().add_(group["eps"])
-        largest = torch.linalg.vector_norm(_like(parameter, root / fresh_root), math.inf)
-        furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-        update = (moment / root.mul_(1 - beta1**self.steps)).clamp_(-furthest, furthest)
+        root = root_of(self._local(parameter, "exp_avg_sq"), float(state["variance_step"]), group)
+        largest = torch.linalg.vector_norm(_like(parameter, root / root_of(fresh, self.steps, group)), math.inf)
+        update = bounded_update(moment, root, self.steps, group)
         bare = None
         if group["weight_decay"]:
             bare = torch.linalg.vector_norm(_like(parameter, update))

@@ -8,21 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from yafsdp_cc.compression.all_reduce import CompressedMean
 from yafsdp_cc.compression.codec import BLOCK, codec_of
-from yafsdp_cc.engine.checks import all_gather_objects, checksum
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.optim.one_bit import check_settings
+from yafsdp_cc.engine.mesh import all_gather_objects, checksum
+from yafsdp_cc.optim.adam import adamw_step, bounded_update, move, root_of
+from yafsdp_cc.optim.one_bit import check_alike, check_settings, keep_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
-
-    from yafsdp_cc.engine.layout import Extent
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 _RESIDUAL = "unsaid"
@@ -84,31 +82,30 @@ class ReplicatedOneBitAdam(Optimizer):
         block: int = BLOCK,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_settings(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        check_settings(defaults)
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps={warmup_steps}: at least 1: the second moment is learned from exact means")
         self.warmup_steps = warmup_steps
         self.steps = 0
         """Steps that were made."""
-        self._layout: Layout | None = None
         self._step_supports_amp_scaling = True
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
         if (ranks := group if group is not None else dist.group.WORLD) is None:
             raise ValueError("ReplicatedOneBitAdam wants a process group: torch.distributed.init_process_group() first")
         self._group = ranks
         kind = codec_of(codec, block)
-        self._check()
+        self._check_parameters()
         shapes = [list(parameter.shape) for parameter in self._parameters]
         self._layout = layout = Layout.of(shapes, ranks.size(), block)
         device = self._parameters[0].device
-        places = [(extent.offset, extent.end) for extent in layout.extents]
-        self.mean = CompressedMean(ranks, device, kind, layout.numel, places)
-        self._flats = {
-            name: torch.zeros(layout.numel, dtype=torch.float32, device=device) for name in ("exp_avg", "exp_avg_sq")
-        }
-        self._whole = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.mean = CompressedMean(ranks, device, kind, layout)
+        self._whole, self._moment, self._square = (
+            torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        """Of all parameters: gradients, which turn into what ranks have together, and both moments."""
         self._is_settled = True
-        self._begin()
+        self._share_moments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made.
@@ -116,7 +113,7 @@ class ReplicatedOneBitAdam(Optimizer):
         Raises:
             RuntimeError: it is made.
         """
-        if self._layout is not None:
+        if hasattr(self, "_layout"):
             raise RuntimeError("ReplicatedOneBitAdam has laid its buffers out: make a new one for other parameters")
         super().add_param_group(param_group)
 
@@ -142,9 +139,8 @@ class ReplicatedOneBitAdam(Optimizer):
         else:
             self._is_settled = False
             beta1 = self.param_groups[0]["betas"][0]
-            moment = self._flats["exp_avg"]
-            self.mean.average(whole.mul_(1 - beta1).add_(moment, alpha=beta1))
-            moment.copy_(whole)
+            self.mean.average(whole.mul_(1 - beta1).add_(self._moment, alpha=beta1))
+            self._moment.copy_(whole)
             self._update()
         return loss
 
@@ -152,8 +148,8 @@ class ReplicatedOneBitAdam(Optimizer):
         """Even out the residuals: every rank has the mean of them afterwards. A collective."""
         unsent = self.mean.unsent()
         self.mean.carry_over(unsent)
-        for parameter, extent in self._places():
-            self.state[parameter][_RESIDUAL] = _part(unsent, extent).clone()
+        for parameter, part in self._parts(unsent).items():
+            self.state[parameter][_RESIDUAL] = part.clone()
         self._is_settled = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,75 +169,82 @@ class ReplicatedOneBitAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of any number of ranks; the warm-up, too."""
         super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
         self.steps = max(steps, default=0)
         unsent = torch.zeros_like(self._whole)
-        for parameter, extent in self._places():
+        for parameter, part in self._parts(unsent).items():
             if _RESIDUAL in self.state[parameter]:
-                _part(unsent, extent).copy_(self.state[parameter][_RESIDUAL])
+                part.copy_(self.state[parameter][_RESIDUAL])
         self.mean.carry_over(unsent)
         self._is_settled = True
-        self._begin()
+        self._share_moments()
 
     @property
     def _parameters(self) -> list[Tensor]:
         return [each for group in self.param_groups for each in group["params"]]
 
-    def _places(self) -> Iterator[tuple[Tensor, Extent]]:
-        assert self._layout is not None
-        return zip(self._parameters, self._layout.extents, strict=True)
+    def _parts(self, whole: Tensor) -> dict[Tensor, Tensor]:
+        """Return the part that each parameter has of a buffer of all."""
+        extents = zip(self._parameters, self._layout.extents, strict=True)
+        return {each: whole[extent.offset : extent.end].view(extent.shape) for each, extent in extents}
 
-    def _begin(self) -> None:
-        """Let the state of parameters be views of the flat buffers."""
-        for parameter, extent in self._places():
-            state = self.state[parameter]
-            state.setdefault("step", torch.tensor(0.0))
-            for name, flat in self._flats.items():
-                part = _part(flat, extent)
+    def _share_moments(self) -> None:
+        """Let the state of parameters be views of the moments of all."""
+        for name, moments in (("exp_avg", self._moment), ("exp_avg_sq", self._square)):
+            for parameter, part in self._parts(moments).items():
+                state = self.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
                 if name in state:
                     part.copy_(state[name])
                 state[name] = part
 
-    def _check(self) -> None:
+    def _names(self) -> list[str]:
+        """Return how errors call the parameters: as they were given, or by number and shape."""
+        return [
+            f"'{group['param_names'][index]}'"
+            if "param_names" in group
+            else f"parameter {index} of group {number}, of shape {list(parameter.shape)},"
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+        ]
+
+    def _check_parameters(self) -> None:
         """Raise where the parameters are not what this can train, on all ranks where they differ."""
-        names = _names_of(self.param_groups)
-        if any(tuple(group["betas"]) != tuple(self.param_groups[0]["betas"]) for group in self.param_groups):
-            raise ValueError("ReplicatedOneBitAdam takes the same betas in all groups: all ranks share one momentum")
-        for name, parameter in zip(names, self._parameters, strict=True):
+        check_alike(self, "betas")
+        names, parameters = self._names(), self._parameters
+        for name, parameter in zip(names, parameters, strict=True):
             if isinstance(parameter, DTensor):
                 raise ValueError(f"{name} is sharded: take yafsdp_cc.optim.OneBitAdam for it")
-            if parameter.dtype not in _TRAINED or parameter.device != self._parameters[0].device:
+            if parameter.dtype not in _TRAINED or parameter.device != parameters[0].device:
                 raise ValueError(
                     f"{name} is {parameter.dtype} on {parameter.device}: all parameters have to be fp32, bf16 or fp16, "
-                    f"on one device, such as {self._parameters[0].device}"
+                    f"on one device, such as {parameters[0].device}"
                 )
-        mine = [(tuple(each.shape), str(each.dtype), checksum(each.detach())) for each in self._parameters]
+        mine = [(tuple(each.shape), str(each.dtype), checksum(each.detach())) for each in parameters]
         everybody = all_gather_objects(mine, [self._group])
-        for index, name in enumerate(names):
-            if len({theirs[index] if index < len(theirs) else None for theirs in everybody}) > 1:
+        if len(counts := {len(theirs) for theirs in everybody}) > 1:
+            raise ValueError(f"ranks have given {sorted(counts)} parameters: all alike")
+        for name, *found in zip(names, *everybody, strict=True):
+            if len(set(found)) > 1:
                 raise ValueError(
                     f"{name} differs between ranks: build the module from the same seed on all of them, or broadcast "
                     "the weights of one"
                 )
-        if len({len(theirs) for theirs in everybody}) > 1:
-            raise ValueError(f"ranks have given {sorted({len(theirs) for theirs in everybody})} parameters: all alike")
 
     def _take_gradients(self) -> Tensor:
-        """This rank's gradients, unscaled, in one buffer, fp32."""
-        scale = getattr(self, "grad_scale", None)
-        for parameter, extent in self._places():
-            part = _part(self._whole, extent)
+        """Return this rank's gradients, unscaled, in one buffer, fp32."""
+        for parameter, part in self._parts(self._whole).items():
             if parameter.grad is None:
                 part.zero_()
             else:
-                part.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        assert self._layout is not None
-        for start, end in self._layout.gaps:
-            self._whole[start:end].zero_()
-        return self._whole if scale is None else self._whole.div_(scale)
+                part.copy_(parameter.grad.to_dense())
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            self._whole.div_(scale)
+        return self._whole
 
     def _are_finite(self, whole: Tensor) -> bool:
-        """Whether gradients are finite on all ranks."""
+        """Return whether gradients are finite on all ranks; without a ``GradScaler``, raise where they are not."""
         bad = whole.isfinite().all().logical_not().to(torch.float32)
         here = bool(bad)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
@@ -251,60 +254,25 @@ class ReplicatedOneBitAdam(Optimizer):
             return False
         where = "on another rank"
         if here:
-            named = zip(_names_of(self.param_groups), self._places(), strict=True)
-            where = next(name for name, (_, extent) in named if not _part(whole, extent).isfinite().all())
+            named = zip(self._names(), self._parts(whole).values(), strict=True)
+            where = next(name for name, part in named if not part.isfinite().all())
         raise RuntimeError(f"a gradient is not finite: {where}. No rank has made the step; drop the batch, or the run")
 
     def _update_exactly(self) -> None:
         """Make AdamW's step."""
-        extents = dict(self._places())
+        grads = self._parts(self._whole)
         for group in self.param_groups:
-            parameters = group["params"]
-            wide = [each.to(torch.float32) for each in parameters]
-            adamw(
-                wide,
-                [_part(self._whole, extents[each]) for each in parameters],
-                [self.state[each]["exp_avg"] for each in parameters],
-                [self.state[each]["exp_avg_sq"] for each in parameters],
-                [],
-                [self.state[each]["step"] for each in parameters],
-                foreach=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for parameter, updated in zip(parameters, wide, strict=True):
-                if updated.dtype != parameter.dtype:
-                    parameter.copy_(updated)
+            rows = [
+                (each, grads[each], *(self.state[each][name] for name in ("exp_avg", "exp_avg_sq", "step")))
+                for each in group["params"]
+            ]
+            adamw_step(group, rows, fused=False)
 
     def _update(self) -> None:
         """Make the step along the momentum."""
-        beta1, beta2 = self.param_groups[0]["betas"]
-        furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-        corrections = 1 - beta1**self.steps, 1 - beta2**self.warmup_steps
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] += 1
-                root = (state["exp_avg_sq"] / corrections[1]).sqrt_().add_(group["eps"])
-                update = (state["exp_avg"] / root.mul_(corrections[0])).clamp_(-furthest, furthest)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
-
-
-def _part(flat: Tensor, extent: Extent) -> Tensor:
-    return flat.narrow(0, extent.offset, extent.numel).view(extent.shape)
-
-
-def _names_of(groups: list[dict[str, Any]]) -> list[str]:
-    """Of parameters, as they were given, or by number and shape."""
-    names = []
-    for number, group in enumerate(groups):
-        for index, parameter in enumerate(group["params"]):
-            given = group.get("param_names")
-            by_number = f"parameter {index} of group {number}, of shape {list(parameter.shape)},"
-            names.append(by_number if given is None else f"'{given[index]}'")
-    return names
+                root = root_of(state["exp_avg_sq"], self.warmup_steps, group)
+                move(parameter, bounded_update(state["exp_avg"], root, self.steps, group), group)

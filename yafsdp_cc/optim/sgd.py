@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch.optim.sgd import sgd
 
-from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, local_of, width_of
+from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +45,7 @@ class OneBitSGD(OneBitOptimizer):
             what to change.
     """
 
+    moments = ("momentum_buffer",)
     shortest_warmup: ClassVar[int] = 0
     takes_limit: ClassVar[bool] = False
 
@@ -64,8 +64,6 @@ class OneBitSGD(OneBitOptimizer):
                 f"momentum={momentum}: more than 0, less than 1; for none, torch.optim.SGD does with the compression "
                 "what this would"
             )
-        if min(lr, weight_decay) < 0:
-            raise ValueError(f"lr={lr}, weight_decay={weight_decay}: 0 or more")
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
@@ -77,29 +75,13 @@ class OneBitSGD(OneBitOptimizer):
             max_grad_norm=None,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own but for the momentum."""
-        super().add_param_group(param_group)
-        if any(group["momentum"] != self.param_groups[0]["momentum"] for group in self.param_groups):
-            self.param_groups.pop()
-            raise ValueError("OneBitSGD takes the same momentum in all groups: residuals are one")
-
-    def _init_state(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
-        self._share_moment(parameter, "momentum_buffer")
-
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
             self.state[parameter]["step"] += 1
-        if not parameters:
-            return
         wide = [local_of(each).to(width_of(each)) for each in parameters]
         sgd(
             wide,
-            [local_of(each.grad).to(width_of(each)) for each in parameters],
+            [grad_of(each) for each in parameters],
             [self._local(each, "momentum_buffer") for each in parameters],
             foreach=True,
             weight_decay=group["weight_decay"],
@@ -118,7 +100,7 @@ class OneBitSGD(OneBitOptimizer):
         for parameter in parameters:
             self.state[parameter]["step"] += 1
             local, buffer = local_of(parameter), self._local(parameter, "momentum_buffer")
-            decoded = local_of(parameter.grad).to(width_of(parameter))
+            decoded = grad_of(parameter)
             if decay:
                 decoded = decoded.add(local, alpha=decay)
             if self.form == "gradient":

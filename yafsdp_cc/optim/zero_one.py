@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from yafsdp_cc.compression.schedule import Phase
 from yafsdp_cc.optim.adam import OneBitAdam
-from yafsdp_cc.optim.one_bit import local_of, width_of
+from yafsdp_cc.optim.one_bit import grad_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim.optimizer import ParamsT
-
-    from yafsdp_cc.optim.one_bit import GroupUpdate
 
 
 class ZeroOneAdam(OneBitAdam):
@@ -67,13 +64,11 @@ class ZeroOneAdam(OneBitAdam):
     def _phase_of(self, step: int) -> Phase:
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
 
-    @torch.no_grad()
-    def _update_group(self, update: GroupUpdate) -> None:
+    def _update_group(self, group: dict[str, Any], exact: list[Tensor], encoded: list[Tensor]) -> None:
         if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):  # Adam's own, so far
-            super()._update_group(update)
+            super()._update_group(group, exact, encoded)
             return
-        group, exact, encoded = update
         seen = [each for each in exact if self._is_encoded(each)]
-        self._update_variance([(each, local_of(each.grad).to(width_of(each))) for each in seen])
+        self._update_variance([(each, grad_of(each)) for each in seen])
         self._update_exactly(group, [each for each in exact if not self._is_encoded(each)])
         self._update(group, [*seen, *encoded])

@@ -5,29 +5,7 @@ units, and ``report`` is the printed plan. Nothing here imports ``torch.distribu
 """
 
 from yafsdp_cc.plan.parameters import OwnedParameter
-from yafsdp_cc.plan.report import (
-    Plan,
-    PlannedChoice,
-    PlannedHost,
-    PlannedRing,
-    PlannedSmall,
-    PlannedUnit,
-    PlannedWire,
-)
+from yafsdp_cc.plan.report import Plan
 from yafsdp_cc.plan.units import Division, Role, Units, UnitSpec, find_units
 
-__all__ = [
-    "Division",
-    "OwnedParameter",
-    "Plan",
-    "PlannedChoice",
-    "PlannedHost",
-    "PlannedRing",
-    "PlannedSmall",
-    "PlannedUnit",
-    "PlannedWire",
-    "Role",
-    "UnitSpec",
-    "Units",
-    "find_units",
-]
+__all__ = ["Division", "OwnedParameter", "Plan", "Role", "UnitSpec", "Units", "find_units"]

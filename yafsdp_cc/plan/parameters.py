@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
 Path = tuple[nn.Module, ...]
 """The modules passed on the way from the root, which comes first, to a module, which comes last."""
@@ -29,14 +31,18 @@ class OwnedParameter:
         return present(self.parameter).numel()
 
 
+Paths = Mapping[OwnedParameter, tuple[Path, ...]]
+"""Every way to an owner of each parameter."""
+
+
 def present(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter: a part, where tensor parallelism has made a DTensor of it."""
+    """Return what this rank holds of a parameter: a part, where tensor parallelism has made a DTensor of it."""
     part: Tensor = getattr(parameter, "_local_tensor", parameter)
     return part
 
 
 def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Every way to every module, in ``named_modules`` order: a module registered twice is visited twice."""
+    """Yield every way to every module, in ``named_modules`` order: a module registered twice is visited twice."""
     if module in above:
         return
     path = (*above, module)
@@ -46,8 +52,8 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[
             yield from walk(child, f"{name}.{attribute}" if name else attribute, path)
 
 
-def survey(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> dict[OwnedParameter, tuple[Path, ...]]:
-    """Every parameter that is not ignored, in module order, with each way from the root to one of its owners."""
+def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Paths:
+    """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners."""
     skipped = {id(parameter) for parameter in ignored}
     names: dict[nn.Parameter, str] = {}
     paths: defaultdict[nn.Parameter, list[Path]] = defaultdict(list)
@@ -58,24 +64,23 @@ def survey(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> dict[Own
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
                 paths[parameter].append(path)
                 sites[parameter][path[-1], attribute] = None
-    owned = {p: OwnedParameter(name, p, tuple(sites[p])) for p, name in names.items()}
-    return {owned[parameter]: tuple(paths[parameter]) for parameter in names}
+    return {OwnedParameter(name, p, tuple(sites[p])): tuple(paths[p]) for p, name in names.items()}
 
 
 def total(owned: Iterable[OwnedParameter]) -> int:
-    """Elements of all these parameters."""
+    """Return the elements of all these parameters."""
     return sum(parameter.numel for parameter in owned)
 
 
-def within(modules: Iterable[nn.Module], paths_of: Mapping[OwnedParameter, tuple[Path, ...]]) -> list[OwnedParameter]:
-    """The parameters with an owner inside one of ``modules``."""
+def within(modules: Iterable[nn.Module], paths_of: Paths) -> list[OwnedParameter]:
+    """Return the parameters with an owner inside one of ``modules``."""
     wanted = set(modules)
     return [owned for owned, paths in paths_of.items() if any(not wanted.isdisjoint(path) for path in paths)]
 
 
 def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
     """Raise a ``ValueError`` that names the first parameter which cannot be cut across ranks, and what to do."""
-    by_storage: defaultdict[int, list[tuple[int, int, OwnedParameter]]] = defaultdict(list)
+    by_storage: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for owned in parameters:
         parameter = owned.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -89,25 +94,15 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         if parameter.layout is not torch.strided:
             raise ValueError(f"{owned.name!r} is {parameter.layout}, not dense: pass it in ignored_params")
         if (part := present(parameter)).numel():
-            by_storage[part.untyped_storage()._cdata].append((*_extent(part), owned))
-    for tenants in by_storage.values():
-        _check_apart(tenants)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte of the storage that the tensor reaches, half-open."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    first = tensor.storage_offset()
-    return int(first) * tensor.itemsize, int(first + reach) * tensor.itemsize
-
-
-def _check_apart(tenants: list[tuple[int, int, OwnedParameter]]) -> None:
-    """Parameters may share one allocation (as the weights of an LSTM do), but not bytes of it."""
-    last_end, last = 0, ""
-    for start, end, owned in sorted(tenants, key=lambda tenant: tenant[0]):
-        if start < last_end:
-            raise ValueError(
-                f"{owned.name!r} shares memory with {last!r} without being the same nn.Parameter. To tie them, assign "
-                "one nn.Parameter to both; to keep them apart, clone one"
-            )
-        last_end, last = end, owned.name
+            reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
+            start = int(part.storage_offset()) * part.itemsize
+            by_storage[part.untyped_storage()._cdata].append((start, start + int(reach) * part.itemsize, owned.name))
+    # Parameters may share one allocation (as the weights of an LSTM do), but not bytes of it.
+    for extents in by_storage.values():
+        extents.sort(key=lambda extent: extent[0])
+        for (_, end, name), (start, _, other) in pairwise(extents):
+            if start < end:
+                raise ValueError(
+                    f"{other!r} shares memory with {name!r} without being the same nn.Parameter. To tie them, assign "
+                    "one nn.Parameter to both; to keep them apart, clone one"
+                )

@@ -1,11 +1,12 @@
-"""The plan of a sharded model, as numbers and as a table: its units, its slots, its wire and its memory, per rank.
+"""The plan of a sharded model, per rank, as numbers and as a table: its units, buffers, communication and memory.
 
 Every figure is an integer that the engine knows before the first step; ``owned_bytes`` is what it allocates, exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,42 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns the printed plan may use."""
+FORMER_NAMES = {
+    "rings": "buffers",
+    "wire": "communication",
+    "small": "replicated",
+    "slot": "buffer",
+    "weight_slots": "weight_buffers",
+    "weight_slot_bytes": "weight_buffer_bytes",
+    "gradient_slots": "gradient_buffers",
+    "gradient_slot_bytes": "gradient_buffer_bytes",
+    "following": "kept_buffers",
+    "second": "secondary",
+    "second_shard_bytes": "secondary_shard_bytes",
+    "change_bytes": "delta_bytes",
+    "crossing_bytes": "transfer_bytes",
+    "spills": "overflow_buffers",
+}
+"""Deprecated names of fields, of plans and of counters."""
+
+
+class RenamedFields:
+    """Gives fields under their former names, with a warning."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            new = FORMER_NAMES.get(name)
+            if new not in type(self).__dataclass_fields__:
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            warnings.warn(f"{kind}.{name} is deprecated: its name is {new}", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)
 
 
 @dataclass(frozen=True)
-class PlannedUnit:
-    """One unit. ``parameters`` and ``trainable`` count tensors; ``padded`` is its flat buffer, in elements."""
+class PlannedUnit(RenamedFields):
+    """One unit. ``parameters`` and ``trainable`` count tensors; ``padded`` is its flat parameter, in elements."""
 
     name: str
     role: Role
@@ -28,37 +60,26 @@ class PlannedUnit:
     elements: int
     padded: int
     dtypes: tuple[str, ...]
-    slot: int
+    buffer: int
+    """Which of the weight buffers of its role it is assigned."""
 
 
 @dataclass(frozen=True)
-class PlannedRing:
-    """The preallocated buffers that units of one role take turns in; bytes are those of each."""
+class PlannedBuffers(RenamedFields):
+    """The preallocated buffers that units of one role take turns in: how many, and the bytes of each."""
 
     role: Role
-    weight_slots: int
-    weight_slot_bytes: int
-    gradient_slots: int
-    gradient_slot_bytes: int
-    following: int = 0
-    """Of the weight slots, those of weights that stay whole and follow their shards by encoded changes."""
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_slots * self.weight_slot_bytes
-
-    @property
-    def following_bytes(self) -> int:
-        return self.following * self.weight_slot_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        return self.gradient_slots * self.gradient_slot_bytes
+    weight_buffers: int
+    weight_buffer_bytes: int
+    gradient_buffers: int
+    gradient_buffer_bytes: int
+    kept_buffers: int = 0
+    """Of the weight buffers, those of weights that stay whole and are updated by delta all-gathers."""
 
 
 @dataclass(frozen=True)
-class PlannedSmall:
-    """The small group: replicated parameters, and all bytes the engine holds for them on its device."""
+class PlannedReplicated(RenamedFields):
+    """Replicated parameters, and all bytes the engine holds for them on its device."""
 
     parameters: int
     elements: int
@@ -66,22 +87,22 @@ class PlannedSmall:
 
 
 @dataclass(frozen=True)
-class PlannedWire:
+class PlannedCommunication(RenamedFields):
     """Bytes one rank sends in one step (as many arrive). The first step also gathers frozen weights that then stay, and
-    gathers exactly what later follows by encoded changes."""
+    gathers exactly what is updated by delta all-gathers later."""
 
     gather_forward: int
     gather_backward: int
     reduce: int
-    small: int
+    replicated: int
     replicas: int = 0
     """To sum over replicas what the ranks of one of them have summed."""
-    second: int = 0
-    """Of the gathers, what second shards give: it stays among ranks near each other."""
+    secondary: int = 0
+    """Of the gathers, those from secondary shards, which stay among the ranks that share these."""
 
     @property
     def total(self) -> int:
-        return self.gather_forward + self.gather_backward + self.reduce + self.small + self.replicas
+        return self.gather_forward + self.gather_backward + self.reduce + self.replicated + self.replicas
 
 
 @dataclass(frozen=True)
@@ -94,30 +115,34 @@ class PlannedChoice:
 
 
 @dataclass(frozen=True)
-class PlannedHost:
-    """Bytes in host memory, where shards are offloaded: of units, and of the small group with its gradients. ``adamw``
-    is what an optimizer would add there, and part of the plan's ``adamw_bytes``."""
+class PlannedHost(RenamedFields):
+    """Bytes in host memory, where shards are offloaded: of units, and of replicated parameters with their gradients.
+    ``adamw`` is what an optimizer would add there, and part of the plan's ``adamw_bytes``."""
 
     parameters: int
     gradients: int
-    small: int
+    replicated: int
     adamw: int
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by name, the optimizer left out."""
-        return {"parameter shards": self.parameters, "gradient shards": self.gradients, "small group": self.small}
+        return {
+            "parameter shards": self.parameters,
+            "gradient shards": self.gradients,
+            "replicated parameters": self.replicated,
+        }
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(RenamedFields):
     """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
 
     world: int
     units: tuple[PlannedUnit, ...]
-    rings: tuple[PlannedRing, ...]
-    small: PlannedSmall
-    wire: PlannedWire
+    buffers: tuple[PlannedBuffers, ...]
+    replicated: PlannedReplicated
+    communication: PlannedCommunication
     parameter_shard_bytes: int
     gradient_shard_bytes: int
     receive_bytes: int
@@ -125,48 +150,50 @@ class Plan:
     replicas: int = 1
     """How often the ``world`` ranks of one shard are there."""
     replica_bytes: int = 0
-    second_shard_bytes: int = 0
+    secondary_shard_bytes: int = 0
     residual_bytes: int = 0
-    """What encoded gradients have still to say."""
+    """What error feedback keeps of encoded gradients."""
     choices: tuple[PlannedChoice, ...] = ()
     """Where gradients are encoded, what each codec would cost instead."""
-    change_bytes: int = 0
-    """Room for what encoded changes of weights say."""
-    crossing_bytes: int = 0
-    """Room on the device for what crosses from and to host memory."""
+    delta_bytes: int = 0
+    """Scratch memory for encoded weights and deltas of weights."""
+    transfer_bytes: int = 0
+    """Memory on the device for copies from and to host memory."""
     host: PlannedHost | None = None
     """What is offloaded."""
     chosen: str = ""
-    """What ``compression="auto"`` has chosen so far, in words; the wire and the residuals above are those of it."""
+    """What ``compression="auto"`` has chosen so far, in words; communication and residuals above are those of it."""
 
     @property
     def parameters(self) -> int:
-        """Tensors in all units and the small group."""
-        return sum(unit.parameters for unit in self.units) + self.small.parameters
+        """Tensors in all units and the replicated ones."""
+        return sum(unit.parameters for unit in self.units) + self.replicated.parameters
 
     @property
     def elements(self) -> int:
         """Elements of the whole model, padding left out."""
-        return sum(unit.elements for unit in self.units) + self.small.elements
+        return sum(unit.elements for unit in self.units) + self.replicated.elements
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds on its device, by name."""
-        following = sum(ring.following_bytes for ring in self.rings)
-        return {
+        always = {
             "parameter shards": self.parameter_shard_bytes,
             "gradient shards": self.gradient_shard_bytes,
-            "weight slots": sum(ring.weight_bytes - ring.following_bytes for ring in self.rings),
-            **({"weights kept whole": following} if following else {}),
-            "gradient slots": sum(ring.gradient_bytes for ring in self.rings),
+            "weight buffers": sum(b.weight_buffer_bytes * (b.weight_buffers - b.kept_buffers) for b in self.buffers),
+            "gradient buffers": sum(b.gradient_buffer_bytes * b.gradient_buffers for b in self.buffers),
             "receive buffer": self.receive_bytes,
-            **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
-            **({"second shards": self.second_shard_bytes} if self.second_shard_bytes else {}),
-            **({"sums for replicas": self.replica_bytes} if self.replicas > 1 else {}),
-            **({"room for changes": self.change_bytes} if self.change_bytes else {}),
-            **({"room for crossings": self.crossing_bytes} if self.crossing_bytes else {}),
-            "small group": self.small.bytes,
+            "replicated parameters": self.replicated.bytes,
         }
+        sometimes = {
+            "weights kept whole": sum(b.weight_buffer_bytes * b.kept_buffers for b in self.buffers),
+            "residuals": self.residual_bytes,
+            "secondary shards": self.secondary_shard_bytes,
+            "sums over replicas": self.replica_bytes,
+            "encoded weights": self.delta_bytes,
+            "host transfers": self.transfer_bytes,
+        }
+        return always | {name: size for name, size in sometimes.items() if size}
 
     @property
     def owned_bytes(self) -> int:
@@ -179,48 +206,40 @@ class Plan:
         return 0 if self.host is None else sum(self.host.memory.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in plain types, with the totals, for JSON."""
+        """Return the plan in plain types, with the totals, for JSON."""
         counts = {"parameters": self.parameters, "elements": self.elements}
-        totals = {**counts, "owned_bytes": self.owned_bytes, "host_bytes": self.host_bytes}
-        return {**asdict(self), **totals, "wire_bytes": self.wire.total, "memory": self.memory}
+        totals = {"owned_bytes": self.owned_bytes, "host_bytes": self.host_bytes, "memory": self.memory}
+        return {**asdict(self), **counts, **totals, "communication_bytes": self.communication.total}
 
     def __str__(self) -> str:
-        ranks = f"{self.world} rank" + "s" * (self.world != 1)
-        if self.replicas > 1:
-            ranks += f", {self.replicas} times"
-        head = f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"
-        wire = asdict(self.wire)
-        second = wire.pop("second")
-        sent = {name.replace("_", ", "): size for name, size in wire.items() if name != "replicas" or size}
-        host = self.host
-        offloaded = [] if host is None else [*_byte_rows("offloaded to host memory", host.memory, self.host_bytes)]
-        there = "" if host is None else f", {human(host.adamw)} of it in host memory"
-        return "\n".join(
-            [
-                head,
-                "",
-                *_table(_unit_rows(self.units, self.small), left=2),
-                "",
-                *_table(_ring_rows(self.rings), left=1),
-                "",
-                *_table(_byte_rows("sent per rank and step", sent, self.wire.total), left=1),
-                *(
-                    [f"Of this, {human(second)} ({second:,} bytes) stays among ranks near each other."]
-                    if second
-                    else []
-                ),
-                "",
-                *_table(_byte_rows("held per rank", self.memory, self.owned_bytes), left=1),
-                *(["", *_table(_choice_rows(self.choices), left=1), ""] if self.choices else []),
-                *(["", *_table(offloaded, left=1)] if offloaded else []),
-                f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes){there}.",
-                *([f"Chosen now: {self.chosen}."] if self.chosen else []),
-            ]
-        )
+        ranks = f"{self.world} rank" + "s" * (self.world != 1) + f", {self.replicas} times" * (self.replicas > 1)
+        sent = asdict(self.communication)
+        secondary = sent.pop("secondary")
+        if self.replicas == 1:
+            del sent["replicas"]
+        optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
+        parts = [
+            [f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"],
+            _table(_unit_rows(self.units, self.replicated), left=2),
+            _table(_buffer_rows(self.buffers)),
+            _table(_byte_rows("sent per rank and step", sent)),
+            _table(_byte_rows("held per rank", self.memory)),
+        ]
+        if secondary:
+            parts[3] += [f"Of this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."]
+        if self.choices:
+            parts.append(_table(_choice_rows(self.choices)))
+        if self.host is not None:
+            parts.append(_table(_byte_rows("offloaded to host memory", self.host.memory)))
+            optimizer += f", {human(self.host.adamw)} of it in host memory"
+        parts.append([f"{optimizer}."])
+        if self.chosen:
+            parts[-1] += [f"Chosen now: {self.chosen}."]
+        return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def human(size: int) -> str:
-    """``12.6 MiB``."""
+    """Return ``12.6 MiB``."""
     value = float(size)
     for prefix in ("", "Ki", "Mi", "Gi"):
         if value < 1023.95:
@@ -232,49 +251,21 @@ def human(size: int) -> str:
 Row = Sequence[str]
 
 
-def _unit_rows(units: Sequence[PlannedUnit], small: PlannedSmall) -> Iterator[Row]:
-    yield "unit", "role", "tensors", "trainable", "elements", "padded", "dtype", "slot"
-    for unit, names, slots in _runs(units):
-        counts = (unit.parameters, unit.trainable, unit.elements, unit.padded)
-        yield _run_name(names), unit.role, *(f"{count:,}" for count in counts), _short(unit.dtypes), slots
-    yield "(small group)", "", f"{small.parameters:,}", "", f"{small.elements:,}", "", "", ""
-
-
-def _ring_rows(rings: Sequence[PlannedRing]) -> Iterator[Row]:
-    yield "slots", "weights", "gradients", "bytes"
-    for ring in rings:
-        counts = (ring.weight_slots, ring.gradient_slots)
-        sizes = (ring.weight_slot_bytes, ring.gradient_slot_bytes)
-        each = (f"{count} x {human(size)}" if count else "none" for count, size in zip(counts, sizes, strict=True))
-        yield ring.role, *each, f"{ring.weight_bytes + ring.gradient_bytes:,}"
-
-
-def _byte_rows(title: str, sizes: dict[str, int], total: int) -> Iterator[Row]:
-    yield title, "", "bytes"
-    for name, size in {**sizes, "total": total}.items():
-        yield f"  {name}", human(size), f"{size:,}"
-
-
-def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
-    kinds = list(choices[0].residual)
-    yield "if all gradients were", "sent", *(f"residual {kind}" for kind in kinds)
-    for choice in choices:
-        yield f"  {choice.codec}", human(choice.reduce), *(human(choice.residual[kind]) for kind in kinds)
-
-
-def _runs(units: Sequence[PlannedUnit]) -> Iterator[tuple[PlannedUnit, list[str], str]]:
-    """Neighbours that differ only in name and slot: one of them, all their names, the slots they alternate in."""
-    for like, run in groupby(units, key=lambda unit: replace(unit, name="", slot=0)):
+def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> Iterator[Row]:
+    """Yield a row for each run of neighbours that differ only in name and buffer."""
+    yield "unit", "role", "tensors", "trainable", "elements", "padded", "dtype", "buffer"
+    for like, run in groupby(units, key=lambda unit: replace(unit, name="", buffer=0)):
         same = list(run)
-        yield like, [unit.name for unit in same], "/".join(map(str, sorted({unit.slot for unit in same})))
-
-
-def _short(dtypes: Sequence[str]) -> str:
-    return "+".join(dtypes).replace("bfloat", "bf").replace("float", "fp")
+        counts = (like.parameters, like.trainable, like.elements, like.padded)
+        dtype = "+".join(like.dtypes).replace("bfloat", "bf").replace("float", "fp")
+        buffers = "/".join(map(str, sorted({unit.buffer for unit in same})))
+        name = _run_name([unit.name for unit in same])
+        yield name, like.role, *(f"{count:,}" for count in counts), dtype, buffers
+    yield "(replicated)", "", f"{replicated.parameters:,}", "", f"{replicated.elements:,}", "", "", ""
 
 
 def _run_name(names: Sequence[str]) -> str:
-    """``model.layers.0 ... 23  x24``: of the last name only what differs."""
+    """Return ``model.layers.0 ... 23  x24``: of the last name only what differs."""
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")
@@ -282,25 +273,41 @@ def _run_name(names: Sequence[str]) -> str:
     return f"{names[0]} ... {'.'.join(last[shared:])}  x{len(names)}"
 
 
-def _table(rows: Iterable[Row], left: int) -> list[str]:
-    """Columns as wide as their widest cell, the first ``left`` flush left; the first column yields to ``WIDTH``."""
+def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:
+    yield "buffers", "weights", "gradients", "bytes"
+    for each in buffers:
+        sizes = [
+            (each.weight_buffers, each.weight_buffer_bytes),
+            (each.gradient_buffers, each.gradient_buffer_bytes),
+        ]
+        cells = (f"{count} x {human(size)}" if count else "none" for count, size in sizes)
+        yield each.role, *cells, f"{sum(count * size for count, size in sizes):,}"
+
+
+def _byte_rows(title: str, sizes: Mapping[str, int]) -> Iterator[Row]:
+    yield title, "", "bytes"
+    for name, size in {**sizes, "total": sum(sizes.values())}.items():
+        yield f"  {name.replace('_', ', ')}", human(size), f"{size:,}"
+
+
+def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
+    yield "if all gradients were", "sent", *(f"residual {kind}" for kind in choices[0].residual)
+    for choice in choices:
+        yield f"  {choice.codec}", human(choice.reduce), *map(human, choice.residual.values())
+
+
+def _table(rows: Iterable[Row], left: int = 1) -> list[str]:
+    """Return columns as wide as their widest cell, the first ``left`` flush left, within ``WIDTH``.
+
+    A first cell that is too long loses its middle: both ends of a module's name tell something.
+    """
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    widths[0] = room = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    tail = (room - 2) * 2 // 3
     lines = []
     for first, *rest in cells:
-        row = [_clipped(first, widths[0]), *rest]
-        padded = [
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
+        row = [first if len(first) <= room else f"{first[: room - 2 - tail]}..{first[-tail:]}", *rest]
+        flush_left = map(str.ljust, row[:left], widths[:left])
+        lines.append("  ".join([*flush_left, *map(str.rjust, row[left:], widths[left:])]).rstrip())
     return lines
-
-
-def _clipped(text: str, width: int) -> str:
-    """The text without its middle, when it is too long: both ends of a module's name tell something."""
-    if len(text) <= width:
-        return text
-    tail = (width - 2) * 2 // 3
-    return f"{text[: width - 2 - tail]}..{text[-tail:]}"

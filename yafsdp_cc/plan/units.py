@@ -2,10 +2,10 @@
 
     role    | what                                              | gathered
     block   | the repeated blocks, or what the caller named     | around the forward of its modules
-    edge    | a large embedding or linear layer outside them    | likewise, in slots of its own
+    edge    | a large embedding or linear layer outside them    | likewise, in buffers of its own
     root    | whatever is left                                  | around the forward of the model
 
-Norms, biases and other small parameters leave their unit for the small group, which is replicated.
+Norms, biases and other small parameters leave their unit: they are replicated.
 
 An edge is gathered when its own ``forward`` runs. In a model that reads the weight of an embedding or head from
 elsewhere without tying it, name the root as well (``units=["Block", model]``): then there are no edges.
@@ -14,7 +14,7 @@ elsewhere without tying it, name the root as well (``units=["Block", model]``): 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
@@ -22,7 +22,16 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from yafsdp_cc.plan.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
-from yafsdp_cc.plan.parameters import OwnedParameter, Path, check_shardable, present, survey, total, walk
+from yafsdp_cc.plan.parameters import (
+    OwnedParameter,
+    Path,
+    Paths,
+    check_shardable,
+    find_parameters,
+    present,
+    total,
+    walk,
+)
 
 Role = Literal["block", "edge", "root"]
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
@@ -55,20 +64,20 @@ class UnitSpec:
 
 
 class Division(NamedTuple):
-    """Every parameter that is not ignored, in exactly one place: its unit, or the small group."""
+    """Every parameter that is not ignored, in exactly one place: its unit, or those that are replicated."""
 
     units: tuple[UnitSpec, ...]
-    small: tuple[OwnedParameter, ...]
+    replicated: tuple[OwnedParameter, ...]
 
 
 def find_units(model: nn.Module, units: Units = "auto", ignored: Collection[nn.Parameter] = ()) -> Division:
     """Divide the parameters of ``model`` into units, in module order (an outer one before those nested in it, the root
-    last), and the small group.
+    last), and replicated ones.
 
     A parameter belongs to the innermost unit that contains all of its owners. ``units=[model]`` makes a single unit.
     Raises ``ValueError`` for a parameter that cannot be sharded and for an entry of ``units`` that matches nothing.
     """
-    paths_of = survey(model, ignored)
+    paths_of = find_parameters(model, ignored)
     if not paths_of:
         raise ValueError(
             "nothing to shard: every parameter of this model is in ignored_params"
@@ -77,96 +86,61 @@ def find_units(model: nn.Module, units: Units = "auto", ignored: Collection[nn.P
         )
     check_shardable(paths_of)
     auto = isinstance(units, str) and units == "auto"
-    chosen = _Choice(model)
-    division = _divide(model, chosen.groups(find_blocks(model, paths_of) if auto else units), paths_of)
+    division = _divide(model, _groups_of(find_blocks(model, paths_of) if auto else units, model), paths_of)
     if auto:
         _warn_of_large_unit(division)
     return division
 
 
 def is_small(parameter: nn.Parameter) -> bool:
-    """Whether the parameter is replicated in the small group rather than sharded in a unit."""
+    """Return whether the parameter is replicated rather than sharded in a unit."""
     numel = present(parameter).numel()
     return numel < SMALL or (parameter.ndim <= 1 and numel <= SMALL_VECTOR)
 
 
-class _Choice:
-    """Reads the caller's ``units`` against the modules of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.names = {module: name for name, module in model.named_modules()}
-        self.given: dict[nn.Module, object] = {}
-
-    def groups(self, units: Units) -> list[tuple[nn.Module, ...]]:
-        """The modules of each unit named."""
-        if isinstance(units, nn.ModuleList):
-            entries: list[Entry] = list(units)
-        elif isinstance(units, (str, type, nn.Module)):
-            entries = [units]
-        elif isinstance(units, Collection):
-            entries = list(units)
-        elif not callable(units):
-            raise TypeError(f'units takes "auto", class names, classes, modules or a predicate; got {units!r}')
-        else:
-            entries = [module for module, name in self.names.items() if units(name, module)]
-            if not entries:
-                raise ValueError(
-                    f"the units predicate accepts none of {len(self.names)} modules.{repeated_classes(self.model)}"
-                )
+def _groups_of(units: Units, model: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """Return the modules of each unit that the caller names, once each."""
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(units, nn.ModuleList):
+        entries: list[Entry] = list(units)
+    elif isinstance(units, (str, type, nn.Module)):
+        entries = [units]
+    elif isinstance(units, Collection):
+        entries = list(units)
+    elif callable(units):
+        entries = [module for module, name in names.items() if units(name, module)]
         if not entries:
-            raise ValueError(f"units is empty: use units=[model] for a single unit.{repeated_classes(self.model)}")
-        return [group for entry in entries for group in self._read(entry)]
-
-    def _read(self, entry: Entry) -> list[tuple[nn.Module, ...]]:
-        if isinstance(entry, (str, type)):
-            matched = self._matched(entry)
-            fresh = [module for module in matched if not isinstance(self.given.get(module), (str, type))]
-            return [self._claim((module,), entry) for module in fresh]
-        return [self._claim((entry,) if isinstance(entry, nn.Module) else tuple(entry), entry)]
-
-    def _matched(self, entry: str | type[nn.Module]) -> list[nn.Module]:
-        found = [module for module, name in self.names.items() if _fits(entry, name, module)]
-        if found:
-            return found
-        text = entry if isinstance(entry, str) else entry.__qualname__
-        raise ValueError(f"plan entry {text!r} matches no module.{self._nearest(text)}")
-
-    def _nearest(self, text: str) -> str:
-        classes = {kind.__name__: describe(found, self.model) for kind, found in by_class(self.names).items()}
-        paths = {pattern: about for about in classes.values() for pattern in about.split(", ")[1:]}
-        near = get_close_matches(text, [*classes, *paths], n=1)
-        if not near:
-            return repeated_classes(self.model)
-        return f" Did you mean {near[0]!r} ({classes.get(near[0]) or paths[near[0]]})?"
-
-    def _claim(self, group: tuple[nn.Module, ...], entry: Entry) -> tuple[nn.Module, ...]:
-        for module in group:
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"units: {module!r} is not a module; a list inside the list is one unit of several modules"
-                )
-            kind = type(module).__name__
-            if module not in self.names:
-                raise ValueError(f"units names a {kind} that is not a part of this model ({type(self.model).__name__})")
-            name = self.names[module] or "the model itself"
-            if module in self.given:
-                raise ValueError(f"units names {name!r} ({kind}) twice: a module belongs to one unit")
-            if not is_called(module) and module is not self.model:
-                raise ValueError(
-                    f"{name!r} is a {kind}, which has no forward that could gather it: name its members instead, "
-                    f"for example units=['{name}.*']"
-                )
-            self.given[module] = entry
-        self._check_side_by_side(group)
-        return group
-
-    def _check_side_by_side(self, group: tuple[nn.Module, ...]) -> None:
-        for _, path in walk(self.model):
-            inside = [module for module in path if module in group]
-            if len(inside) > 1:
-                outer, inner = (self.names[module] or "the model itself" for module in inside[:2])
-                raise ValueError(f"{inner!r} is inside {outer!r}: one unit needs only the outer of the two")
+            raise ValueError(f"the units predicate accepts none of {len(names)} modules.{repeated_classes(model)}")
+    else:
+        raise TypeError(f'units takes "auto", class names, classes, modules or a predicate; got {units!r}')
+    if not entries:
+        raise ValueError(f"units is empty: use units=[model] for a single unit.{repeated_classes(model)}")
+    groups: list[tuple[nn.Module, ...]] = []
+    entry_of: dict[nn.Module, Entry] = {}
+    for entry in entries:
+        if isinstance(entry, nn.Module):
+            found: list[tuple[nn.Module, ...]] = [(entry,)]
+        elif isinstance(entry, (str, type)):
+            matched = [module for module, name in names.items() if _fits(entry, name, module)]
+            if not matched:
+                raise ValueError(_no_match(entry, model))
+            found = [(module,) for module in matched if not isinstance(entry_of.get(module), (str, type))]
+        else:
+            found = [tuple(entry)]
+        for group in found:
+            for module in group:
+                _check_module(module, model, names)
+                name = names[module] or "the model itself"
+                if module in entry_of:
+                    kind = type(module).__name__
+                    raise ValueError(f"units names {name!r} ({kind}) twice: a module belongs to one unit")
+                entry_of[module] = entry
+            for _, path in walk(model) if len(group) > 1 else ():
+                nested = [names[module] or "the model itself" for module in path if module in group]
+                if len(nested) > 1:
+                    raise ValueError(f"{nested[1]!r} is inside {nested[0]!r}: one unit needs only the outer of the two")
+        groups += found
+    return groups
 
 
 def _fits(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
@@ -176,47 +150,61 @@ def _fits(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     return entry in (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}") or matches(entry, name)
 
 
-def _divide(
-    model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: dict[OwnedParameter, tuple[Path, ...]]
-) -> Division:
-    alone = (model,) in groups  # the caller made the root a unit: it takes all that is left, edges too
+def _no_match(entry: str | type[nn.Module], model: nn.Module) -> str:
+    text = entry if isinstance(entry, str) else entry.__qualname__
+    known = {kind.__name__: describe(found, model) for kind, found in by_class(model.modules()).items()}
+    known |= {pattern: about for about in [*known.values()] for pattern in about.split(", ")[1:]}
+    near = get_close_matches(text, known, n=1)
+    hint = f" Did you mean {near[0]!r} ({known[near[0]]})?" if near else repeated_classes(model)
+    return f"units={text!r} matches no module.{hint}"
+
+
+def _check_module(module: nn.Module, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
+    """Raise if this is no module that can gather the parameters of a unit."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"units: {module!r} is not a module; a list inside the list is one unit of several modules")
+    kind = type(module).__name__
+    if module not in names:
+        raise ValueError(f"units names a {kind} that is not a part of this model ({type(model).__name__})")
+    if not is_called(module) and module is not model:
+        raise ValueError(
+            f"{names[module]!r} is a {kind}, which has no forward that could gather it: name its members instead, "
+            f"for example units=['{names[module]}.*']"
+        )
+
+
+def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Paths) -> Division:
     group_of = {module: group for group in groups for module in group if group != (model,)}
-    small = tuple(owned for owned in paths_of if is_small(owned.parameter))
     members: dict[tuple[nn.Module, ...], list[OwnedParameter]] = {}
     for owned, paths in paths_of.items():
         if not is_small(owned.parameter):
-            members.setdefault(_home(paths, group_of), []).append(owned)
-
+            members.setdefault(_innermost(paths, group_of), []).append(owned)
     left = members.pop((), [])
-    edges = {} if alone else _edges(left, total(paths_of))
-    taken = {owned for edge in edges.values() for owned in edge}
+    # Where the caller made the root a unit, it takes all that is left, edges too.
+    edges = {} if (model,) in groups else _edges(left, total(paths_of))
     mixed = any(module._modules for group in members for module in group)
     names = {module: name for name, module in model.named_modules()}
+    found = [UnitSpec(names[edge], (edge,), "edge", tuple(parameters)) for edge, parameters in edges.items()]
+    for group, parameters in members.items():
+        role: Role = "edge" if mixed and not any(module._modules for module in group) else "block"
+        found.append(UnitSpec(names[group[0]], group, role, tuple(parameters)))
     position = {module: index for index, module in enumerate(names)}
-
-    def spec(modules: tuple[nn.Module, ...], parameters: list[OwnedParameter], role: Role) -> UnitSpec:
-        return UnitSpec(names[modules[0]], modules, role, tuple(parameters))
-
-    found = [
-        spec(group, parameters, "edge" if mixed and not any(module._modules for module in group) else "block")
-        for group, parameters in members.items()
-    ]
-    found += [spec((module,), parameters, "edge") for module, parameters in edges.items()]
     found.sort(key=lambda unit: position[unit.modules[0]])
-    if rest := tuple(owned for owned in left if owned not in taken):
+    in_edges = {owned for parameters in edges.values() for owned in parameters}
+    if rest := tuple(owned for owned in left if owned not in in_edges):
         found.append(UnitSpec(ROOT, (model,), "root", rest))
-    return Division(tuple(found), small)
+    return Division(tuple(found), tuple(owned for owned in paths_of if is_small(owned.parameter)))
 
 
-def _home(paths: Iterable[Path], group_of: dict[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
-    """The innermost group on every way to the parameter; none is the root."""
+def _innermost(paths: Iterable[Path], group_of: dict[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
+    """Return the innermost group on every way to the parameter; none is the root."""
     chains = [[group_of[module] for module in path if module in group_of] for path in paths]
     shared = set(chains[0]).intersection(*chains[1:])
     return next((group for group in reversed(chains[0]) if group in shared), ())
 
 
 def _edges(left: list[OwnedParameter], whole: int) -> dict[nn.Module, list[OwnedParameter]]:
-    """Embeddings, heads and the like outside all units, if they are large and tied to nothing."""
+    """Return embeddings, heads and the like outside all units, if they are large and tied to nothing."""
     owners: dict[nn.Module, list[OwnedParameter]] = {}
     for owned in left:
         owner, _ = owned.sites[0]
@@ -226,7 +214,7 @@ def _edges(left: list[OwnedParameter], whole: int) -> dict[nn.Module, list[Owned
 
 
 def _warn_of_large_unit(division: Division) -> None:
-    whole = total(division.small) + sum(unit.numel for unit in division.units)
+    whole = total(division.replicated) + sum(unit.numel for unit in division.units)
     for unit in division.units:
         if 2 * unit.numel > whole:
             largest = max(unit.parameters, key=lambda owned: owned.numel)
@@ -236,7 +224,7 @@ def _warn_of_large_unit(division: Division) -> None:
                 else "Name smaller units, for example units=['Block'] for a class or units=['layers.*'] for a path"
             )
             warnings.warn(
-                f"unit {unit.name!r} holds {unit.numel / whole:.0%} of all parameters, and is gathered in one piece: "
+                f"unit {unit.name!r} holds {unit.numel / whole:.0%} of all parameters, and is gathered as a whole: "
                 f"little memory is saved. {advice}",
                 stacklevel=3,
             )

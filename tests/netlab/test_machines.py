@@ -27,7 +27,7 @@ def _sent_to(lab: Lab, receiver: int) -> list[Traffic]:
 
 
 def test_ranks_of_a_machine_share_its_link_and_need_none() -> None:
-    with lab_of(ranks=4, bandwidth="100mbit", near=2) as lab:
+    with lab_of(ranks=4, bandwidth="100mbit", ranks_per_machine=2) as lab:
         for near, far in zip(lab.run(_sent_to, lab, 1), lab.run(_sent_to, lab, 3), strict=True):
             assert len(near) == len(far) == 2
             assert near[0].sent < MEGABYTE // 10
@@ -41,7 +41,7 @@ def _place() -> tuple[str, ...]:
 
 
 def test_the_environment_says_who_is_where() -> None:
-    with lab_of(ranks=4, near=2) as lab:
+    with lab_of(ranks=4, ranks_per_machine=2) as lab:
         assert lab.run(_place) == [
             ("0", "0", "0", "2"),
             ("1", "0", "1", "2"),
@@ -50,10 +50,9 @@ def test_the_environment_says_who_is_where() -> None:
         ]
 
 
-@pytest.mark.parametrize("near", [0, 3, 5])
-def test_machines_have_as_many_ranks_each(near: int) -> None:
-    with (
-        pytest.raises(ValueError, match=f"near={near}: ranks on each machine, of 4 in all"),
-        lab_of(ranks=4, near=near),
-    ):
-        pass
+@pytest.mark.parametrize("each", [0, 3, 5])
+def test_machines_have_as_many_ranks_each(each: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks_per_machine={each}: the 4 ranks cannot be divided so"):
+        Lab(ranks=4, ranks_per_machine=each)
+    with pytest.warns(DeprecationWarning, match="is ranks_per_machine"), pytest.raises(ValueError, match="4 ranks"):
+        Lab(ranks=4, near=each)

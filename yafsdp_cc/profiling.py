@@ -14,39 +14,20 @@ optimizer's. Clipping is a plain torch function, so the loop marks it::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+import nvtx
 import torch
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Kind = Literal["gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice"]
 
 
-class _NoTool:
-    """In place of NVTX where it is not installed: no tool listens."""
-
-    def get_event_attributes(self, **_: object) -> None:
-        return None
-
-    def start_range(self, _: object) -> None:
-        return None
-
-    def end_range(self, _: object) -> None:
-        pass
-
-
-_domain: Any
-try:
-    import nvtx
-except ImportError:
-    _domain = _NoTool()
-else:
-    _domain = nvtx.get_domain("yafsdp_cc")
-
+_domain = nvtx.get_domain("yafsdp_cc")
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
 NVTX_LISTENS = _domain.get_event_attributes(message="probe") is not None
 
@@ -60,16 +41,6 @@ _COLORS: dict[Kind, str] = {
     "step": "cyan",
     "choice": "white",
 }
-
-
-def _record_function(name: str, values: list[object], keywords: dict[str, int]) -> Any:
-    """Where torch lacks the fast recorder (a private name): the public one, at ten times the cost."""
-    return profiler.record_function(name, str(keywords))
-
-
-_recorder: Callable[[str, list[object], dict[str, int]], Any] = getattr(
-    torch._C._profiler, "_RecordFunctionFast", _record_function
-)
 
 
 class Handle(NamedTuple):
@@ -113,7 +84,7 @@ class Span:
         nvtx_range = _domain.start_range(self._attributes) if NVTX_LISTENS else None
         if not profiler._is_profiler_enabled:
             return Handle(None, nvtx_range)
-        record = _recorder(self.title, [], self._bytes)
+        record = _RecordFunctionFast(self.title, [], self._bytes)
         record.__enter__()
         return Handle(record, nvtx_range)
 

@@ -1,0 +1,305 @@
+"""The codecs that are built in, each a class; its docstring gives the layout of its messages to the byte.
+
+Plain torch, which defines what native kernels give. Messages of a ``Scaled`` codec begin with 4 bytes for each block:
+its scale.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from yafsdp_cc.compression.codec import (
+    Codec,
+    Noise,
+    Scaled,
+    block_sum,
+    largest_of,
+    mark_nonfinite,
+    sizes,
+    step_of,
+)
+
+
+class Int8(Scaled):
+    """255 levels from -scale·127 to scale·127, scale = the block's largest magnitude / 127.
+
+    payload  byte i: element i, two's complement, -127 ... 127
+    """
+
+    name = "int8"
+    rounds_randomly = True
+
+    def payload_bytes(self, n: int) -> int:
+        return n
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        scale, codes = _whole_steps(self.blocks(values), 127, noise)
+        scales.copy_(scale)
+        payload.view(torch.int8).copy_(codes.flatten(1))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        codes = self.blocks(payload.view(torch.int8))
+        self.blocks(values).copy_(codes.to(torch.float32) * scales.unsqueeze(-1))
+
+
+class Int4(Scaled):
+    """15 levels from -scale·7 to scale·7, scale = the block's largest magnitude / 7.
+
+    payload  block / 2 bytes for each block; of its byte j the low four bits are element j, the high four element
+             block / 2 + j, two's complement, -7 ... 7
+    """
+
+    name = "int4"
+    rounds_randomly = True
+
+    def payload_bytes(self, n: int) -> int:
+        return n // 2
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        scale, codes = _whole_steps(self.blocks(values), 7, noise)
+        scales.copy_(scale)
+        low, high = codes.to(torch.int8).view(torch.uint8).chunk(2, -1)
+        payload.copy_((low & 15 | high << 4).flatten(1))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        pairs = payload.unflatten(1, (-1, self.block // 2)).view(torch.int8)
+        codes = torch.cat([pairs << 4 >> 4, pairs >> 4], -1)
+        self.blocks(values).copy_(codes.to(torch.float32) * scales.unsqueeze(-1))
+
+
+def _whole_steps(blocks: Tensor, levels: int, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    """Return scales, and codes from ``-levels`` to ``levels``: the nearest, or with noise the next by chance."""
+    scale, inverse = step_of(largest_of(blocks), levels)
+    steps = blocks * inverse.unsqueeze(-1)
+    steps = steps.round() if noise is None else (steps + noise.uniform(steps.shape, steps.device)).floor()
+    return mark_nonfinite(scale, steps.nan_to_num_(0.0).clamp_(-levels, levels))
+
+
+class FP8(Scaled):
+    """e4m3 numbers of a block-wide scale, the block's largest magnitude / 448: finer near zero than ``int8``.
+
+    payload  byte i: element i as float8_e4m3fn, rounded to nearest even
+    """
+
+    name = "fp8"
+
+    def payload_bytes(self, n: int) -> int:
+        return n
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        blocks = self.blocks(values)
+        scale, inverse = step_of(largest_of(blocks), 448)
+        scale, steps = mark_nonfinite(scale, blocks * inverse.unsqueeze(-1))
+        scales.copy_(scale)
+        payload.copy_(steps.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        steps = self.blocks(payload.view(torch.float8_e4m3fn).to(torch.float32))
+        self.blocks(values).copy_(steps * scales.unsqueeze(-1))
+
+
+class Ternary(Scaled):
+    """-scale, 0 or scale.
+
+    To nearest: what is larger than 0.7 of the block's mean magnitude is kept, and the scale is the mean of what is kept
+    (Li et al., "Ternary Weight Networks", 2016, section 2.2). With noise: the scale is the largest magnitude, and an
+    element is kept as often as it is near it (Wen et al., "TernGrad", 2017, section 3.1).
+
+    payload  block bytes for each five blocks (the last five filled up with blocks of zeros): byte j is
+             d0 + 3·d1 + 9·d2 + 27·d3 + 81·d4, where dk is element j of the k-th of the five, 0 for -scale, 1 for 0, 2
+             for scale
+    """
+
+    name = "ternary"
+    rounds_randomly = True
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-n // (5 * self.block)) * self.block
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        blocks = self.blocks(values)
+        scale, kept = self._kept(blocks, counts) if noise is None else self._drawn(blocks, noise)
+        scale, digits = mark_nonfinite(scale, torch.where(blocks.signbit(), -1, 1).mul_(kept))
+        scales.copy_(scale)
+        fives = functional.pad(digits + 1, (0, 0, 0, -digits.shape[1] % 5), value=1).unflatten(1, (-1, 5))
+        weights = torch.tensor([1, 3, 9, 27, 81], device=fives.device).unsqueeze(-1)
+        payload.copy_((fives * weights).sum(2).flatten(1))
+
+    @staticmethod
+    def _kept(blocks: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        magnitudes = blocks.abs()
+        threshold = block_sum(magnitudes) / sizes(blocks, counts) * torch.tensor(0.7, dtype=torch.float32)
+        kept = magnitudes > threshold.unsqueeze(-1)
+        total, count = block_sum(magnitudes * kept), kept.sum(-1).clamp(min=1).to(torch.float32)
+        return torch.where(threshold.isfinite(), total / count, threshold), kept
+
+    @staticmethod
+    def _drawn(blocks: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+        largest = largest_of(blocks)
+        chance = blocks.abs() / largest.unsqueeze(-1)
+        return largest, noise.uniform(blocks.shape, blocks.device) < chance
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        fives = payload.unflatten(1, (-1, 1, self.block)).to(torch.int32)
+        powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int32, device=fives.device).unsqueeze(-1)
+        codes = (fives // powers % 3 - 1).flatten(1, 2)[:, : scales.shape[1]]
+        self.blocks(values).copy_(codes.to(torch.float32) * scales.unsqueeze(-1))
+
+
+class OneBit(Scaled):
+    """The sign, scale = the block's mean magnitude, which no other scale brings nearer in squared distance.
+
+    (The minimum: ‖x − s·sgn x‖² is least at s = ‖x‖₁/n, for every x. Seide et al., "1-Bit Stochastic Gradient Descent",
+    2014, have two means for each column.)
+
+    payload  bit j of byte i: sign bit of element 8i + j, 1 for negative ones and -0.0
+    """
+
+    name = "onebit"
+    needs_feedback = True
+
+    def payload_bytes(self, n: int) -> int:
+        return n // 8
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        blocks = self.blocks(values)
+        scale, negative = mark_nonfinite(block_sum(blocks.abs()) / sizes(blocks, counts), blocks.signbit())
+        scales.copy_(scale)
+        bits = negative.flatten(1).unflatten(1, (-1, 8)).to(torch.uint8)
+        payload.copy_((bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        scales, payload = self.parts(message, values.shape[1])
+        bits = payload.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
+        negative = self.blocks(bits.flatten(1).bool())
+        scale = scales.unsqueeze(-1)
+        self.blocks(values).copy_(torch.where(negative, -scale, scale))
+
+
+class _Float(Codec):
+    """The numbers themselves, or rounded to nearest even; of all NaN the positive quiet one without a payload.
+
+    byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i
+    """
+
+    dtype: ClassVar[torch.dtype]
+
+    def body_bytes(self, n: int) -> int:
+        return n * self.dtype.itemsize
+
+    def _numbers(self, message: Tensor, n: int) -> Tensor:
+        return message[:, : self.body_bytes(n)].view(self.dtype)
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        # Conversions disagree on what a NaN becomes, within one tensor too.
+        self._numbers(message, values.shape[1]).copy_(values).masked_fill_(values.isnan(), float("nan"))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        values.copy_(self._numbers(message, values.shape[1]))
+
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        return self.blocks(self._numbers(message, n).isfinite()).all(-1)
+
+
+class FP32(_Float):
+    name = "fp32"
+    dtype = torch.float32
+
+
+class BF16(_Float):
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+_TILE = 65_536
+_SHARE = 100
+_BUCKETS, _SHIFT = 2_048, 20
+_TOO_LARGE = 2_039
+"""The last bucket of finite numbers."""
+
+
+class TopK(Codec):
+    """The largest hundredth of each tile of 65,536 elements, by position and value; the rest is zero.
+
+    For each tile, k = a hundredth of its elements, rounded up:
+
+        2k bytes: positions within the tile, ascending, unsigned
+        2k bytes: values, bf16, rounded to nearest even, of zeros the positive one
+
+    Magnitudes are compared by the exponent and the upper three bits of the mantissa; of those alike in these, the first
+    ones in the tile are taken. So one count of 2,048 buckets finds the threshold. A tile with something in it that is
+    not finite, or might not be once it is rounded (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), has NaN at
+    its first k positions.
+    """
+
+    name = "topk"
+    needs_feedback = True
+
+    def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
+        """Return for each tile: its first element, its end, how many of it are kept, and the byte where it begins."""
+        found, byte = [], 0
+        for start in range(0, n, _TILE):
+            end = min(start + _TILE, n)
+            kept = -(-(end - start) // _SHARE)
+            found.append((start, end, kept, byte))
+            byte += 4 * kept
+        return found
+
+    def body_bytes(self, n: int) -> int:
+        return sum(4 * kept for _, _, kept, _ in self.tiles(n))
+
+    def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
+        for start, end, kept, byte in self.tiles(values.shape[1]):
+            positions, numbers = self._places(message, kept, byte)
+            for row in range(values.shape[0]):
+                tile = values[row, start:end]
+                buckets = tile.view(torch.int32).bitwise_and(0x7FFFFFFF) >> _SHIFT
+                if int(buckets.max()) < _TOO_LARGE:
+                    chosen = _largest(buckets, kept)
+                    positions[row].copy_(chosen.to(torch.int32).to(torch.uint16))
+                    # -0.0 becomes 0.0: a sum must not depend on whether a message holds an element that is zero.
+                    numbers[row].copy_(tile[chosen]).add_(0.0)
+                else:
+                    positions[row].copy_(torch.arange(kept, dtype=torch.int32).to(torch.uint16))
+                    numbers[row].fill_(float("nan"))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        values.zero_()
+        for start, end, kept, byte in self.tiles(values.shape[1]):
+            positions, numbers = self._places(message, kept, byte)
+            values[:, start:end].scatter_(1, positions.to(torch.int64), numbers.to(torch.float32))
+
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
+        finite = torch.empty(message.shape[0], n // self.block, dtype=torch.bool, device=message.device)
+        for start, end, kept, byte in self.tiles(n):
+            _, numbers = self._places(message, kept, byte)
+            finite[:, start // self.block : end // self.block] = numbers[:, :1].isnan().logical_not_()
+        return finite
+
+    @staticmethod
+    def _places(message: Tensor, kept: int, byte: int) -> tuple[Tensor, Tensor]:
+        middle, end = byte + 2 * kept, byte + 4 * kept
+        return message[:, byte:middle].view(torch.uint16), message[:, middle:end].view(torch.bfloat16)
+
+
+def _largest(buckets: Tensor, kept: int) -> Tensor:
+    """Return the positions of the ``kept`` largest elements, ascending."""
+    of_each = torch.bincount(buckets, minlength=_BUCKETS)
+    above = of_each.flip(0).cumsum(0).flip(0)  # how many are in this bucket or in a higher one
+    threshold = int((above >= kept).nonzero()[-1])
+    larger, alike = buckets > threshold, buckets == threshold
+    room = kept - int(larger.sum())
+    return (larger | (alike & (alike.cumsum(0) <= room))).nonzero().squeeze(1)

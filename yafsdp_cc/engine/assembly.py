@@ -1,0 +1,353 @@
+"""From what was sharded to an engine: groups, buffers, streams, communicators and collectives.
+
+``assemble`` makes the engine (``FSDPState``) of all groups below a root module. ``shard`` assembles at once; after
+``fully_shard``, which goes bottom-up, the first forward tells which module is the root. A setting that takes other
+buffers takes effect when the engine is assembled again, before the next forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from yafsdp_cc.engine.buffers import Buffer, BufferPool
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.dtensor import sharded_as
+from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
+from yafsdp_cc.engine.mesh import backend_of, group_once, probe_links
+from yafsdp_cc.engine.offload import make_transfers
+from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
+from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
+from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
+from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
+from yafsdp_cc.plan.units import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
+    from yafsdp_cc.plan import Role
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the engine that ``module`` is a part of, as it is."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    return state
+
+
+def current_state(module: nn.Module) -> FSDPState:
+    """Return the engine that ``module`` is a part of: made now if there is none, made anew if it is outdated.
+
+    A module without one becomes the root, unless it was sharded as a part of another.
+    """
+    state = state_of(module)
+    if state is not None and not (state.outdated and state.may_retire):
+        return state
+    spec = spec_of(module if state is None else state.model)
+    return assemble(module if spec is None else spec.outermost.modules[0])
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group that ``module`` was sharded as; None where all it has is in others, or replicated."""
+    state = current_state(module)
+    if module is state.model:
+        return state.root_group
+    group: ParamGroup | None = module.__dict__.get(GROUP)
+    return group
+
+
+@torch.inference_mode(False)  # buffers made inside of it could not be trained with
+def assemble(model: nn.Module) -> FSDPState:
+    """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
+
+    Raises:
+        ValueError: parts of it are sharded across different meshes, or their collectives do not go together.
+        RuntimeError: parameters are still on the meta device.
+    """
+    specs = specs_below(model)
+    _name(model, specs)
+    _check(model, specs)
+    collectives = _join_collectives(specs)
+    retired = list(dict.fromkeys(old for spec in specs for module in spec.modules if (old := state_of(module))))
+    for old in retired:
+        old.retire()
+    context, leaf = _make_context(model, specs, retired)
+    parts = (part for spec in specs for part in spec.parts)
+    transfers = make_transfers(parts, context.device, context.gather_stream, context.reduce_stream)
+    own = specs[-1] if specs[-1].modules == (model,) else None
+    groups = _make_groups(context, specs, own)
+    root_group = None if own is None else groups.get(own)
+    context.groups = tuple(groups.values())
+    by_role: dict[Role, list[ParamGroup]] = defaultdict(list)
+    for group in context.groups:
+        _make_collectives(context, group)
+        group.index = len(by_role[group.role])
+        by_role[group.role].append(group)
+    for role, members in by_role.items():
+        _make_weight_buffers(context, role, members)
+        _make_grad_buffers(context, role, members)
+    replicated = _make_replicated(context, specs)
+    state = FSDPState(model, specs, context.groups, root_group, replicated, collectives, context, leaf, transfers)
+    _connect(state)
+    for flat in state.flats:
+        if flat.trainable or flat.sharded_grad is not None:  # frozen by now, it may have a residual yet
+            context.bind_reduce(flat)
+    for old in retired:
+        state.is_last_backward = old.is_last_backward
+        context.has_warned |= old.context.has_warned
+        if context.replicas is not None and old.context.replicas is not None:
+            context.replicas.sums = old.context.replicas.sums
+    context.observers = tuple(collectives.observers())
+    for observer in context.observers:
+        observer.assembled(state)
+    return state
+
+
+def _name(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
+    """Give groups and parameters the names that ``model`` has for them."""
+    names = {module: name for name, module in model.named_modules()}
+    for spec in specs:
+        spec.name = next(names[module] for module in spec.modules if module in names) or ROOT
+        for param in spec.params:
+            site = next((site for site in param.sites if site[0] in names), None)
+            if site is not None:  # a module that was taken out of the model since keeps its name
+                module, attribute = site
+                param.spec.name = f"{names[module]}.{attribute}" if names[module] else attribute
+
+
+def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
+    for name, parameter in model.named_parameters():
+        if (known := sharded_as(parameter)) is not None:
+            raise ValueError(
+                f"'{name}' was tied to '{known.name}', which was sharded without it: gather both together, "
+                "fully_shard([one, other])"
+            )
+    first = specs[0]
+    for spec in specs:
+        if spec.flats:
+            spec.collectives.check_group(spec.name, spec.settings.keeps_unsharded or spec.role == "root")
+        if spec.info.mesh != first.info.mesh:
+            raise ValueError(
+                f"'{spec.name}' is sharded across {spec.info.mesh}, '{first.name}' across {first.info.mesh}: what "
+                "is called in one forward takes one mesh"
+            )
+        for part in spec.parts:
+            if part.sharded.is_meta:
+                raise RuntimeError(
+                    f"'{part.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    "initialise the weights, or load them, before the first forward"
+                )
+
+
+def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
+    """Have one factory serve all groups that are not exact; return it, or the exact one where all groups are."""
+    first: Collectives = EXACT
+    for spec in specs:
+        if spec.collectives in (EXACT, first):
+            continue
+        if first is EXACT:
+            first = spec.collectives
+        else:
+            first.join(spec.collectives)
+            spec.collectives = first
+    return first
+
+
+def _make_context(
+    model: nn.Module, specs: Sequence[ParamGroupSpec], retired: Sequence[FSDPState]
+) -> tuple[GroupContext, Tensor]:
+    """Make communicators and streams; return what groups share of them, and the leaf below the root gates."""
+    info, streams = specs[-1].info, specs[-1].settings.streams
+    device, group = info.device, info.shard_group
+    # Over gloo a second communicator costs next to nothing, and two ranks need it (see communicator.Communicator).
+    is_gloo = backend_of(group, device) == "gloo"
+    separate = (is_gloo and group.size() == 2) or any(spec.settings.separate_reduce_group for spec in specs)
+    reduce = _derived_group(info, group.size()) if separate else group
+    if is_gloo and device.type == "cpu":
+        probe_links(group, reduce)
+    gather_comm = Communicator(group, device)
+    reduce_comm = Communicator(reduce, device) if separate else gather_comm
+    _check_trial_exchange(gather_comm, reduce_comm)
+    gather_stream = streams.of("all-gather", device)
+    reduce_stream = streams.of("reduce", device) if separate else gather_stream
+    replicas = info.replicate_group
+    replica, count = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+    world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
+    fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
+    scratch = ScratchBuffers(device)
+    # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
+    with torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    context = GroupContext(
+        info,
+        CommContext(gather_comm, ScratchBuffers(device), fingerprint.record),
+        CommContext(reduce_comm, scratch, fingerprint.record),
+        gather_stream,
+        reduce_stream,
+        fingerprint,
+        next((old.context.counters for old in retired if old.model is model), Counters()),
+        leaf_node,
+    )
+    if replicas is not None:
+        replica_context = CommContext(Communicator(replicas, device), scratch, fingerprint.record)
+        context.replicas = Replicas(replica_context, reduce_stream, context.counters.count_reduced)
+    return context, leaf
+
+
+def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
+    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective, once."""
+    group = info.shard_group
+    first = group.rank() // size * size
+    members = dist.get_process_group_ranks(group)[first : first + size]
+    # As long as the shard group waits for other ranks, where its backend tells, and not as torch does by default.
+    timeout = getattr(getattr(group._get_backend(info.device), "options", None), "_timeout", None)
+    is_part = size < dist.get_world_size()
+    return group_once(group, size, lambda: dist.new_group(members, timeout=timeout, use_local_synchronization=is_part))
+
+
+@torch.no_grad()
+def _check_trial_exchange(gather: Communicator, reduce: Communicator) -> None:
+    """Send a few numbers the way that weights and gradients will go, where the backend is not sure to carry them.
+
+    It also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
+
+    Raises:
+        ValueError: it fails, or a wrong sum comes back.
+    """
+    device, world, n = gather.device, gather.world, 32
+    if device.type != "cuda" or world == 1:
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        gathered = torch.zeros(world * n, dtype=dtype, device=device)
+        own = gather.own_chunk(gathered).fill_(float(gather.rank % 128 + 1))  # exact in bf16
+        ones = torch.ones(world * n, dtype=dtype, device=device)
+        trial = ExactReduceScatter(world * n, dtype)
+        trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
+        try:
+            # As on a stream: issued for the current one, and waited for where there is something to wait for.
+            for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(ones, async_op=False)):
+                work.wait()
+            found, total = gathered.view(world, n)[:, 0].tolist(), trial.finish_whole(ones).tolist()
+        except RuntimeError as error:
+            raise ValueError(
+                f"backend '{backend_of(gather.group, device)}' cannot carry {dtype} tensors of {device}: pass a mesh "
+                f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
+            ) from error
+        # NCCL sums in the dtype that is sent, and bf16 has no odd numbers above 256: every hop may round.
+        is_near = all(abs(each - world) <= 0.02 * world for each in total)
+        if found != [float(rank % 128 + 1) for rank in range(world)] or not is_near:
+            raise ValueError(f"a trial exchange of {dtype} over {world} ranks gave {total[:4]}…: a broken backend?")
+
+
+def _make_groups(
+    context: GroupContext, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None
+) -> dict[ParamGroupSpec, ParamGroup]:
+    """Make the groups of those that have parameters to unshard or are called by themselves; ``own`` is the root's."""
+    groups = {
+        spec: ParamGroup(context, spec, _role(spec, specs, own))
+        for spec in specs
+        if spec.flats or (spec is not own and spec.replicated)
+    }
+    for spec, group in groups.items():
+        group.forward_prefetch = tuple(groups[each] for each in spec.settings.forward_prefetch)
+        group.backward_prefetch = tuple(groups[each] for each in spec.settings.backward_prefetch)
+    return groups
+
+
+def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None) -> Role:
+    """Return the spec's role; what is made of other modules is a block, so that no embedding sets buffers' sizes."""
+    if spec is own:
+        return "root"
+    if spec.role is not None:
+        return spec.role
+    nested = [any(module._modules for module in each.modules) for each in specs if each is not own]
+    return "edge" if any(nested) and not any(module._modules for module in spec.modules) else "block"
+
+
+def _make_collectives(context: GroupContext, group: ParamGroup) -> None:
+    """Make the collectives of a group, those of reduces once: they keep residuals. Bind all-gathers to the context."""
+    factory, settings, info = group.spec.collectives, group.spec.settings, context.info
+    keeps = settings.keeps_unsharded or group.role == "root"
+    secondary = 0 if group.role == "root" else settings.secondary_ranks
+    for flat in group.flats:
+        flat.all_gather = factory.all_gather(flat, keeps and not secondary)
+        if secondary:
+            neighbours = _derived_group(info, secondary)
+            flat.all_gather = SecondaryAllGather(flat.all_gather, flat, neighbours, info.device)
+        flat.all_gather.bind(context.gather)
+        if not hasattr(flat, "reduce_scatter"):
+            flat.reduce_scatter = factory.reduce_scatter(flat, context.replicas is not None)
+            flat.all_reduce = None if context.replicas is None else factory.all_reduce(flat)
+        flat.add_sum = flat.add_to_grad
+
+
+def _make_weight_buffers(context: GroupContext, role: Role, members: Sequence[ParamGroup]) -> None:
+    device, stream = context.device, context.gather_stream
+    sharing = [group for group in members if group.flats and not group.spec.settings.keeps_unsharded]
+    keeping = [group for group in members if group.flats and group.spec.settings.keeps_unsharded]
+    nbytes = max(unsharded_bytes(group.flats) for group in members)
+    depth = max((len(group.forward_prefetch) for group in sharing), default=0)
+    count = min(max(2, 1 + depth) if role == "block" else 1, len(sharing))
+    pool = BufferPool(count, len(keeping), nbytes, device, stream)
+    if sharing or keeping:
+        context.weight_pools[role] = pool
+    for index, group in enumerate(sharing):
+        group.unsharded = UnshardedParams(pool.assigned(index), group.flats)
+    for buffer, group in zip(pool.dedicated, keeping, strict=True):
+        group.unsharded = UnshardedParams(buffer, group.flats)
+    for group in members:
+        if not group.flats:  # all its parameters are replicated
+            group.unsharded = UnshardedParams(Buffer(0, device, stream), ())
+
+
+def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[ParamGroup]) -> None:
+    nbytes = max(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in members)
+    if not nbytes:
+        return
+    most = max(group.spec.settings.grad_buffers for group in members)
+    count = min(most if role == "block" else 1, len(members))
+    context.grad_pools[role] = BufferPool(count, 0, nbytes, context.device, context.reduce_stream)
+    for group in members:
+        group.has_own_grad_buffer = count == len(members)
+
+
+def _make_replicated(context: GroupContext, specs: Sequence[ParamGroupSpec]) -> ReplicatedParams:
+    flats = [flat for spec in specs for flat in spec.replicated]
+    for flat in flats:
+        if flat.trainable:
+            flat.make_sharded_grad()
+    count = sum(len(group.params) for group in context.groups) + sum(len(flat.params) for flat in flats)
+    replicas = None if context.replicas is None else context.replicas.context.comm
+    # Its collectives are on the stream of the reduces, and so in their communicator throughout.
+    return ReplicatedParams(flats, count + CollectiveFingerprint.WIDTH, context.reduce, context.reduce_stream, replicas)
+
+
+def _connect(state: FSDPState) -> None:
+    """Let modules know their engine and group, and groups which parameters of others their modules use."""
+    root_group = state.root_group
+    tied = set() if root_group is None else {module for param in root_group.params for module, _ in param.sites}
+    for group in state.groups:
+        inside = {inner for module in group.spec.modules for inner in module.modules()}
+        used = (p for p in state.replicated.params if any(module in inside for module, _ in p.sites))
+        group.replicated = tuple(used)
+        for flat in group.flats:
+            flat.group = group
+        group.uses_root_params = group is not root_group and not tied.isdisjoint(inside)
+    for param in state.params:
+        param.set_state(state)
+    by_spec = {group.spec: group for group in state.groups}
+    for spec in state.specs:
+        for module in spec.modules:
+            module.__dict__[STATE] = state
+            module.__dict__[GROUP] = None if module is state.model else by_spec.get(spec)
+    state.model.__dict__[STATE] = state

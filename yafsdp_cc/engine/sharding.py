@@ -1,0 +1,443 @@
+"""From a plain module to a sharded one: its parameters are checked on all ranks and become shards.
+
+``shard_parameters`` replaces parameters by shards in flat buffers. What was sharded together is a ``ParamGroupSpec``,
+from which ``assembly`` makes groups and an engine, anew whenever a setting changes that takes other buffers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.dtensor import flat_dtensor, mark_replaced, refuse_stale_optimizers
+from yafsdp_cc.engine.hierarchy import ExactAllReduce
+from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
+from yafsdp_cc.engine.mesh import all_gather_objects, checksum, table_of_ranks
+from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
+from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
+from yafsdp_cc.engine.replicated import ReplicatedFlatParam
+from yafsdp_cc.engine.streams import CommStream, comm_stream
+from yafsdp_cc.plan.report import RenamedFields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.offload import HostMemory
+    from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
+    from yafsdp_cc.plan import OwnedParameter, Role
+    from yafsdp_cc.plan.report import PlannedChoice
+
+Part = TypeVar("Part", bound=FlatParam)
+
+SPEC = "_yafsdp_cc_spec"
+"""Attribute of sharded modules: the ``ParamGroupSpec`` that they belong to."""
+
+
+# What outlives an assembly of the engine ---------------------------------------------------------------------------
+
+
+class Collectives:
+    """Makes the collectives of a model: exact ones, unless a subclass makes others."""
+
+    alignment = ALIGNMENT
+    """Elements: parameters and chunks begin at multiples of it."""
+
+    def flat_key(self, name: str) -> Hashable:
+        """Return a key for the parameter of this full name: those of equal keys may share a ``FlatParam``."""
+        return None
+
+    def check_group(self, name: str, keeps_unsharded: bool) -> None:
+        """Raise a ``ValueError`` where the collectives of the group ``name`` cannot work.
+
+        ``keeps_unsharded`` tells whether its unsharded weights stay in a buffer of their own.
+        """
+
+    def join(self, other: Collectives) -> None:
+        """Serve the groups of ``other``, of the same model, as well; raise a ``ValueError`` where that cannot be."""
+
+    def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
+        """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
+        return ExactAllGather(flat)
+
+    def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
+        """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
+        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
+
+    def all_reduce(self, flat: FlatParam) -> AllReduce:
+        """Make the all-reduce of the partial sums of ``flat`` over replicas."""
+        return ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+
+    def observers(self) -> Sequence[Observer]:
+        """Return what is to be called as training goes."""
+        return ()
+
+    def planned_choices(self, flats: Sequence[FlatParam]) -> Sequence[PlannedChoice]:
+        """Return what other codecs would cost for the gradients of ``flats``."""
+        return ()
+
+    def describe_choice(self) -> str:
+        """Return what was chosen for gradients while training, in words; empty where nothing is chosen."""
+        return ""
+
+
+EXACT = Collectives()
+"""Of models without compression."""
+
+
+class CommStreams:
+    """The streams of all-gathers and of reduces, each made when it is first asked for. Roots may share them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, CommStream] = {}
+
+    def of(self, kind: Literal["all-gather", "reduce"], device: torch.device) -> CommStream:
+        if kind not in self._streams:
+            self._streams[kind] = comm_stream(device)
+        return self._streams[kind]
+
+
+@dataclass
+class GroupSettings:
+    """What users may change about a group at any time; what changes the number of buffers takes another assembly."""
+
+    keeps_after_forward: bool = False
+    """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
+    keeps_after_backward: bool = False
+    secondary_ranks: int = 0
+    """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
+    unshards_in_backward: bool = True
+    """Whether the backward reads the weights."""
+    forward_prefetch: Sequence[ParamGroupSpec] = ()
+    """Gathered when this group is about to run, instead of what ran next the last time."""
+    backward_prefetch: Sequence[ParamGroupSpec] = ()
+    reduces: bool = True
+    """Whether a backward reduces the gradients (``set_requires_gradient_sync``)."""
+    grad_buffers: int = 2
+    """How many gradient buffers groups of this role take in turn."""
+    separate_reduce_group: bool = False
+    streams: CommStreams = field(default_factory=CommStreams)
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether the group has a weight buffer to itself."""
+        return self.keeps_after_forward or self.keeps_after_backward
+
+
+@dataclass(eq=False)
+class ParamGroupSpec:
+    """Modules that were sharded together, their shards and settings: what outlives an assembly of the engine."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    info: MeshInfo
+    policy: MixedPrecisionPolicy
+    flats: tuple[FlatParam, ...]
+    replicated: tuple[ReplicatedFlatParam, ...]
+    collectives: Collectives
+    role: Role | None = None
+    """None where only the whole model tells it."""
+    outer: ParamGroupSpec | None = None
+    """The next one around it."""
+    ignored: frozenset[nn.Parameter] = frozenset()
+    """Parameters that were left as they are."""
+    settings: GroupSettings = field(default_factory=GroupSettings)
+
+    @property
+    def parts(self) -> tuple[FlatParam, ...]:
+        """All flat buffers of parameters."""
+        return (*self.flats, *self.replicated)
+
+    @property
+    def params(self) -> Iterator[FSDPParam]:
+        return (param for part in self.parts for param in part.params)
+
+    @property
+    def outermost(self) -> ParamGroupSpec:
+        """The root, as far as is known by now."""
+        return self if self.outer is None else self.outer.outermost
+
+
+@dataclass
+class Counters(RenamedFields):
+    """What the engine has done since ``shard``, on this rank. For users to read: nothing here steers the engine."""
+
+    gathered_bytes: int = 0
+    """Bytes that this rank has sent for weights."""
+    reduced_bytes: int = 0
+    """Bytes that this rank has sent for gradients, those of replicated parameters among them."""
+    overflow_buffers: int = 0
+    """How often a group needed an overflow buffer because its assigned one was in use."""
+    owned_bytes: int = 0
+    """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
+    host_bytes: int = 0
+    """The same of those that were offloaded to host memory."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Codecs of groups' gradients that were chosen while training; ``"fp32"`` is exact."""
+    why: str = ""
+    """What was measured when that was chosen last, in a line."""
+
+    def count_reduced(self, nbytes: int) -> None:
+        """Add to the bytes that this rank has sent for gradients."""
+        self.reduced_bytes += nbytes
+
+
+def spec_of(module: nn.Module) -> ParamGroupSpec | None:
+    """Return the spec of the group that ``module`` was sharded as, or None."""
+    spec: ParamGroupSpec | None = module.__dict__.get(SPEC)
+    return spec
+
+
+def specs_below(module: nn.Module) -> list[ParamGroupSpec]:
+    """Return the specs of ``module`` and what is in it, in module order but its own last."""
+    found = dict.fromkeys(spec for inner in module.modules() if (spec := spec_of(inner)) is not None)
+    own = spec_of(module)
+    return sorted(found, key=lambda spec: spec is own)
+
+
+# What is checked before ----------------------------------------------------------------------------------------------
+
+
+TRAINED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that weights may be computed in, and gradients summed in."""
+
+
+def check_types(
+    *, ignored_params: Collection[nn.Parameter] | None = None, **arguments: tuple[object, Any, str]
+) -> None:
+    """Raise a ``TypeError`` that names the first of ``arguments`` (value, types, what it takes) of a wrong type."""
+    ignored = {
+        f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
+        for index, each in enumerate(ignored_params or ())
+    }
+    for name, (value, kinds, wanted) in (arguments | ignored).items():
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} takes {wanted}; got {value!r}")
+
+
+def check_policy(policy: MixedPrecisionPolicy) -> None:
+    """Raise for a dtype of ``policy`` that cannot be trained in.
+
+    Integers have no gradients; float8 would need scales, and few kernels and backends know it. A module's output is
+    only cast, so it may have any dtype that gradients have.
+    """
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is None or dtype in TRAINED_IN:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"mp_policy.{name} takes a torch.dtype, such as torch.bfloat16; got {dtype!r}")
+        if name != "output_dtype" or not (dtype.is_floating_point or dtype.is_complex):
+            allowed = ", ".join(map(str, TRAINED_IN))
+            raise ValueError(f"mp_policy.{name}={dtype} cannot be trained in: pass one of {allowed}, or leave it out")
+
+
+def check_no_hooks(owned: Sequence[OwnedParameter]) -> None:
+    """Raise a ``ValueError`` that names the first parameter with hooks, which would be lost."""
+    for each in owned:
+        if each.parameter._backward_hooks or each.parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{each.name}' has hooks, which would be lost with the whole parameter: after sharding, call "
+                "register_post_accumulate_grad_hook on the sharded one"
+            )
+
+
+def check_modules(model: nn.Module, call: str) -> None:
+    """Raise a ``ValueError`` where ``call`` would make something of ``model`` that cannot be trained."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(f"{call} under torch.inference_mode() would make weights that cannot be trained")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
+                "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
+            )
+
+
+class _Line(NamedTuple):
+    """What must be equal of one parameter."""
+
+    name: str
+    description: str
+    checksum: int
+
+    def __str__(self) -> str:
+        return f"{self.description}, checksum {self.checksum & 0xFFFFFFFF:08x}"
+
+
+@torch.no_grad()
+def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGroup], *, values: bool) -> None:
+    """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
+
+    Raises:
+        ValueError: on every rank, naming the first parameter that differs.
+    """
+    lines = []
+    for each in owned:
+        parameter, kind = each.parameter, "trainable" if each.parameter.requires_grad else "frozen"
+        text = f"'{each.name}' {list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}, {kind}"
+        elements = checksum(local_tensor(parameter)) if values and not parameter.is_meta else 0
+        lines.append(_Line(each.name, text, elements))
+    digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
+    if len(set(all_gather_objects(digest, across))) == 1:
+        return
+    everybody = all_gather_objects(lines, across)
+    found = next(found for found in zip_longest(*everybody) if len(set(found)) > 1)
+    name = next(line for line in found if line).name
+    table = table_of_ranks(line or "has no more parameters" for line in found)
+    if len({tuple(line.description for line in theirs) for theirs in everybody}) == 1:
+        remedy = (
+            "Build the model from the same seed on every rank, or pass sync_module_states=True to shard() to take "
+            "rank 0's weights"
+        )
+    else:
+        remedy = "Build the same model on every rank: names, shapes, dtypes and requires_grad have to agree"
+    counts = [len(theirs) for theirs in everybody]
+    first = f"first in parameter '{name}':\n{table}\n{remedy}"
+    if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), None):
+        first = f"rank 0 has {counts[0]} parameters, rank {other} has {counts[other]}; {first}"
+    raise ValueError(f"the ranks' models differ, {first}")
+
+
+# Parameters become shards --------------------------------------------------------------------------------------------
+
+
+class ShardingPlan(NamedTuple):
+    """How the parameters of one group are sharded."""
+
+    info: MeshInfo
+    policy: MixedPrecisionPolicy
+    collectives: Collectives
+    host: HostMemory | None
+    """Where shards are in host memory; None: they are on the device."""
+    prepare: Callable[[Sequence[OwnedParameter]], None]
+    """Gives parameters their values, the same on every rank, just before they are sharded."""
+
+
+def shard_parameters(
+    modules: tuple[nn.Module, ...],
+    name: str,
+    sharded: Sequence[OwnedParameter],
+    replicated: Sequence[OwnedParameter],
+    plan: ShardingPlan,
+    role: Role | None = None,
+) -> ParamGroupSpec:
+    """Replace the parameters of ``modules`` by shards and replicated ones; return the spec of their group.
+
+    Args:
+        modules: whose forwards use the parameters.
+        name: of the first module.
+        sharded: what each rank keeps a part of.
+        replicated: what each rank keeps whole.
+        plan: how.
+        role: None where only the whole model tells it.
+    """
+    host = plan.host
+    make_sharded = FlatParam if host is None else partial(HostFlatParam, host)
+    make_replicated = ReplicatedFlatParam if host is None else partial(HostReplicatedFlatParam, host)
+    flats = _flat_params(sharded, plan, make_sharded, replicates=False)
+    whole = _flat_params(replicated, plan, make_replicated, replicates=True)
+    spec = ParamGroupSpec(name, modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
+    for module in modules:
+        for inner in specs_below(module):
+            if inner.outer is None and inner is not spec:
+                inner.outer = spec
+        module.__dict__[SPEC] = spec
+    refuse_stale_optimizers()
+    return spec
+
+
+def _flat_params(
+    owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
+) -> tuple[Part, ...]:
+    """Put ``owned`` into flat buffers, one per dtype; where sharded, each of what is trained and encoded alike."""
+    plan.prepare(owned)
+    alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
+    for each in owned:
+        parameter = each.parameter
+        reduced = None if replicates else (parameter.requires_grad, plan.collectives.flat_key(each.name))
+        alike[parameter.dtype, parameter.is_meta, reduced].append(each)
+    return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
+
+
+def _flat_param(
+    owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], replicates: bool
+) -> Part:
+    info, group, policy = plan.info, plan.info.shard_group, plan.policy
+    world, rank, alignment = group.size(), group.rank(), plan.collectives.alignment
+    if replicates:
+        world, rank, alignment = 1, 0, VECTOR
+    layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment)
+    dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
+    if plan.host is not None and not is_meta:
+        chunk = plan.host.zeros(layout.chunk, dtype)
+    else:
+        chunk = torch.zeros(layout.chunk, dtype=dtype, device="meta" if is_meta else info.device)
+    params = []
+    for each, extent in zip(owned, layout.extents, strict=True):
+        whole, bounds = each.parameter, None if replicates else layout.bounds(extent)
+        parallel = TensorParallel.of(whole) if isinstance(whole, DTensor) else None
+        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel)
+        param = FSDPParam(spec, each.sites, extent)
+        param.span = layout.owned(extent, rank)
+        _replace(param, chunk, whole)
+        params.append(param)
+    compute = policy.param_dtype or dtype if dtype.is_floating_point else dtype
+    reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
+    return make(params, layout, rank, chunk, compute, reduce, divisor, info.device)
+
+
+@torch.no_grad()
+def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
+    """Put the sharded parameter where the whole one was, and free that."""
+    local = param.local_range(buffer)
+    local.copy_(param.spec.local_of(local_tensor(whole)))
+    parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
+    parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
+    param.parameter, param.local = parameter, local
+    param.set_parameter(parameter)
+    if isinstance(whole, DTensor):
+        whole._local_tensor = whole._local_tensor.new_empty(0)
+    else:
+        whole.data = whole.new_empty(0)
+    mark_replaced(whole, param.spec)
+
+
+@torch.no_grad()
+def materialize_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give shards on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes.
+
+    Raises:
+        RuntimeError: that is another device's, and the group's shards are to be in host memory.
+    """
+    for part in spec.parts:
+        if not part.sharded.is_meta:
+            continue
+        shard = fn(part.sharded)
+        if isinstance(part, HostFlatParam):
+            if not shard.is_cpu:
+                raise RuntimeError(
+                    f"'{part.name}' was sharded with CPUOffloadPolicy and so belongs to host memory, "
+                    f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
+                    "used"
+                )
+            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if it has to be
+        part.use_sharded(shard)
+        for param in part.params:
+            param.local = param.local_range(shard)
+            fresh = nn.Parameter(flat_dtensor(param.local, param.spec), param.parameter.requires_grad)
+            attributes = vars(param.parameter) | {"_local_tensor": param.local, "shard_spec": param.spec}
+            fresh.__dict__.update(attributes)
+            torch.utils.swap_tensors(param.parameter, fresh)  # remains the object that everybody knows
