@@ -76,7 +76,7 @@ class HostTransfer:
     def wait(self) -> None:
         """Hold the host until all copies are over."""
         if self._last is not None:
-            self._stream.synchronize(self._last)
+            self._last.event.synchronize()
 
     @property
     def nbytes(self) -> int:

@@ -823,8 +823,7 @@ class _Caller:
 
     def is_running(self) -> bool:
         """Return whether its thread, which may be another one than that of this call, has not left it."""
-        is_own = get_ident() == self._thread
-        frame: FrameType | None = sys._getframe() if is_own else sys._current_frames().get(self._thread)
+        frame = sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None

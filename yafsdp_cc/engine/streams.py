@@ -105,9 +105,6 @@ class CommStream:
         """Return the caller's stream; None where there are no streams."""
         return None
 
-    def synchronize(self, event: StreamEvent) -> None:
-        """Hold the calling thread until ``event`` is reached."""
-
 
 class CudaCommHandle(CommHandle):
     """An event that the stream records behind the completion callback."""
@@ -179,9 +176,6 @@ class CudaCommStream(CommStream):
 
     def caller(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
-
-    def synchronize(self, event: StreamEvent) -> None:
-        event.event.synchronize()
 
 
 def comm_stream(device: torch.device) -> CommStream:
