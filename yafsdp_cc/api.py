@@ -357,7 +357,7 @@ def counters_of(model: nn.Module) -> Counters:
     plan = plan_for(state)
     context = state.context
     beyond = sum(group.kept_grad_bytes for group in state.groups)
-    beyond += sum(buffer.data.nbytes for buffer in context.own_grad_buffers)
+    beyond += sum(buffer.data.nbytes for buffer in context.extra_grad_buffers)
     state.context.counters.owned_bytes, state.context.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
     return state.context.counters
 

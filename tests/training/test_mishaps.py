@@ -95,6 +95,18 @@ def test_after_an_interrupt_a_unit_trains_by_itself() -> None:
 
 
 @ranks(2)
+def test_after_an_interrupt_an_earlier_forward_has_its_backward() -> None:
+    model, plain = twins(lambda: nn.Sequential(*(Interrupted() for _ in range(4))))
+    Interrupted.arrives = False
+    loss = square(model, mine(inputs()))
+    model[2].arrives = True
+    with pytest.raises(KeyboardInterrupt):
+        model(mine(inputs(step=1)))
+    loss.backward()
+    same_gradients(model, means(plain, square, inputs()))
+
+
+@ranks(2)
 def test_units_of_one_forward_may_run_in_other_threads() -> None:
     class Threaded(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

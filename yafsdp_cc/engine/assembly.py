@@ -318,7 +318,7 @@ def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[Para
     count = min(most if role == "block" else 1, len(members))
     context.grad_pools[role] = BufferPool(count, 0, nbytes, context.device, context.reduce_stream)
     for group in members:
-        group.has_own_grad_buffer = count == len(members)
+        group.is_alone_in_grad_buffer = count == len(members)
 
 
 def _make_replicated(context: GroupContext, specs: Sequence[ParamGroupSpec]) -> ReplicatedParams:

@@ -70,7 +70,7 @@ class GroupContext:
     """Whether a forward of the root, or of a group by itself, is under way."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
     grad_pools: dict[Role, BufferPool] = field(default_factory=dict)
-    own_grad_buffers: list[Buffer] = field(default_factory=list)
+    extra_grad_buffers: list[Buffer] = field(default_factory=list)
     """Of groups whose gradients do not fit into those of their pool, as after unfreezing."""
     last_reduce: CommHandle | None = None
     """The reduce or deferral that was issued last in the backward under way."""
@@ -125,7 +125,7 @@ class GroupContext:
         if pool is not None and nbytes <= pool.buffer_bytes:
             return pool.assigned(index)
         buffer = Buffer(nbytes, self.device, self.reduce_stream)
-        self.own_grad_buffers.append(buffer)
+        self.extra_grad_buffers.append(buffer)
         return buffer
 
     def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
@@ -160,7 +160,7 @@ class GroupContext:
         self.groups = self.observers = ()
         self.weight_pools.clear()
         self.grad_pools.clear()
-        self.own_grad_buffers.clear()
+        self.extra_grad_buffers.clear()
 
     def reset(self) -> None:
         """Drop reduces that are in flight, as after an interrupted backward."""
@@ -170,13 +170,13 @@ class GroupContext:
         self.in_flight.clear()
         self.reduced.clear()
         self.recomputed.clear()
-        for buffer in (*(each for pool in self.grad_pools.values() for each in pool.buffers), *self.own_grad_buffers):
+        for buffer in (*(each for pool in self.grad_pools.values() for each in pool.buffers), *self.extra_grad_buffers):
             buffer.owner = None
 
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
-            sharing = [group for group in self.groups if not group.has_own_grad_buffer]
+            sharing = [group for group in self.groups if not group.is_alone_in_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
@@ -214,7 +214,7 @@ class ParamGroup:
         """Where gradients are written; set from the first one to the reduce."""
         self.deferred: dict[FlatParam, list[bool]] = {}
         """Which parameters have gradients that ``_defer`` has taken in for the next reduce."""
-        self.has_own_grad_buffer = False
+        self.is_alone_in_grad_buffer = False
         """Whether no other group's gradients are written where this one's are."""
         self.replicated: tuple[FSDPParam, ...] = ()
         """Replicated parameters that its modules use."""
@@ -453,7 +453,7 @@ class ParamGroup:
             param.unsharded_grad = None
 
     def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        if not (self.spec.settings.reduces or self.has_own_grad_buffer or self._defers):
+        if not (self.spec.settings.reduces or self.is_alone_in_grad_buffer or self._defers):
             if self._kept_grads is None or self._kept_grads.flats != flats:
                 self._kept_grads = self._overflow_grads(flats)
                 self.context.warn_of_kept_grads()

@@ -44,8 +44,8 @@ class Collective(ABC):
         """Use this communicator and these scratch buffers from now on. Nothing is in flight.
 
         Several all-gathers may be in flight at once: they may use scratch buffers within ``start`` and within
-        ``finish``, but not from one to the other (for that there is ``AllGather.scratch_bytes``). Sums may: the engine
-        runs them one at a time.
+        ``finish``, but keep nothing there in between (for that there is ``AllGather.scratch_bytes``). The engine runs
+        sums one at a time, so a sum may keep data there from ``start`` to ``finish``.
         """
         self.context = context
 

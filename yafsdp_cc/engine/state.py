@@ -322,7 +322,7 @@ class FSDPState:
         anchor = iteration.anchor()
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
-            nonlocal anchor
+            nonlocal anchor  # and what the backward is planned by: the same on all ranks that train the same parameters
             iteration.trains = call.is_expected = iteration.trains or bool(tensors) or group.trainable
             anchor, *gated = gate(call, anchor, *tensors)
             return list(gated)
@@ -388,6 +388,7 @@ class FSDPState:
 
     def _reach(self, iteration: IterationState, _: Tensor | None = None) -> None:
         """Handle that a backward has come to ``iteration``."""
+        self.drop_interrupted()
         if self.retired:
             raise RuntimeError(
                 "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
