@@ -23,14 +23,14 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import dtensor, mesh, module, norms, offload, sharding
+from yafsdp_cc.engine import dtensor, mesh, module, offload, reductions, sharding
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.module import ShardedModule, require_state
-from yafsdp_cc.engine.norms import LazyNorm
 from yafsdp_cc.engine.offload import HostMemory, HostTransfer, HostTransfers
 from yafsdp_cc.engine.param import unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import ParamGroup
+from yafsdp_cc.engine.reductions import LazyReduction
 from yafsdp_cc.engine.state import FSDPState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream
 
@@ -220,13 +220,13 @@ def set_delta_part(monkeypatch: Any, numel: int) -> None:
 
 def record_norm_reduces(numels: list[int]) -> None:
     """Append to ``numels`` how many elements each all-reduce of norms has."""
-    reduce = norms.all_reduce_over
+    reduce = reductions.all_reduce_over
 
     def recorded(groups: Any, values: Tensor, *rest: Any) -> Any:
         numels.append(values.numel())
         return reduce(groups, values, *rest)
 
-    norms.all_reduce_over = recorded
+    reductions.all_reduce_over = recorded
 
 
 # -- the public class of sharded modules ------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def local_tensor(value: Any) -> Tensor | None:
     """Return the memory behind a sharded tensor or an unfinished norm; None for anything else."""
     if isinstance(value, FlatDTensor):
         return value._local_tensor
-    return value._partials.local if isinstance(value, LazyNorm) else None
+    return value._partials.local if isinstance(value, LazyReduction) else None
 
 
 def modelled_device(own: Callable[[Tensor], Tensor], on_mesh: Callable[..., Tensor]) -> list[tuple[Any, str, Any]]:

@@ -28,7 +28,8 @@ def what_it_is():
     assert parameter.placements == (Shard(0),)
     assert parameter.device_mesh.size() == dist.get_world_size()
     assert parameter._local_tensor is flat._local_tensor
-    assert parameter.to_local() is parameter._local_tensor
+    with torch.no_grad():
+        assert parameter.to_local() is parameter._local_tensor
     parameter.grad = part_of(torch.ones(4, 4), flat.shard_spec)
     assert type(parameter.grad) is FlatDTensor
     with torch.no_grad():
@@ -60,8 +61,9 @@ def odd_shapes():
         assert flat.stride() == whole.stride()
         full = flat.full_tensor()
         assert type(full) is torch.Tensor
-        assert not full.requires_grad
+        assert full.requires_grad
         assert full.equal(whole)
+        assert not flat.detach().full_tensor().requires_grad
         spread = flat.redistribute(placements=[Replicate()])
         assert type(spread) is DTensor
         assert spread.to_local().equal(whole)
@@ -187,6 +189,19 @@ def test_copies():
     on_ranks(2, copies)
 
 
+def drawn_as_whole():
+    for draw in (torch.randn_like, torch.rand_like, lambda x: torch.randint_like(x, 9), lambda x: x.clone().normal_()):
+        for spec, whole in zip(uneven_specs_of(mesh_of_all()), wholes(), strict=True):
+            torch.manual_seed(7)
+            mine = draw(part_of(whole, spec))
+            torch.manual_seed(7)
+            assert mine.full_tensor().equal(draw(whole))
+
+
+def test_random_numbers_of_one_seed_are_those_of_the_whole_tensor():
+    on_ranks(2, drawn_as_whole)
+
+
 def drawn():
     mesh = mesh_of_all()
     torch.manual_seed(dist.get_rank())
@@ -213,7 +228,7 @@ def refusals():
         assert str(caught.value).startswith(message + "call .full_tensor() for the whole tensor")
         # fmt: off
         for refused in (
-            lambda: w.sum(0), lambda: w.norm(dim=1), lambda: w.max(0), lambda: w.view(-1), lambda: w.t(), lambda: w[0],
+            lambda: w.sum(0), lambda: w.norm(dim=1), lambda: w.max(0), lambda: w.T, lambda: w.t(), lambda: w[0],
             lambda: w.softmax(-1), lambda: torch.cat([w, w]), lambda: w.cumsum(0), lambda: w.sort(),
             lambda: torch._foreach_mul_([torch.ones(8, 4)], [w]), lambda: torch.ones(8, 4).add_(w),
             lambda: torch.add(w, 1, out=torch.ones(1)), lambda: w.new_zeros(3), lambda: w.triu_(), lambda: w.median(),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.flats import EMPTY_GRADIENT, mesh_of_all, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.norms import LazyNorm
+from yafsdp_cc.engine.reductions import LazyReduction
 
 
 class Counter:
@@ -49,7 +49,7 @@ def clipping():
         assert norm.item() == norm.full_tensor().item()
         assert f"{norm:.2f}" == f"{norm.item():.2f}"
         with Counter() as counter:
-            assert "LazyNorm" in repr(nn.utils.get_total_norm([p.grad for p in ours], order, foreach=foreach))
+            assert "LazyReduction" in repr(nn.utils.get_total_norm([p.grad for p in ours], order, foreach=foreach))
         assert counter.all_reduces == 0
         nn.utils.clip_grads_with_norm_(ours, 0.5, norm, foreach=foreach)
         nn.utils.clip_grads_with_norm_(theirs, 0.5, expected, foreach=foreach)
@@ -90,7 +90,7 @@ def norms_by_hand():
     ours, theirs = twins(mesh, uneven_specs_of)
     with torch.no_grad(), Counter() as counter:
         total = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2) for p in ours]), 2)
-        assert type(total) is LazyNorm
+        assert type(total) is LazyReduction
         assert counter.all_reduces == 0
         detached = total.detach()
         expected = torch.norm(torch.stack([torch.norm(p.grad) for p in theirs]))

@@ -7,6 +7,10 @@ A parameter, its gradient and its optimizer state share one ``ShardSpec``, so an
 that operation on the local tensors: torch's optimizers, ``clip_grad_norm_``, ``GradScaler`` and checkpoints work
 unchanged. DTensor's own propagation is not asked: it knows slices along a dimension, and would let tensors with other
 bounds pass. A small parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own shape.
+
+What a loss computes from such tensors outside of the modules' forwards (penalties, read-outs by ``full_tensor()``) has
+gradients, too. Those that autograd brings to a parameter by itself are averaged over the data-parallel ranks, as the
+engine's are: what all ranks compute alike counts once.
 """
 
 from __future__ import annotations
@@ -14,24 +18,26 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import infer_size, make_contiguous_strides_for
+from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from yafsdp_cc.engine import norms
+from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
-from yafsdp_cc.engine.norms import Across, LazyNorm, Reduction, Summand
+from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +48,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since 2.13, and before
+# Their names since 2.13, and before.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class FlatShard(Shard):
@@ -91,8 +99,8 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
     """A tensor sharded by a ``ShardSpec``; made by ``flat_dtensor``. ``shape`` is global, ``to_local()`` a flat range.
 
     Element-wise, foreach and fused operations act on the local tensor, in place where torch's do; its version counter
-    grows with every such change. Norms are lazy (``norms.LazyNorm``). Every other operation raises
-    ``NotImplementedError`` with the parameter's full name.
+    grows with every such change. Norms, sums, means and extremes are lazy (``reductions.LazyReduction``). Every other
+    operation raises ``NotImplementedError`` with the parameter's full name.
     """
 
     # In the __dict__: with __slots__ of our own, asynchronous checkpoints would look for DTensor's slots in vain and
@@ -106,14 +114,33 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         return _handler_of(func)(func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's elements, 1-D (or the whole tensor in its own shape when replicated): the very tensor that
-        holds them, outside of autograd, so writing to it writes to the parameter."""
-        return self._local_tensor
+        """Return this rank's elements, 1-D (or the whole tensor in its own shape when replicated).
+
+        They share memory with this tensor: under ``torch.no_grad()``, writing to them writes to the parameter.
+
+        Args:
+            grad_placements: as of ``full_tensor``; they matter where several ranks hold the same elements.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._local_tensor
+        return _to_local(self, _reduction_of(self.shard_spec, grad_placements))
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return the whole tensor, a new one, on every rank of the mesh.
+
+        A collective unless replicated, and one in the backward: call it on all ranks.
+
+        Args:
+            grad_placements: what the gradients of the data-parallel ranks are. None: their mean is taken, which is
+                right for what all ranks compute alike and for what each computes from its own batch. ``[Partial()]``:
+                their sum. ``[Replicate()]``: the same on all ranks, so that nothing need be communicated.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._full()
+        return _full_tensor(self, _reduction_of(self.shard_spec, grad_placements))
 
     @torch.no_grad()
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor, a new one, on every rank of the mesh; outside of autograd. A collective unless
-        replicated: call it on all ranks."""
+    def _full(self) -> torch.Tensor:
         spec, local = self.shard_spec, self._local_tensor
         whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
         if spec.tensor_parallel is not None:
@@ -133,17 +160,19 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         gathered = padded.new_empty((len(widths), padded.numel()))
         all_gather_single(gathered.view(-1), padded, group=shard_group(spec.mesh))
         rows = gathered.view(local.dtype)
-        return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)]).view(spec.shape)
+        whole = rows.new_empty(spec.shape)
+        torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
+        return whole  # no view, which users could not write to behind an autograd function
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As torch's, but outside of autograd and of the whole tensor: a plain DTensor. A collective."""
+        """As torch's, but of the whole tensor: a plain DTensor. A collective."""
         replicated = [Replicate()] * self.device_mesh.ndim
         return DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False).redistribute(
             *args, **kwargs
         )
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
-        """Refused, because it would never run: gradients reach a sharded parameter by the engine, not by autograd."""
+        """Refused, because it would never run: the engine writes gradients of forwards past autograd."""
         raise NotImplementedError(
             f"register_hook on {self.shard_spec}: the hook would never run. register_post_accumulate_grad_hook does, "
             "once the gradient is reduced"
@@ -176,6 +205,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         copied = memo[id(self)] = _wrap(self._local_tensor.clone(), self.shard_spec, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True
+            take_grads_of_autograd(copied)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
@@ -250,6 +280,121 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
     return _wrap(local, spec, requires_grad)
 
 
+# Gradients that autograd brings to a parameter by itself ------------------------------------------------------------
+
+
+class _ToLocal(torch.autograd.Function):
+    """The local tensor. Gradients of ranks that hold the same elements become one."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
+        ctx.spec, ctx.reduction = flat.shard_spec, reduction
+        return flat._local_tensor.view_as(flat._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
+        spec = ctx.spec
+        holders = all_groups(spec.mesh)[0 if spec.bounds is None else 1 :]
+        return _wrap(_reduced(spec, grad, holders, ctx.reduction), spec), None
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole tensor. Of the data-parallel ranks' gradients, summed, each rank keeps its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
+        ctx.spec, ctx.reduction = flat.shard_spec, reduction
+        return flat._full()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
+        return _wrap(_own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
+
+
+_to_local: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _ToLocal.apply
+_full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor.apply
+
+GradReduction: TypeAlias = Literal["mean", "sum", "same"]
+"""What becomes of the data-parallel ranks' gradients; "same": each rank's is all of them."""
+
+
+def _reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
+    found = {} if placements is None else placements[: spec.mesh.ndim]  # those behind are of tensor parallelism
+    kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
+    partial = kinds - {"same"}
+    if partial - {"sum", "avg"} or len(partial) > 1:
+        raise NotImplementedError(f"grad_placements={placements} of {spec}: pass Replicate(), Partial() or nothing")
+    return "sum" if partial == {"sum"} else "same" if kinds == {"same"} else "mean"
+
+
+def _sum_dtype(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def _reduced(
+    spec: ShardSpec, grad: torch.Tensor, groups: Sequence[dist.ProcessGroup], reduction: GradReduction
+) -> torch.Tensor:
+    """Return the mean or sum of gradients over ``groups``, contiguous."""
+    world = math.prod(group.size() for group in groups)
+    if world == 1 or reduction == "same":
+        return grad.contiguous()
+    total = grad.to(_sum_dtype(grad), copy=True, memory_format=torch.contiguous_format)
+    all_reduce_over(groups, total, dist.ReduceOp.SUM, spec.mesh)
+    return (total / world if reduction == "mean" else total).to(grad.dtype)
+
+
+def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> torch.Tensor:
+    """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
+    part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
+    groups = all_groups(spec.mesh)
+    if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
+        return _reduced(spec, spec.local_of(part), groups, reduction)
+    # Backends reduce to chunks of one size: padded to the widest.
+    ranges = list(pairwise(spec.bounds))
+    widest = max(stop - start for start, stop in ranges)
+    flat = to_mesh_device(part.reshape(-1), spec.mesh)
+    padded = flat.new_zeros((len(ranges), widest), dtype=_sum_dtype(flat))
+    for row, (start, stop) in zip(padded, ranges, strict=True):
+        row[: stop - start] = flat[start:stop]
+    own = padded.new_empty(widest)
+    reduce_scatter_single(own, padded.view(-1), group=groups[0])
+    own = own[: spec.local_shape[0]]
+    if reduction == "mean":
+        own /= groups[0].size()
+    return _reduced(spec, own, groups[1:], reduction).to(whole)
+
+
+def _plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
+    """Return what a plain gradient of ``global_shape`` is to this rank: its elements of the mean over ranks, or one
+    number where all elements are that number, as behind a sum."""
+    if not any(grad.stride()):
+        number = grad.as_strided((), ()).double()  # in which the mean of equal numbers is that number
+        return _reduced(spec, number, all_groups(spec.mesh), "mean").to(grad.dtype)
+    return _own_part(spec, grad, "mean")
+
+
+def take_grads_of_autograd(parameter: torch.Tensor) -> None:
+    """Let gradients that autograd brings to ``parameter`` by itself be sharded, and added to ``.grad`` in order."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)  # else no hook is taken
+    DTensor.register_hook(parameter, functools.partial(_take_grad, cast("FlatDTensor", parameter).shard_spec))
+    parameter.requires_grad_(requires_grad)
+
+
+def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
+    owner = None if spec.owner is None else spec.owner()
+    if owner is not None and owner.state is not None:
+        owner.state.context.wait_for_reduces()  # which add to the same .grad, on a stream of their own
+        if owner.is_withheld:  # what is withheld would be lost behind another .grad
+            owner.parameter.grad, owner.is_withheld = owner.grad, False
+    if isinstance(grad, FlatDTensor):
+        return grad
+    grad = grad.value() if isinstance(grad, LazyReduction) else grad
+    return _wrap(_plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
+
+
 # Operations: handler(func, args, kwargs). They run below autograd, where torch no longer counts versions, so what
 # changes a local tensor increments its version here.
 
@@ -296,10 +441,13 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         if value.shard_spec.bounds is not None or value.shard_spec.numel != 1:
             _refuse(func, spec, f" with {value.shard_spec}")
         value = value._local_tensor
-    elif isinstance(value, LazyNorm):
+    elif isinstance(value, LazyReduction):
         value = value.value()
     if spec is None:
         return value
+    is_derivative = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
+    if is_derivative and value.is_floating_point() and value.shape in ((), spec.global_shape):
+        return _plain_grad(spec, value)  # it comes from where all tensors are whole
     if func in _COPIES:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
@@ -393,21 +541,18 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``randn_like`` and its like: each rank draws its numbers from its own generator."""
-    flat: FlatDTensor = _out_of_place(func, args, kwargs)
-    _same_where_replicated(flat)
-    return flat
-
-
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``normal_`` and its like: every rank draws the whole tensor and keeps its part, so that ranks of one seed have
-    what the plain tensor would get."""
+    """``normal_``, ``randn_like`` and their like: every rank draws the whole tensor and keeps its part, so that ranks
+    of one seed have what the plain tensor would get."""
     flat: FlatDTensor = args[0]
     spec, local = flat.shard_spec, flat._local_tensor
-    local.copy_(spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs)))
+    drawn = spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs))
+    if _written(func):
+        local.copy_(drawn)
+        increment_version((local,))
+    else:
+        flat = _wrap(drawn.clone(), spec)
     _same_where_replicated(flat)
-    increment_version((local,))
     return flat
 
 
@@ -420,11 +565,14 @@ def _same_where_replicated(flat: FlatDTensor) -> None:
 
 
 def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``detach`` and views that change nothing, and ``new_zeros`` with its family, of the tensor's own shape."""
+    """``detach``, views of another shape, and ``new_zeros`` with its family, of the tensor's own shape."""
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
     if size is not None and tuple(size) != tuple(spec.global_shape):
-        _refuse(func, spec, f" of shape {list(size)}")
+        if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
+            _refuse(func, spec, f" of shape {list(size)}")
+        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the same range of elements
+        return _wrap(local.view(spec.local_shape), spec)
     if func._schema.name.startswith("aten::new_"):
         if func is aten.new_empty_strided.default:
             rest = [local.stride()]
@@ -443,6 +591,49 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     return target
 
 
+def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``parameters_to_vector``: whole tensors, gathered, one after another."""
+    if any(x.dim() != 1 for x in args[0]):
+        _refuse(func, next(_specs_in(args)))
+    result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
+    return result
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction:
+    """The sum or mean of all elements; communicated at first use."""
+    flat: FlatDTensor = args[0]
+    given = reductions.arguments_of(func, args, kwargs)
+    if not reductions.covers_all(given):
+        _refuse(func, flat.shard_spec, " over some of its dimensions")
+    count = flat.numel() if func._schema.name == "aten::mean" else 1
+    dtype = given.get("dtype") or (flat.dtype if flat.is_floating_point() else torch.int64)
+
+    def of_locals(locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [local.sum(dtype=torch.float64) / count for local in locals_]
+
+    return reductions.reduce_lazily([_summand(flat, dtype)], reductions.SUM, of_locals)[0]
+
+
+def _summand(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
+    spec = flat.shard_spec
+    counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
+    return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``mse_loss`` and its like: each element by itself, then a reduction; and their derivatives."""
+    given = {each.name: each.default_value for each in func._schema.arguments}
+    given |= reductions.arguments_of(func, args, kwargs)
+    reduction, given["reduction"] = given["reduction"], 0  # none, mean, sum
+    elements = given["self"]
+    if "grad_output" not in given:
+        lost = _out_of_place(func, tuple(given.values()), {})
+        return lost if reduction == 0 else lost.mean() if reduction == 1 else lost.sum()
+    if reduction == 1:
+        given["grad_output"] = given["grad_output"] / elements.numel()
+    return _out_of_place(func, tuple(given.values()), {})
+
+
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms, extremes, ``any`` and ``all`` of a whole tensor, or of each in a list; communicated at first use."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
@@ -450,18 +641,14 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         of_one, kind, dtype = _EXTREMES[func]
         of_locals = functools.partial(_local_extremes, of_one)
     else:
-        found = norms.norm_arguments(func, args, kwargs)
+        found = reductions.norm_arguments(func, args, kwargs)
         if found is None:
             _refuse(func, args[0].shard_spec, " over some of its dimensions")
         order, dtype = found
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
-        of_locals = functools.partial(norms.local_norms, order)
-    summands = []
-    for flat in (x for x in tensors if type(x) is FlatDTensor):
-        spec = flat.shard_spec
-        counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
-        summands.append(Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype or flat.dtype))
-    lazy = iter(norms.reduce_lazily(summands, kind, of_locals))
+        of_locals = functools.partial(reductions.local_norms, order)
+    summands = [_summand(x, dtype or x.dtype) for x in tensors if type(x) is FlatDTensor]
+    lazy = iter(reductions.reduce_lazily(summands, kind, of_locals))
     results = [next(lazy) if type(x) is FlatDTensor else of_one(x) for x in tensors]
     return results if tensors is args[0] else results[0]
 
@@ -473,9 +660,9 @@ def _local_extremes(
 
 
 _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
-    aten.max.default: (aten.max.default, norms.MAX, None),
-    aten._foreach_max.default: (aten.max.default, norms.MAX, None),
-    aten.min.default: (aten.min.default, norms.MIN, None),
+    aten.max.default: (aten.max.default, reductions.MAX, None),
+    aten._foreach_max.default: (aten.max.default, reductions.MAX, None),
+    aten.min.default: (aten.min.default, reductions.MIN, None),
     aten.any.default: (aten.any.default, Reduction(math.inf), torch.bool),
     aten.all.default: (aten.all.default, Reduction(-math.inf), torch.bool),
 }
@@ -518,10 +705,15 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("detach", "alias", "view", "_unsafe_view", "expand"), _of_own_shape),
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _of_own_shape),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _draw_like),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _draw),
     **dict.fromkeys(("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"), _draw),
     **dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), _reduce),
     **dict.fromkeys(("equal", "allclose"), _equal),
+    **dict.fromkeys(("sum", "mean"), _sum),
+    **dict.fromkeys(
+        (f"{name}_loss{end}" for name in ("mse", "huber", "smooth_l1") for end in ("", "_backward")), _loss
+    ),
+    "cat": _concatenate,
     "index_put_": _assign_where,
     "_local_scalar_dense": _item,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

@@ -222,9 +222,9 @@ class ShardedModule(FSDPModule, nn.Module):
         Sharded parameters stay where and what they are.
         """
         for name, parameter in self.named_parameters(recurse=recurse):
-            if not isinstance(parameter, FlatDTensor) or parameter.to_local().is_meta:
+            if not isinstance(parameter, FlatDTensor) or parameter._local_tensor.is_meta:
                 continue
-            if not _is_unchanged(parameter.to_local(), fn):
+            if not _is_unchanged(parameter._local_tensor, fn):
                 raise RuntimeError(
                     f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
                     "do that before shard(), or choose the dtype of the forward with mp_policy"

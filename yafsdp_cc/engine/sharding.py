@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
-from yafsdp_cc.engine.dtensor import flat_dtensor, mark_replaced, refuse_stale_optimizers
+from yafsdp_cc.engine.dtensor import flat_dtensor, mark_replaced, refuse_stale_optimizers, take_grads_of_autograd
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, table_of_ranks
@@ -406,6 +406,7 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     local.copy_(param.spec.local_of(local_tensor(whole)))
     parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
     parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
+    take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local
     param.set_parameter(parameter)
     if isinstance(whole, DTensor):

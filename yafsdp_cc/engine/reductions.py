@@ -1,9 +1,10 @@
-"""Norms of sharded tensors: each rank computes a partial result, and the all-reduce waits until the value is used.
+"""Reductions of sharded tensors: each rank computes a partial, and the all-reduce waits until the value is used.
 
     local tensors ── |x|^p summed ──> partials ── stack, norm of norms ──> partial ── first use: one all-reduce ──> norm
 
 Partials are sums of p-th powers (or maxima) in float64, so norms of norms stay partial and ``clip_grad_norm_``
-communicates once, however many parameters it is given. DTensor's own partial norms are of one mesh: parameters on
+communicates once, however many parameters it is given. So are sums of sums, such as a penalty over all parameters.
+DTensor's own partial norms are of one mesh: parameters on
 several meshes, replicated ones and plain tensors would each be reduced by themselves.
 """
 
@@ -32,7 +33,8 @@ aten = torch.ops.aten
 
 
 class Reduction(NamedTuple):
-    """What is reduced: absolute values to the p-norm of ``order`` p, or signed values to their maximum or minimum."""
+    """What is reduced: absolute values to the p-norm of ``order`` p, or signed values to their sum (order 1), maximum
+    or minimum."""
 
     order: float
     signed: bool = False
@@ -62,7 +64,7 @@ class Reduction(NamedTuple):
         return partials if self.order in (0, 1) else partials.pow(1 / self.order)
 
 
-MAX, MIN = Reduction(math.inf, signed=True), Reduction(-math.inf, signed=True)
+SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Reduction(-math.inf, signed=True)
 
 
 class Across(NamedTuple):
@@ -101,11 +103,12 @@ def reduce(unknown: Sequence[Partials]) -> None:
             partials.reduced = part.view(partials.local.shape)
 
 
-class LazyNorm(DTensor):
-    """A replicated DTensor of norms whose value is communicated when it is first used.
+class LazyReduction(DTensor):
+    """A replicated DTensor of norms, sums or extremes whose value is communicated when it is first used.
 
-    Detaching, casting, stacking and the same norm again keep it lazy. Any other operation makes one all-reduce, is
-    given the plain value and returns a plain tensor, so every rank has to do the same things with it.
+    Detaching, casting, stacking, the same norm again, and adding and scaling sums keep it lazy. Any other operation
+    makes one all-reduce, is given the plain value and returns a plain tensor, so every rank has to do the same things
+    with it.
     """
 
     _partials: Partials
@@ -127,7 +130,7 @@ class LazyNorm(DTensor):
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
-        args, kwargs = tree_map_only(LazyNorm, LazyNorm.value, (args, kwargs))
+        args, kwargs = tree_map_only(LazyReduction, LazyReduction.value, (args, kwargs))
         return func(*args, **kwargs)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
@@ -144,8 +147,8 @@ class LazyNorm(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._value is None:
-            return f"LazyNorm({self._partials.kind}, partial on this rank: {self._partials.local.tolist()})"
-        return f"LazyNorm({self._value})"
+            return f"LazyReduction({self._partials.kind}, partial on this rank: {self._partials.local.tolist()})"
+        return f"LazyReduction({self._value})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.value().item() if self.dim() == 0 else self.value(), format_spec)
@@ -157,10 +160,10 @@ class LazyNorm(DTensor):
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
 
 
-def _lazy(partials: Partials, dtype: torch.dtype) -> LazyNorm:
+def _lazy(partials: Partials, dtype: torch.dtype) -> LazyReduction:
     local = partials.local
     shown, spec = _shown(partials.across.mesh, local.shape, dtype, local.device)
-    lazy = cast("LazyNorm", DTensor.__new__(LazyNorm, shown, spec, requires_grad=False))
+    lazy = cast("LazyReduction", DTensor.__new__(LazyReduction, shown, spec, requires_grad=False))
     lazy._partials, lazy._value = partials, None
     return lazy
 
@@ -175,7 +178,7 @@ def _shown(
     return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))
 
 
-# From sharded tensors to lazy norms --------------------------------------------------------------------------------
+# From sharded tensors to lazy reductions ---------------------------------------------------------------------------
 
 
 class Summand(NamedTuple):
@@ -192,7 +195,7 @@ class Summand(NamedTuple):
 
 def reduce_lazily(
     summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-) -> list[LazyNorm]:
+) -> list[LazyReduction]:
     """Return one lazy number, 0-d, for each tensor; ``of_locals`` makes 0-d tensors of tensors with elements."""
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
@@ -227,24 +230,33 @@ def norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return order and dtype of a call that is a norm over all elements of a tensor; None for any other call."""
     if func not in _NORMS:
         return None
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    if given.get("keepdim", False):
+    given = arguments_of(func, args, kwargs)
+    if not covers_all(given):
         return None
-    if dims := given.get("dim"):
-        ndim = given["self"].dim()
-        if sorted(dim % max(ndim, 1) for dim in dims) != list(range(ndim)):
-            return None
     order = given.get("ord", given.get("p"))
     return 2.0 if order is None else float(order), given.get("dtype")
 
 
-def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyNorm | None:
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, without those left out."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def covers_all(given: dict[str, Any]) -> bool:
+    """Return whether a reduction with these arguments is one over all elements, to a number without dimensions."""
+    dims, ndim = given.get("dim"), given["self"].dim() if isinstance(given["self"], torch.Tensor) else 0
+    return not given.get("keepdim", False) and (
+        not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
+    )
+
+
+def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
     """The result of an operation that can be done on partials, or None."""
     if func is aten.stack.default:
         return _stacked(*args, **kwargs)
     first = args[0] if args else None
     # Once the value is known, it is the value that changes in place have reached.
-    if not isinstance(first, LazyNorm) or first._value is not None:
+    if not isinstance(first, LazyReduction) or first._value is not None:
         return None
     partials, dtype = first._partials, kwargs.get("dtype") or first.dtype
     if func in (aten.detach.default, aten.alias.default):
@@ -253,6 +265,8 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         if (device := kwargs.get("device")) not in (None, partials.local.device):
             partials = Partials(partials.local.to(device), partials.kind, partials.across)
         return _lazy(partials, dtype)
+    if partials.kind == SUM:
+        return _kept_sum(func, first, args, kwargs)
     order, _ = norm_arguments(func, args, kwargs) or (None, None)
     if order and Reduction(order) == partials.kind:
         local = partials.local.sum() if partials.kind.is_sum else partials.local.max()
@@ -260,9 +274,27 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
     return None
 
 
-def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
+def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
+    """The sum of two sums, or a number times a sum, as far as partials tell; else None."""
+    other = args[1] if len(args) == 2 and not kwargs else None
+    partials, local, dtype = total._partials, total._partials.local, total.dtype
+    if func is aten.add.Tensor and isinstance(other, LazyReduction) and other._value is None:
+        if (other._partials.kind, other._partials.across) != (SUM, partials.across):
+            return None
+        dtype = torch.promote_types(dtype, other.dtype)
+        return _lazy(Partials(local + other._partials.local, SUM, partials.across), dtype)
+    if not isinstance(other, (int, float)) or not dtype.is_floating_point:
+        return None
+    if func is aten.add.Tensor and other == 0:  # as sum() begins
+        return _lazy(partials, dtype)
+    if func in (aten.mul.Tensor, aten.div.Tensor):
+        return _lazy(Partials(func(local, other), SUM, partials.across), dtype)
+    return None
+
+
+def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | None:
     """Stacked partials. What all ranks know already is counted by the first rank of all groups."""
-    unknown = [x._partials for x in tensors if isinstance(x, LazyNorm) and x._value is None]
+    unknown = [x._partials for x in tensors if isinstance(x, LazyReduction) and x._value is None]
     if not unknown:
         return None
     kind, across = unknown[0].kind, unknown[0].across
@@ -272,10 +304,10 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyNorm | None:
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
     for x in tensors:
-        if isinstance(x, LazyNorm) and x._value is None:
+        if isinstance(x, LazyReduction) and x._value is None:
             rows.append(x._partials.local)
             continue
-        known = kind.to_partial(x.value() if isinstance(x, LazyNorm) else x)
+        known = kind.to_partial(x.value() if isinstance(x, LazyReduction) else x)
         rows.append(known if is_first else torch.full_like(known, kind.of_empty))
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return _lazy(Partials(torch.stack(rows, dim), kind, across), dtype)
