@@ -58,6 +58,17 @@ def to_the_input(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) 
     steps(model, optimizer, x.detach())
 
 
+def penalised(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    # In the middle of a backward, when the reduces of these weights are under way.
+    late = [model.blocks[0][0].weight, model.leave.weight]
+    model.enter.register_forward_hook(lambda *args: args[-1] + sum(p.pow(2).sum() + p.to_local().norm() for p in late))
+    for _ in range(2):
+        (model(x).square().mean() + late[0].full_tensor().norm()).backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     def fail(_: Any) -> None:
         raise KeyError
@@ -72,7 +83,7 @@ def interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
         steps(model, optimizer, x.detach())
 
 
-PROGRAMS = [steps, accumulates, evaluates, two_passes, to_the_input, interrupted]
+PROGRAMS = [steps, accumulates, evaluates, two_passes, to_the_input, penalised, interrupted]
 
 
 def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecisionPolicy | None, apart: bool) -> int:
@@ -105,13 +116,19 @@ def test_nothing_races(policy: MixedPrecisionPolicy | None, kind: type[nn.Module
 
 
 @pytest.mark.parametrize(
-    "break_it", [internals.break_buffer_release, internals.break_wait, internals.break_stream_order]
+    ("break_it", "program"),
+    [
+        (internals.break_buffer_release, steps),
+        (internals.break_wait, steps),
+        (internals.break_stream_order, steps),
+        (internals.break_wait_of_autograd, penalised),
+    ],
 )
-def test_the_model_of_streams_sees_races(break_it: Callable[[], None]) -> None:
+def test_the_model_of_streams_sees_races(break_it: Callable[[], None], program: Any) -> None:
     with pytest.raises(RankError, match="are not in order"):
-        on_ranks(1, _broken, break_it)
+        on_ranks(1, _broken, break_it, program)
 
 
-def _broken(break_it: Callable[[], None]) -> None:
+def _broken(break_it: Callable[[], None], program: Any) -> None:
     break_it()
-    run(steps, Mlp, None, False)
+    run(program, Mlp, None, False)
