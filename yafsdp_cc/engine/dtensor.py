@@ -377,6 +377,8 @@ def _plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
     """Let gradients that autograd brings to ``parameter`` by itself be sharded, and added to ``.grad`` in order."""
+    if not parameter.is_floating_point():
+        return
     requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)  # else no hook is taken
     DTensor.register_hook(parameter, functools.partial(_take_grad, cast("FlatDTensor", parameter).shard_spec))
