@@ -148,6 +148,8 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
         if str(file) in str(error):
             raise
         raise pickle.UnpicklingError(f"{file}{part}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file}{part} cannot be read ({error}): see to that, or load another checkpoint") from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{file}{part} is damaged ({kind}{error}): load another checkpoint") from error

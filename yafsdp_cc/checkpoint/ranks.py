@@ -109,8 +109,10 @@ def together(group: Group) -> Iterator[None]:
     if not found:
         return
     rank, kind, text = found[0]
-    if mine is not None and len(found) == len(failures) and {each[1] for each in found} == {kind}:
+    if isinstance(mine, kind) and len(found) == len(failures) and {each[1] for each in found} == {kind}:
         raise mine
+    if len(failures) == 1:
+        raise kind(text) from mine
     raise (ValueError if kind is FileNotFoundError else kind)(f"rank {rank}: {text}") from mine
 
 

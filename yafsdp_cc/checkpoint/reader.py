@@ -14,7 +14,7 @@ import pickle
 from collections import Counter
 from itertools import groupby, product
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -100,10 +100,13 @@ class CheckpointReader(FileSystemReader):
         with reading(table):
             content = table.read_bytes()
             self.digest = hashlib.sha256(content).hexdigest()
-            contents = _unpickle(io.BytesIO(unsealed(content)), table)
+            body = unsealed(content)
+            is_sealed = len(body) < len(content)
+            contents = _unpickle(body, table, is_sealed)
             self.extra_sums: list[int] | None = getattr(contents.storage_meta, EXTRA_SUMS, None)
             contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-            _check_contents(contents)
+            if not is_sealed:
+                _check_contents(contents)
         _check_files(path, contents)
         self.contents = contents
 
@@ -177,10 +180,10 @@ class UntrustedError(pickle.UnpicklingError):
     """A file wants code to be run."""
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        super().__init__(file)
-        self._path = path
+class _Guard:
+    """Decides what an unpickler may find."""
+
+    _path: Path
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -205,12 +208,23 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _unpickle(file: IO[bytes], path: Path) -> Metadata:
+class _Unpickler(_Guard, pickle.Unpickler):
+    """For what has a checksum."""
+
+
+class _CarefulUnpickler(_Guard, pickle._Unpickler):
+    """In Python, ten times as slow: of one changed bit the native one may make a list that fills all memory."""
+
+
+def _unpickle(content: bytes, path: Path, is_sealed: bool) -> Metadata:
     # A pickle may set attributes of what it names, classes too: no class shall be another one afterwards.
     kinds = {kind for kind in _ALLOWED.values() if isinstance(kind, type)}
     before = {kind: dict(vars(kind)) for kind in kinds}
+    file = io.BytesIO(content)
+    unpickler: Any = (_Unpickler if is_sealed else _CarefulUnpickler)(file)
+    unpickler._path = path
     try:
-        contents = _Unpickler(file, path).load()
+        contents = unpickler.load()
     except UntrustedError:
         raise
     except Exception as error:  # whatever the opcodes of a damaged file come upon
