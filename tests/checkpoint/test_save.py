@@ -18,6 +18,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, job, same, train
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc.checkpoint.ranks import ranks_of
 
 # In the background
@@ -127,6 +128,86 @@ def test_saving_changes_nothing(tmp_path):
     again = torch.optim.SGD(model.blocks.parameters(), lr=0.1, momentum=0.9)
     yafsdp_cc.load(tmp_path / "half", model, again)
     same(contents(model, again), contents(model, half))
+
+
+# Several optimizers
+
+
+def two(model):
+    """Optimizers of two kinds: of matrices, in two groups, and of vectors."""
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is large] for large in (True, False))
+    groups = [{"params": matrices[:2], "lr": 0.02}, {"params": matrices[2:]}]
+    return torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(vectors, lr=0.1, momentum=0.9)
+
+
+def trained(form, seed, steps):
+    model, _ = job(form, seed)
+    optimizers = two(model)
+    for step in range(steps):
+        for optimizer in optimizers:
+            train(model, optimizer, step)
+    return model, optimizers
+
+
+def of_both(model, optimizers):
+    return {f"{index}/{name}": each for index, o in enumerate(optimizers) for name, each in contents(model, o).items()}
+
+
+@ranks(2)
+def test_several_optimizers(tmp_path):
+    model, optimizers = trained("ours", 0, 2)
+    yafsdp_cc.save(tmp_path / "ours", model, optimizers, step=2)
+    expected = of_both(model, optimizers)
+    other, several = trained("fsdp2", 0, 2)  # as FSDP2's users do
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, several), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path / "fsdp2")
+    for path, saved, order in [("ours", expected, 1), ("fsdp2", of_both(other, several), 1), ("ours", expected, -1)]:
+        model, optimizers = trained("ours", 1, 1)
+        yafsdp_cc.load(tmp_path / path, model, list(optimizers)[::order])  # the order is free: parameters have names
+        same(of_both(model, optimizers), saved)
+
+    train(model, optimizers[0], 3)
+    before = of_both(model, optimizers)
+    plain, half = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    for given, message in [
+        (optimizers[0], r"does not fit this AdamW:\n  checkpoint's optimizer has '\S+', this one lacks it"),
+        (plain, r"checkpoint's optimizer has '\S+' in group \d, this one in group 0"),
+        ([plain, half], r"optimizers 0 and 1 both have 'blocks.0.norm1.weight', and a checkpoint keeps one state of"),
+        (optimizers if dist.get_rank() else None, r"optimizers differs between ranks; every rank must call load\(\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            yafsdp_cc.load(tmp_path / "ours", model, given)
+        same(of_both(model, optimizers), before)
+    with pytest.raises(ValueError, match=r"optimizers 0 and 1 both have 'blocks.0.norm1.weight'"):
+        yafsdp_cc.save(tmp_path / "both", model, [plain, half])
+
+
+@ranks(2)
+def test_ranks_that_save_different_things(tmp_path):
+    model, optimizer = job("ours", steps=1)
+    if rank := dist.get_rank():
+        optimizer.state.clear()
+    with pytest.raises(ValueError, match=r"ranks \[0\] alone have 'optimizer.state.\S+' and \d+ more to save"):
+        yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    with pytest.raises(ValueError, match=r"optimizers differs between ranks; every rank must call save\(\) alike"):
+        yafsdp_cc.save(tmp_path / "step", model, *[optimizer][rank:])
+    mine = {"left": 1, "both": 2} if rank else {"right": 1, "both": 2}  # what travels beside the model may differ
+    yafsdp_cc.save(tmp_path / "step", model, **mine)
+    assert yafsdp_cc.load(tmp_path / "step", model) == mine
+
+
+def waits(folder, first):
+    model, optimizer = job("ours")
+    if not first:
+        yafsdp_cc.save(folder, model, optimizer)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"save\(\) is a collective, and not all ranks have called it"):
+            yafsdp_cc.save(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("first", [False, also(True)])
+def test_a_rank_that_does_not_save_is_waited_for_as_long_as_the_group_waits(first, tmp_path):
+    on_ranks(2, waits, tmp_path / "step", first, patience=2, timeout=20)
 
 
 # Beside the model

@@ -1,6 +1,7 @@
 """``load``: a checkpoint of any number of ranks, from this package or from FSDP2, into a model and its optimizer.
 
-Whether it fits is known before anything is read into them.
+Whether it fits and is whole is known before anything is read into them: all of it is read twice, and compared with its
+checksums, so that no second copy of the model is held.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from yafsdp_cc.checkpoint import compression, files
-from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of
-from yafsdp_cc.checkpoint.reader import CheckpointReader, SafePlanner
+from yafsdp_cc.checkpoint.ranks import by_torch, meet, place_in, together
+from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
     MODEL,
     OPTIMIZER,
+    as_sequence,
     empty_optimizer_state,
     names_in_order,
     plain_name,
-    restore_optimizer,
+    restore_optimizers,
 )
-from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.mesh import all_gather_objects, table_of_ranks
 from yafsdp_cc.engine.module import check_shows_shards
 
 if TYPE_CHECKING:
@@ -37,70 +39,93 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from yafsdp_cc.checkpoint.ranks import Group
+    from yafsdp_cc.checkpoint.state import Optimizers
 
 _SHOWN = 8
 """Differences that a message lists."""
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Read what ``save`` wrote, or ``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer": ...}``.
 
     A collective; each rank reads its own parts, straight into the parameters. No code from the files is ever run. A
-    checkpoint that does not fit is refused before anything is changed, by all ranks; after a damaged file has ended a
-    load, the model holds some of each.
+    checkpoint that does not fit, or is damaged, is refused by all ranks alike before anything is changed.
 
     Args:
         path: a checkpoint's folder.
         model: sharded over any number of ranks, by this package or FSDP2, or plain.
-        optimizer: of this model's parameters, in the groups that it had; None leaves its state in the folder.
+        optimizer: of this model's parameters, in the groups that it had; or several; None leaves their state in the
+            folder.
 
     Returns:
         The ``extra`` that this rank has saved. With another number of ranks than then, what all had saved alike; a
         warning names what is left out.
 
     Raises:
-        FileNotFoundError: there is nothing at ``path``.
-        ValueError: it is no checkpoint, an unfinished or damaged one, or does not fit, by full names.
+        FileNotFoundError: there is nothing at ``path``, for any rank.
+        ValueError: it is no checkpoint, an unfinished or damaged one (the file is named), not the same for all ranks,
+            or does not fit, by full names.
         pickle.UnpicklingError: a file wants code to be run.
-        RuntimeError: a rank could not read its part; or called inside ``whole_parameters``.
+        RuntimeError: called inside ``whole_parameters``; or a rank did not come before the timeout of the process
+            group.
     """
     wait_for_saves()
-    group = ranks_of(model).front
-    with refused_together(*group):
+    optimizers = as_sequence(optimizer)
+    ranks = meet("load()", model, {"optimizers": len(optimizers)})
+    group = ranks.front
+    with together(group):
         folder = files.complete(files.place(path))
         reader = CheckpointReader(folder)
+    digests = all_gather_objects((reader.digest, str(folder)), group)
+    if len({digest for digest, _ in digests}) > 1:
+        raise ValueError(
+            "ranks load different checkpoints, or one of them a damaged copy; give every rank the same one:\n"
+            + table_of_ranks(f"{where}, {METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
+        )
+    with together(group):
         check_shows_shards(model, "load")
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
         check_shapes(shapes, state[MODEL], folder)
-        if optimizer is not None:
+        if optimizers:
             _check_optimizer(reader.contents, model, folder)
             state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
-        extra = files.read_extra(folder, *place_in(group))
+        extra = files.read_extra(folder, *place_in(group), reader.extra_sums)
+    state |= compression.empty_state(model, reader.contents, bool(optimizers))
+    read_into(state, reader, ranks.back, dry=True)
     if tied := aliases(model):  # what is stored under each of their names, before one overwrites the other
         values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
-        read_into({MODEL: values}, reader, group)
-        with refused_together(*group):
+        read_into({MODEL: values}, reader, ranks.back)
+        with together(group):
             check_tied(values, tied, folder)
-    if optimizer is not None:  # the groups by themselves first: they may not fit
-        groups = {OPTIMIZER: {"param_groups": state[OPTIMIZER]["param_groups"]}}
-        read_into(groups, reader, group)
-        with refused_together(*group):
-            _check_groups(groups[OPTIMIZER]["param_groups"], model, optimizer, folder)
-    state |= compression.empty_state(model, reader.contents, optimizer is not None)
-    read_into(state, reader, group)
-    set_model_state_dict(model, state[MODEL])
-    if optimizer is not None:
-        restore_optimizer(model, optimizer, state[OPTIMIZER])
+    if optimizers:
+        with together(group):
+            _check_groups(state[OPTIMIZER]["param_groups"], model, optimizers, folder)
+    weights = {MODEL: state.pop(MODEL)}
+    if state:
+        read_into(state, reader, ranks.back)
+    if optimizers:
+        with together(group):
+            restore_optimizers(model, optimizers, state[OPTIMIZER])
+    try:
+        read_into(weights, reader, ranks.back)  # in place: the only part that is not read beside what is there
+    except Exception as error:
+        raise RuntimeError(
+            f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
+        ) from error
+    set_model_state_dict(model, weights[MODEL])
     compression.load_state(model, state, extra, group)
     return extra
 
 
-def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group) -> None:
-    """Fill the tensors and gaps of ``state`` from a checkpoint, each rank its own parts. A collective of ``group``."""
+def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry: bool = False) -> None:
+    """Fill the tensors and gaps of ``state`` from a checkpoint, each rank its own parts. A collective of ``group``.
+
+    ``dry`` reads all that, and raises what is damaged, but fills the gaps only.
+    """
     with by_torch(f"loading {reader.path}", group) as which:
-        state_dict_loader.load(state, storage_reader=reader, planner=SafePlanner(), **which)
+        state_dict_loader.load(state, storage_reader=reader, planner=DryPlanner() if dry else SafePlanner(), **which)
 
 
 # Whether a checkpoint fits: each raises a ``ValueError`` that names what does not
@@ -109,7 +134,8 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group) -> 
 def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
     """Return what is stored of a model's state, by name; raise where the checkpoint has no part for a model."""
     paths = contents.planner_data or {}
-    saved = {path[1]: contents.state_dict_metadata[key] for key, path in paths.items() if path[0] == MODEL}
+    parts = {key: path for key, path in paths.items() if path[0] == MODEL and len(path) > 1}
+    saved = {path[1]: contents.state_dict_metadata[key] for key, path in parts.items()}
     if not saved:
         tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
         raise ValueError(
@@ -170,7 +196,7 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
                 "load(path, model) without an optimizer"
             )
         raise ValueError(f"{folder} was saved without an optimizer: load(path, model) reads the model alone")
-    if any(path[1] not in ("state", "param_groups") for path in paths):
+    if any(path[1:2] not in (("state",), ("param_groups",)) for path in paths):
         raise ValueError(
             f"{folder} holds its optimizer flattened, as '{'.'.join(map(str, paths[0]))}': save it without "
             "flatten_optimizer_state_dict, or read it with torch's set_optimizer_state_dict"
@@ -179,38 +205,76 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
     strange = dict.fromkeys(str(path[2]) for path in paths if path[1] == "state" and len(path) > 2)
     if lines := [f"checkpoint's optimizer has '{name}', model lacks it" for name in strange if name not in known]:
         raise ValueError(f"{folder} does not fit:\n  {_listed(lines)}")
+    _check_moments(contents, {plain_name(name): each.shape for name, each in model.named_parameters()}, folder)
 
 
-def _check_groups(saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Compare the optimizer's groups of parameters, and what kind of optimizer it is."""
+def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder: Path) -> None:
+    """Compare the shapes of an optimizer's tensors with their parameters', where an optimizer keeps them alike.
+
+    It does if the tensor of another parameter has that one's shape. Factors that repeat along a dimension fit, and so
+    does what is flattened, or kept in lists.
+    """
+    alike, odd = set(), {}
+    for key, path in (contents.planner_data or {}).items():
+        stored = contents.state_dict_metadata[key]
+        if path[:2] != (OPTIMIZER, "state") or len(path) != 4 or not isinstance(stored, TensorStorageMetadata):
+            continue
+        name, shape = path[2], shapes[path[2]]
+        if stored.size == shape and len(shape):
+            alike.add(path[3])
+        elif stored.size.numel() != shape.numel() and not _repeats(stored.size, shape):
+            odd[path[3], name] = list(stored.size)
+    lines = [
+        f"checkpoint's optimizer has {size} as '{kind}' of '{name}', which is {list(shapes[name])}"
+        for (kind, name), size in odd.items()
+        if kind in alike
+    ]
+    if lines:
+        raise ValueError(f"{folder} does not fit:\n  {_listed(lines)}")
+
+
+def _repeats(size: torch.Size, shape: torch.Size) -> bool:
+    """Return whether a tensor of ``size`` can be broadcast to ``shape``."""
+    return len(size) <= len(shape) and all(
+        one in (1, other) for one, other in zip(reversed(size), reversed(shape), strict=False)
+    )
+
+
+def _check_groups(
+    saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
+) -> None:
+    """Compare the optimizers' groups of parameters, and what kind of optimizers they are."""
     then = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    names = iter(names_in_order(model, optimizer))
-    now = {next(names): index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]}
+    groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
+    names = (name for each in names_in_order(model, optimizers) for name in each)
+    now = {next(names): index for index, (_, group) in enumerate(groups) for _ in group["params"]}
+    kinds = " and ".join(dict.fromkeys(kind for kind, _ in groups))
     lines = [f"checkpoint's optimizer lacks '{name}'" for name in now if name not in then]
     lines += [f"checkpoint's optimizer has '{name}', this one lacks it" for name in then if name not in now]
-    together: dict[int, int] = {}
+    places: dict[int, int] = {}
     lines += [
         f"checkpoint's optimizer has '{name}' in group {then[name]}, this one in group {now[name]}"
         for name in now
-        if name in then and together.setdefault(now[name], then[name]) != then[name]
+        if name in then and places.setdefault(now[name], then[name]) != then[name]
     ]
-    if not lines and len(set(together.values())) < len(together):
-        lines = [
-            f"checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(optimizer.param_groups)}"
-        ]
+    if not lines and len(set(places.values())) < len(places):
+        lines = [f"checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}"]
     if lines:
         raise ValueError(
-            f"{folder} does not fit this {type(optimizer).__name__}:\n  {_listed(lines)}\n"
+            f"{folder} does not fit this {kinds}:\n  {_listed(lines)}\n"
             "Give the optimizer the groups of parameters that it had"
         )
-    # Steps that were made are no setting, and not all optimizers tell them.
-    old, new = (set(group) - {"params", "steps"} for group in (saved[0], optimizer.param_groups[0]))
-    gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
-    if gone and fresh:  # versions of torch add some, so one may have more than the other
-        raise ValueError(
-            f"{folder} holds the state of another optimizer than {type(optimizer).__name__}: it has {gone}, and lacks "
-            f"{fresh}. Make the optimizer that was saved, or load(path, model) without one"
-        )
+    for index, (kind, group) in enumerate(groups):
+        if index not in places:
+            continue  # it has no parameters
+        # Steps that were made are no setting, and not all optimizers tell them.
+        old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))
+        gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
+        if gone and fresh:  # versions of torch add some, so one may have more than the other
+            raise ValueError(
+                f"{folder} holds the state of another optimizer than {kind}: it has {gone}, and lacks {fresh}. Make "
+                "the optimizer that was saved, or load(path, model) without one"
+            )
 
 
 def _listed(lines: Iterable[str], between: str = "\n  ") -> str:

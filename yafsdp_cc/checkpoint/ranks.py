@@ -1,18 +1,20 @@
-"""The ranks that save and load together, in process groups of their own."""
+"""The ranks that save and load together, in process groups of their own, and what one of them raises on all."""
 
 from __future__ import annotations
 
 import pickle
 import warnings
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.constants import default_pg_timeout
 
-from yafsdp_cc.engine.mesh import group_once
+from yafsdp_cc.engine.mesh import all_gather_objects, check_settings, group_once
 from yafsdp_cc.engine.module import ShardedModule, ranks_of_model, require_state
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ class Ranks(NamedTuple):
     """Two groups of the same ranks: a save in the background must not mix with other collectives."""
 
     front: Group
-    """For the thread that trains."""
+    """For the thread that trains; waits as long as the world's group does."""
     back: Group
-    """For what writes, in this thread or another, one save at a time."""
+    """For what reads and writes files, in this thread or another, one save at a time; waits half an hour or longer,
+    for disks are not equally fast."""
 
 
 def ranks_of(model: nn.Module) -> Ranks:
@@ -41,14 +44,76 @@ def ranks_of(model: nn.Module) -> Ranks:
     world = dist.group.WORLD
     assert world is not None
     is_part = len(members) < dist.get_world_size()
-    make = partial(dist.new_group, members, backend="gloo", use_local_synchronization=is_part)
-    front, back = ((group_once(world, (use, *members), make),) for use in Ranks._fields)
-    return Ranks(front, back)
+    patience = _timeout_of(world)
+
+    def group(use: str, timeout: timedelta) -> Group:
+        make = partial(dist.new_group, members, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
+        return (group_once(world, (use, *members), make),)
+
+    return Ranks(group("front", patience), group("back", max(patience, default_pg_timeout)))
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return default_pg_timeout
+
+
+def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:
+    """Return the ranks that ``call`` together, after comparing the arguments that each was given. A collective.
+
+    Raises:
+        ValueError: on every rank, naming the first argument that differs.
+        RuntimeError: a rank did not come before the timeout of the process group, or is gone.
+    """
+    try:
+        ranks = ranks_of(model)
+        check_settings(settings, ranks.front, call)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call} is a collective, and not all ranks have called it, or one has ended: call it on every rank, not "
+            f"under `if rank == 0` ({error})"
+        ) from error
+    return ranks
 
 
 def place_in(group: Group) -> tuple[int, int]:
     """Return this rank's number, and how many there are."""
     return (group[0].rank(), group[0].size()) if group else (0, 1)
+
+
+_KINDS = (FileNotFoundError, pickle.UnpicklingError, TypeError, ValueError)
+"""What is raised as itself on the other ranks; the rest is a RuntimeError there."""
+
+
+def _kind(error: BaseException) -> type[Exception]:
+    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+
+
+@contextmanager
+def together(group: Group) -> Iterator[None]:
+    """Raise on every rank what one raises within, in the same type, so that all take the same way out.
+
+    If several fail, it is the first rank's error, unless all fail in the same way: then each raises its own. Where some
+    ranks miss a file that others have, it is a ValueError: a FileNotFoundError is "there is no checkpoint yet".
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    failures = all_gather_objects(None if mine is None else (_kind(mine), str(mine)), group)
+    found = [(rank, *failure) for rank, failure in enumerate(failures) if failure is not None]
+    if not found:
+        return
+    rank, kind, text = found[0]
+    if isinstance(mine, kind) and len(found) == len(failures) and {each[1] for each in found} == {kind}:
+        raise mine
+    if len(failures) == 1:
+        raise kind(text) from mine
+    raise (ValueError if kind is FileNotFoundError else kind)(f"rank {rank}: {text}") from mine
 
 
 @contextmanager
@@ -57,6 +122,7 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
 
     Raises:
         pickle.UnpicklingError: on all ranks: a file that one read wants code to be run.
+        ValueError: on all ranks: a file that one read is damaged.
         RuntimeError: on all ranks: what else went wrong on one.
     """
     try:
@@ -68,5 +134,6 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
                 yield {"no_dist": True}
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        kind = pickle.UnpicklingError if isinstance(cause, pickle.UnpicklingError) else RuntimeError
-        raise kind(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+        kind = _kind(cause)
+        text = str(cause) if kind is not RuntimeError else f"{type(cause).__name__}: {cause}"
+        raise kind(f"{doing}: rank {rank}: {text}") from cause

@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder without running anything that lies in it.
+"""Reading a checkpoint folder without running anything that lies in it, nor believing what does not fit together.
 
 torch loads tensors with ``weights_only``, but the table of contents (``.metadata``) and everything that is not a tensor
 through plain pickle, which runs whatever the file says. Here the table may name torch's checkpoint classes and nothing
@@ -7,25 +7,43 @@ else, and the rest is loaded with ``weights_only`` too.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import math
 import pickle
 from collections import Counter
+from itertools import groupby, product
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import check_sums
+from yafsdp_cc.checkpoint.files import check_entry, reading, unsealed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import ReadItem
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 METADATA = ".metadata"
+CRC, EXTRA_SUMS = "crc32", "extra_crc32"
+"""What ``save`` adds to torch's table of contents: to each entry its CRC-32, and those of the ranks' extra files. They
+are attributes that torch's own reader does not look at, and names in files: they stay as they are."""
 
 
 def _layout(name: str) -> torch.layout:
@@ -61,11 +79,16 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader of a folder, which trusts none of its files. ``contents`` is what the checkpoint holds.
+    """torch's reader of a folder, which trusts none of its files.
+
+    ``contents`` is what the checkpoint holds, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
+    down), ``digest`` that of the table of contents, in which each save has an id of its own: ranks with equal digests
+    read the same save.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it holds no checkpoint, one whose save never finished, or files shorter than they should be.
+        ValueError: it holds no checkpoint, one whose save never finished, or a table of contents that is damaged or
+            does not fit its files.
         UntrustedError: its table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
@@ -74,22 +97,68 @@ class CheckpointReader(FileSystemReader):
         table = path / METADATA
         if not table.is_file():
             raise _not_a_checkpoint(path)
-        with table.open("rb") as file:
-            contents = _unpickle(file, table)
-        if not isinstance(contents, metadata.Metadata):
-            raise ValueError(f"{table} holds a {type(contents).__name__}, not the contents of a checkpoint")
+        with reading(table):
+            content = table.read_bytes()
+            self.digest = hashlib.sha256(content).hexdigest()
+            body = unsealed(content)
+            is_sealed = len(body) < len(content)
+            contents = _unpickle(body, table, is_sealed)
+            self.extra_sums: list[int] | None = getattr(contents.storage_meta, EXTRA_SUMS, None)
+            contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+            if not is_sealed:
+                _check_contents(contents)
         _check_files(path, contents)
-        contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         self.contents = contents
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.contents
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        # In memory, which is where it goes anyway: torch's view of a part of a file cannot be sought from its end.
-        content = io.BytesIO(super()._slice_file(file, sinfo).read(-1))
-        check_sums(content, f"{Path(self.path) / sinfo.relative_path}, from byte {sinfo.offset:,} on,")
-        return content
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is planned, each entry once and in the order of the files, as torch's reader does it.
+
+        Raises:
+            ValueError: an entry is damaged, or is not what the table of contents says.
+            pickle.UnpicklingError: an entry wants code to be run.
+        """
+
+        def place_of(item: ReadItem) -> tuple[str, int, int]:
+            place = self.storage_data[item.storage_index]
+            return place.relative_path, place.offset, place.length
+
+        for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
+            file = Path(self.path) / name
+            with reading(file, f", from byte {offset:,} on,"):
+                with file.open("rb") as stream:
+                    stream.seek(offset)
+                    content = stream.read(length)
+                self._read_entry(content, list(items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_entry(self, content: bytes, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        index = items[0].storage_index
+        place, stored = self.storage_data[index], self.contents.state_dict_metadata[index.fqn]
+        check_entry(content, vars(place).get(CRC))
+        entry = self.transforms.transform_load_stream(items[0], place.transform_descriptors or (), io.BytesIO(content))
+        entry = io.BytesIO(entry.read(-1))
+        if items[0].type == LoadItemType.BYTE_IO:
+            planner.load_bytes(items[0], entry)
+            return
+        tensor = torch.load(entry, map_location="cpu", weights_only=True)
+        assert isinstance(stored, TensorStorageMetadata)
+        size = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+        dtype = stored.properties.dtype
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (size, dtype):
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"it holds {found}, not the {dtype} {list(size)} of '{index.fqn}'")
+        for item in items:
+            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != part.shape:  # copy_ would repeat it
+                raise ValueError(f"{list(part.shape)} of '{index.fqn}' is wanted as {list(target.shape)}")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -100,14 +169,21 @@ class SafePlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
 
 
+class DryPlanner(SafePlanner):
+    """Reads all that is planned and keeps what is not a tensor: what is damaged is known before anything is changed."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return torch.empty(read_item.lengths, device="meta")
+
+
 class UntrustedError(pickle.UnpicklingError):
     """A file wants code to be run."""
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        super().__init__(file)
-        self._path = path
+class _Guard:
+    """Decides what an unpickler may find."""
+
+    _path: Path
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -132,19 +208,35 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _unpickle(file: IO[bytes], path: Path) -> Any:
+class _Unpickler(_Guard, pickle.Unpickler):
+    """For what has a checksum."""
+
+
+class _CarefulUnpickler(_Guard, pickle._Unpickler):
+    """In Python, ten times as slow: of one changed bit the native one may make a list that fills all memory."""
+
+
+def _unpickle(content: bytes, path: Path, is_sealed: bool) -> Metadata:
     # A pickle may set attributes of what it names, classes too: no class shall be another one afterwards.
     kinds = {kind for kind in _ALLOWED.values() if isinstance(kind, type)}
     before = {kind: dict(vars(kind)) for kind in kinds}
+    file = io.BytesIO(content)
+    unpickler: Any = (_Unpickler if is_sealed else _CarefulUnpickler)(file)
+    unpickler._path = path
     try:
-        return _Unpickler(file, path).load()
+        contents = unpickler.load()
     except UntrustedError:
         raise
     except Exception as error:  # whatever the opcodes of a damaged file come upon
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint") from error
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     finally:
         for kind in kinds:
             _restore(kind, before[kind], path)
+    if not isinstance(contents, metadata.Metadata):
+        raise ValueError(f"it holds a {type(contents).__name__}, not the contents of a checkpoint")
+    if rest := file.read():
+        raise ValueError(f"{len(rest)} bytes follow its end")
+    return contents
 
 
 def _restore(kind: type, attributes: dict[str, Any], path: Path) -> None:
@@ -157,6 +249,60 @@ def _restore(kind: type, attributes: dict[str, Any], path: Path) -> None:
             delattr(kind, name)
     if changed:
         raise UntrustedError(f"{path} changes the class {kind.__qualname__}, which no checkpoint does")
+
+
+def _check_contents(contents: Metadata) -> None:
+    """See that a table of contents agrees with itself: of what torch has written by itself there is no checksum.
+
+    Raises:
+        Exception: of any type, where it does not.
+    """
+    stored, entries = contents.state_dict_metadata, contents.storage_data
+    wanted = set()
+    for name, each in stored.items():
+        if isinstance(each, BytesStorageMetadata):
+            wanted.add(MetadataIndex(name))
+            continue
+        if not _tile(each):
+            raise ValueError(f"the chunks of '{name}' do not make up its {list(each.size)}")
+        for chunk in each.chunks:
+            wanted.add(index := MetadataIndex(name, chunk.offsets))
+            place = entries[index]
+            if (
+                not place.transform_descriptors
+                and place.length < math.prod(chunk.sizes) * each.properties.dtype.itemsize
+            ):
+                raise ValueError(f"{place.length} bytes do not hold {list(chunk.sizes)} of '{name}'")
+    if wanted != entries.keys():
+        raise ValueError(
+            f"it has no place for {sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]}, or no use"
+        )
+    ends: dict[str, int] = {}
+    for place in sorted(entries.values(), key=lambda place: (place.relative_path, place.offset)):
+        if place.offset < ends.get(place.relative_path, 0) or place.length < 0:
+            raise ValueError(f"two entries share byte {place.offset:,} of {place.relative_path}")
+        ends[place.relative_path] = place.offset + place.length
+    if contents.planner_data is not None:
+        names = {name: ".".join(map(str, path)) for name, path in contents.planner_data.items()}
+        if strange := [name for name in names.keys() | stored.keys() if name not in stored or names.get(name) != name]:
+            raise ValueError(f"it lists '{strange[0]}' in one place only")
+
+
+def _tile(stored: TensorStorageMetadata) -> bool:
+    """Return whether the chunks of a tensor cover each of its elements once.
+
+    They do if their corners, counted modulo 2, are the tensor's own, which means that every element is covered an odd
+    number of times, and nothing else is, and if there are as many elements in them as in the tensor.
+    """
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.size)), sizes=stored.size)
+    corners: set[tuple[int, ...]] = set()
+    for box in (whole, *stored.chunks):
+        if any(low < 0 or size < 0 for low, size in zip(box.offsets, box.sizes, strict=True)):
+            return False
+        if math.prod(box.sizes):
+            ranges = [(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)]
+            corners ^= set(product(*ranges))
+    return not corners and sum(math.prod(each.sizes) for each in stored.chunks) == math.prod(stored.size)
 
 
 def _check_files(folder: Path, contents: Metadata) -> None:

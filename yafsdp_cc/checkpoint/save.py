@@ -5,24 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files
-from yafsdp_cc.checkpoint.ranks import by_torch, place_in, ranks_of
-from yafsdp_cc.checkpoint.state import check_plain, state_of
-from yafsdp_cc.engine.mesh import check_settings, refused_together
+from yafsdp_cc.checkpoint.ranks import by_torch, meet, place_in, together
+from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
+from yafsdp_cc.checkpoint.writer import CheckpointWriter
+from yafsdp_cc.engine.mesh import all_gather_objects
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from yafsdp_cc.checkpoint.ranks import Group
+    from yafsdp_cc.checkpoint.state import Optimizers
 
 _background: ThreadPoolExecutor
 """One thread: saves follow one another in the order in which they were asked for, which is the same on all ranks."""
@@ -42,7 +44,7 @@ _logger = logging.getLogger("yafsdp_cc")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     asynchronous: bool = False,
     **extra: Any,
@@ -56,7 +58,7 @@ def save(
     Args:
         path: the folder to write.
         model: sharded by this package, by FSDP2, or plain.
-        optimizer: of this model's parameters.
+        optimizer: of this model's parameters; or several, each of other parameters.
         asynchronous: copy everything to host memory and return; the writing goes on in a thread. Training may go on at
             once, and the process group must live until the writing is over.
         **extra: what else to keep, for each rank its own: plain data and tensors, such as the data loader's
@@ -67,19 +69,22 @@ def save(
 
     Raises:
         TypeError: something cannot be loaded again without running code from the file; the message names it.
-        ValueError: ranks were given different paths, there is something else than a checkpoint at ``path``, or the
-            optimizer is of another model.
-        RuntimeError: a rank could not write; all ranks raise, and what was at ``path`` before is untouched.
+        ValueError: ranks were given different paths or have state of different names, there is something else than a
+            checkpoint at ``path``, or the optimizer is of another model.
+        RuntimeError: a rank could not write, because the disk is full, for example, or did not come before the timeout
+            of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
-    ranks = ranks_of(model)
+    optimizers = as_sequence(optimizer)
     target = files.place(path)
-    check_settings({"path": str(Path(path).absolute()), "asynchronous": asynchronous}, ranks.front, "save()")
+    settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
+    ranks = meet("save()", model, settings)
     compressed = compression.sharded_state(model)  # before any rank may fail by itself
-    with refused_together(*ranks.front):
+    with together(ranks.front):
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
-        state = {**state_of(model, optimizer), **compressed}
+        state = {**state_of(model, optimizers), **compressed}
         content = files.pack_extra({**extra, **compression.local_state(model)})
+    _check_names(state, ranks.front)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         future = _background.submit(_write, target, state, content, ranks.back)
@@ -100,23 +105,38 @@ def wait_for_saves() -> None:
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
     rank, world = place_in(group)
     folder = files.unfinished(path)
-    with refused_together(*group):
+    with together(group):
         if rank == 0:
             files.begin(path, files.CHECKPOINT)
     try:
-        with refused_together(*group):
+        with together(group):
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
             files.write_extra(folder, rank, world, content)
+        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group))
         with by_torch(f"saving {path}", group) as which:
-            state_dict_saver.save(state, storage_writer=FileSystemWriter(folder), **which)
+            state_dict_saver.save(state, storage_writer=writer, **which)
     except Exception:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    with refused_together(*group):
+    with together(group):
         if rank == 0:
             files.commit(path)
+
+
+def _check_names(state: dict[str, Any], group: Group) -> None:
+    """Refuse state that some ranks have and others lack: what would be saved is no whole, and could not be loaded."""
+    names = sorted(flatten_state_dict(state)[0])
+    if len(set(all_gather_objects(zlib.crc32("\n".join(names).encode()), group))) > 1:
+        everywhere = all_gather_objects(names, group)
+        counts = Counter(name for each in everywhere for name in each)
+        some = sorted(name for name, count in counts.items() if count < len(everywhere))
+        has = [rank for rank, each in enumerate(everywhere) if some[0] in each]
+        raise ValueError(
+            f"ranks {has} alone have '{some[0]}'{f' and {len(some) - 1} more' if some[1:] else ''} to save; every rank "
+            "must have made the same steps with the same model"
+        )
 
 
 def _log_failure(future: Future[None]) -> None:

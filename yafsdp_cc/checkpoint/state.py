@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer under full parameter names, in the form of torch's ``get_state_dict``.
+"""The state of a model and its optimizers under full parameter names, in the form of torch's ``get_state_dict``.
 
 torch's own function makes an optimizer that has not stepped yet take a step with zero gradients, and gives state to
 every parameter. Here saving changes nothing, and a restored optimizer has state where the saved one had it.
@@ -7,7 +7,8 @@ every parameter. Here saving changes nothing, and a restored optimizer has state
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,13 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.optim import Optimizer
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+"""What users give: one, several of different parameters of one model, or none."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -27,22 +31,33 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
+    """Return the optimizers that were given."""
+    if optimizers is None:
+        return ()
+    return optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+
+
+def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``, with the live tensors.
 
+    The states of several optimizers are put together, and so are their groups of parameters, as by ``get_state_dict``.
+
     Raises:
-        ValueError: the optimizer has a parameter that is none of the model's.
+        ValueError: an optimizer has a parameter that is none of the model's, or another optimizer's, too.
         TypeError: the state has something in it that a checkpoint cannot hold safely.
     """
     state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    if optimizer is not None:  # its state_dict() with names in place of numbers
-        packed, names = optimizer.state_dict(), names_in_order(model, optimizer)
-        state[OPTIMIZER] = {
-            "state": {names[number]: dict(values) for number, values in packed["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]
-            ],
-        }
+    if optimizers:
+        values: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
+            packed = optimizer.state_dict()  # with numbers in place of names
+            values |= {names[number]: dict(each) for number, each in packed["state"].items()}
+            groups += [
+                {**group, "params": [names[each] for each in group["params"]]} for group in packed["param_groups"]
+            ]
+        state[OPTIMIZER] = {"state": values, "param_groups": groups}
     for name, value in state.items():
         check_plain(value, name, keys=(str,))
     return state
@@ -67,18 +82,18 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
     return {"state": {}, **empty[OPTIMIZER]}
 
 
-def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give the optimizer the state that was loaded into ``empty_optimizer_state``."""
-    names = names_in_order(model, optimizer)
-    numbers = {name: number for number, name in enumerate(names)}
+def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
+    """Give the optimizers the state that was loaded into ``empty_optimizer_state``, each that of its parameters."""
     groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
-    packed = optimizer.state_dict()["param_groups"]
-    param_groups = [
-        {**group, **groups[tuple(sorted(names[number] for number in group["params"]))], "params": group["params"]}
-        for group in packed
-    ]
-    state = {numbers[name]: values for name, values in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
+        numbers = {name: number for number, name in enumerate(names)}
+        packed = optimizer.state_dict()["param_groups"]
+        param_groups = [
+            {**group, **groups[tuple(sorted(names[number] for number in group["params"]))], "params": group["params"]}
+            for group in packed
+        ]
+        state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
+        optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
 def plain_name(name: str) -> str:
@@ -88,22 +103,32 @@ def plain_name(name: str) -> str:
     return name
 
 
-def names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order in which its state dict counts them.
+def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
+    """Return the names of each optimizer's parameters, in the order in which its state dict counts them.
 
     Raises:
-        ValueError: one of them is none of the model's.
+        ValueError: one of them is none of the model's, or another optimizer's, too.
     """
     names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-    found = []
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise ValueError(
-                    f"parameter {place} of the optimizer's group {index}, {list(parameter.shape)}, is none of the "
-                    f"model's: make the optimizer from model.parameters(), after shard()"
-                )
-            found.append(names[parameter])
+    owners: dict[str, int] = {}
+    found: list[list[str]] = []
+    for number, optimizer in enumerate(optimizers):
+        found.append([])
+        which = "the optimizer" if len(optimizers) == 1 else f"optimizer {number}"
+        for index, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in names:
+                    raise ValueError(
+                        f"parameter {place} of {which}'s group {index}, {list(parameter.shape)}, is none of the "
+                        f"model's: make the optimizer from model.parameters(), after shard()"
+                    )
+                name = names[parameter]
+                if owners.setdefault(name, number) != number:
+                    raise ValueError(
+                        f"optimizers {owners[name]} and {number} both have '{name}', and a checkpoint keeps one state "
+                        "of each parameter: give it to one of them, or save them at two paths"
+                    )
+                found[-1].append(name)
     return found
 
 
