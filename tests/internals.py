@@ -163,7 +163,7 @@ def phase_at(optimizer: Any, step: int) -> str:
 
 def awaits_exact_step(optimizer: Any) -> bool:
     """Tell whether an optimizer of the 1-bit family makes an exact step next, to learn what to clip by."""
-    waits: bool = optimizer._phase_now.value == "kept"
+    waits: bool = optimizer._phase_now.value == "learning"
     return waits
 
 

@@ -427,7 +427,7 @@ class OneBitOptimizer(Optimizer):
     def _phase_now(self) -> Phase:
         """How gradients are summed now: exactly where they would have to be clipped, and no limit is known yet."""
         is_blind = any(schedule.clip is not None and schedule.clip.is_blind for schedule in self._schedules)
-        return Phase.KEPT if is_blind and self._planned.encodes else self._planned
+        return Phase.LEARNING if is_blind and self._planned.encodes else self._planned
 
     # Exact sums
 
