@@ -355,11 +355,10 @@ def counters_of(model: nn.Module) -> Counters:
     """
     state = require_state(model)
     plan = plan_for(state)
-    context = state.context
-    beyond = sum(group.kept_grad_bytes for group in state.groups)
-    beyond += sum(buffer.data.nbytes for buffer in context.own_grad_buffers)
-    state.context.counters.owned_bytes, state.context.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
-    return state.context.counters
+    counters = state.context.counters
+    counters.owned_bytes = plan.owned_bytes + sum(group.unplanned_bytes for group in state.groups)
+    counters.host_bytes = plan.host_bytes
+    return counters
 
 
 def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
