@@ -482,7 +482,11 @@ def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
         )
     size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
-        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
+        factors = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ValueError(
+            f"reshard_after_forward={reshard}: pass a factor of {size}, the ranks of a shard ({factors}), True to "
+            "reshard across all of them, or False to keep weights unsharded"
+        )
     return reshard == 1, 0 if reshard in (1, size) else reshard
 
 
