@@ -163,7 +163,7 @@ def phase_at(optimizer: Any, step: int) -> str:
 
 def awaits_exact_step(optimizer: Any) -> bool:
     """Tell whether an optimizer of the 1-bit family makes an exact step next, to learn what to clip by."""
-    waits: bool = optimizer._phase_now.value == "kept"
+    waits: bool = optimizer._phase_now.value == "learning"
     return waits
 
 
@@ -342,7 +342,7 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
     owners = {}
     for group in state.groups:
         if flats := [flat for flat in group.flats if flat.trainable]:
-            buffer = state.context.grad_buffer(group.role, group.index, unsharded_grad_bytes(flats))
+            buffer = group.grad_buffer(unsharded_grad_bytes(flats))
             owners[id(buffer.handle)] = group
 
     def issue_late(self: CudaCommStream, handle: Any, start: Any, finish: Any = None, after: Any = None) -> None:

@@ -355,11 +355,10 @@ def counters_of(model: nn.Module) -> Counters:
     """
     state = require_state(model)
     plan = plan_for(state)
-    context = state.context
-    beyond = sum(group.kept_grad_bytes for group in state.groups)
-    beyond += sum(buffer.data.nbytes for buffer in context.extra_grad_buffers)
-    state.context.counters.owned_bytes, state.context.counters.host_bytes = plan.owned_bytes + beyond, plan.host_bytes
-    return state.context.counters
+    counters = state.context.counters
+    counters.owned_bytes = plan.owned_bytes + sum(group.unplanned_bytes for group in state.groups)
+    counters.host_bytes = plan.host_bytes
+    return counters
 
 
 def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
@@ -483,7 +482,11 @@ def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
         )
     size = mesh.size(mesh.ndim - 1)
     if reshard < 1 or reshard > size or size % reshard:
-        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {reshard}")
+        factors = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ValueError(
+            f"reshard_after_forward={reshard}: pass a factor of {size}, the ranks of a shard ({factors}), True to "
+            "reshard across all of them, or False to keep weights unsharded"
+        )
     return reshard == 1, 0 if reshard in (1, size) else reshard
 
 

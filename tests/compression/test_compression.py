@@ -311,6 +311,7 @@ def test_what_cannot_be_is_refused_by_name():
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"matrix_rank": 0}, "matrix_rank=0: factors have 1 column or more"),
         ({"gradients": "powersgd", "feedback": False}, "gradients='powersgd' with feedback=False"),
+        ({"guard": True, "fallback": False}, "guard=True is fallback=True now, and fallback was given too"),
         ({"gradient": "int8"}, "^Compression has no 'gradient', only gradients, weights, feedback"),
         ({"residual": "fp16"}, "^residual='fp16': input should be 'fp32', 'bf16' or 'int8'$"),
     ):

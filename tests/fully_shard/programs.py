@@ -113,11 +113,15 @@ def accumulates_in_one_block(api: Api) -> Run:
 
 def accumulates_without_the_end(api: Api) -> Run:
     run = Run(api)
-    for _ in range(2):
+    for reshards in (False, True):
         for part in range(3):
             run.model.set_is_last_backward(part == 2)
-            run.model.set_reshard_after_backward(part == 2)
+            run.model.set_reshard_after_backward(reshards or part == 2)
             run.backward()
+            if reshards:  # else torch's has no gradients of the parameters that it shows
+                run.look()
+            if reshards and part == 0:
+                run.model.zero_grad()
         run.step()
     return run
 
@@ -144,6 +148,12 @@ def unshards_by_hand(api: Api) -> Run:
         run.figures[f"{run.count} unsharded, small"] = block.norm1.weight.detach().clone()
         block.reshard()
         assert hasattr(block.qkv.weight, "full_tensor")
+        loss = run.loss()
+        for each in run.model.blocks:  # which the backward needs one after the other
+            each.unshard()
+        run.figures[f"{run.count} held"] = run.model.blocks[0].qkv.weight.detach().clone()
+        loss.backward()
+        run.step()
     return run
 
 

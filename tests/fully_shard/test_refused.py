@@ -34,7 +34,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         NotImplementedError,
         "flat ranges",
     ),
-    "a number of ranks": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3), ValueError, "a factor of 2"),
+    "a number of ranks": (
+        lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3),
+        ValueError,
+        "=3: pass a factor of 2, .* .1, 2., True",
+    ),
     "a word": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward="yes"), ValueError, "a bool or an int"),
     "another mesh inside": (
         lambda m: [

@@ -18,7 +18,7 @@ from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.optim import OneBitAdam, OneBitSGD
 
 
 @FORMS
@@ -305,10 +305,46 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match="a model has one OneBitAdam, and a copy would be a second"):
         copy.deepcopy(first)
     trained(model, first, range(3))
-    second = OneBitAdam(model.parameters(), warmup_steps=1)
-    with pytest.raises(RuntimeError, match="this OneBitAdam no longer sets when sums are encoded"):
-        first.step()
-    trained(model, second, range(3))
+    for kind in (OneBitAdam, OneBitSGD):
+        with pytest.raises(ValueError, match=r"the model has a OneBitAdam already, .* delete it first"):
+            kind(model.parameters(), lr=1e-3, warmup_steps=1)
+    trained(model, first, range(3, 5))
+
+
+@ranks(2)
+def test_an_optimizer_is_replaced_between_any_two_lines() -> None:
+    """The first one, too, may be made between a forward and its backward."""
+    replaced, fresh = sharded(), sharded()
+    for _ in range(2):
+        fresh.load_state_dict(replaced.state_dict())
+        expected = OneBitAdam(fresh.parameters(), **SETTINGS, warmup_steps=2)
+        trained(fresh, expected, range(5))
+        loss = replaced(drawn(0, dist.get_rank()))
+        optimizer = OneBitAdam(replaced.parameters(), **SETTINGS, warmup_steps=2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # the two refer to each other
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained(replaced, optimizer, range(1, 5))
+        assert all(one.equal(other) for one, other in zip(weights(replaced), weights(fresh), strict=True))
+        del optimizer, scheduler, expected
+
+
+@ranks(2)
+def test_parts_that_become_one_model_have_one_optimizer() -> None:
+    compression = Compression("onebit", residual="fp32", block=64)
+    model, optimizers = Slopes(), []
+    for part, slope in zip(model.parts, drawn(0, dist.get_rank()), strict=True):
+        yafsdp_cc.fully_shard(part, compression=compression)
+        part(slope).backward()
+        optimizers.append(OneBitAdam(part.parameters(), warmup_steps=1))
+        optimizers[-1].step()
+        optimizers[-1].zero_grad()
+    yafsdp_cc.fully_shard(model, compression=compression)
+    model(drawn(1, dist.get_rank())).backward()
+    for optimizer in optimizers[1:]:
+        with pytest.raises(RuntimeError, match="no longer sets when sums are encoded: its model was made a part"):
+            optimizer.step()
 
 
 @ranks(4)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import yafsdp_cc
-from tests.internals import LocalClip, awaits_exact_step, flat_param, has_exact_sum
+from tests.internals import LocalClip, awaits_exact_step, flat_param, has_exact_sum, unsharded_params
 from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
@@ -139,24 +139,36 @@ def test_nothing_races_on_streams(limit: float | None, form: str) -> None:
 # Again and elsewhere --------------------------------------------------------------------------------------------------
 
 
+def following() -> Any:
+    """A model whose weights are sent as deltas, and so are not quite the optimizer's."""
+    return sharded(compression={"residual": "int8", "weights": "ternary"}, zero_stage=2)
+
+
+def seen(model: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        model(drawn(0, 0))
+    return unsharded_params(model)
+
+
 def saved(folder: Any, at: int) -> None:
-    model = sharded(compression={"residual": "int8"})
+    model = following()
     optimizer = led(model)
     trained(model, optimizer, range(at), clips=False)
     yafsdp_cc.save(folder / "step", model, optimizer)
+    used = seen(model)
     trained(model, optimizer, range(at, at + 8), clips=False)
     found = weights(model)
     if dist.get_rank() == 0:
-        torch.save(found, folder / "truth.pt")
+        torch.save((used, found), folder / "truth.pt")
 
 
 def resumed(folder: Any, at: int) -> None:
-    model = sharded(compression={"residual": "int8"})
+    model = following()
     optimizer = led(model)
     trained(model, optimizer, range(40, 47), clips=False, scale=3.0)  # limits of its own, that are forgotten
     yafsdp_cc.load(folder / "step", model, optimizer)
     trained(model, optimizer, range(at, at + 8), clips=False)
-    truth = torch.load(folder / "truth.pt")
+    _, truth = torch.load(folder / "truth.pt")
     assert all(one.equal(other) for one, other in zip(weights(model), truth, strict=True))
 
 
@@ -168,9 +180,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
 
 
 def elsewhere(folder: Any) -> None:
-    model = sharded(compression={"residual": "int8"})
+    model = following()
     optimizer, counters = led(model), yafsdp_cc.counters_of(model)
     yafsdp_cc.load(folder / "step", model, optimizer)
+    used, _ = torch.load(folder / "truth.pt")
+    for name, weight in seen(model).items():  # the exact step begins where the run was, not at the optimizer's weights
+        torch.testing.assert_close(weight, used[name], rtol=0, atol=1e-6)
+        assert not weight.equal(model.get_parameter(name).full_tensor())
     sent = []
     for step in range(16, 20):
         before = counters.reduced_bytes

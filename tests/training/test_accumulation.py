@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
@@ -98,13 +100,43 @@ def test_synchronisation_switched_between_forward_and_backward() -> None:
 
 
 @ranks(2)
-def test_gradients_that_the_user_keeps_stay_what_they_were() -> None:
+def test_a_backward_that_raises_drops_what_is_held_and_says_so() -> None:
+    """It may have added a part of its own."""
+    messages: list[str] = []
+    logging.getLogger("yafsdp_cc").addFilter(lambda record: bool(messages.append(record.getMessage())) or True)
+    model, plain = twins(Mlp)
+    model.set_requires_gradient_sync(False)
+    square(model, mine(inputs(step=0))).backward()
+    out = model(mine(inputs(step=1)))
+    out.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    model.set_requires_gradient_sync(True)
+    square(model, mine(inputs(step=2))).backward()
+    same_gradients(model, means(plain, square, inputs(step=2)))
+    assert "run all micro-batches of the step again" in messages[-1]
+
+
+@pytest.mark.parametrize("kept_as", ["gradient", "local", "view"])
+@ranks(2)
+def test_gradients_that_the_user_keeps_stay_what_they_were(kept_as: str) -> None:
     model, plain = twins(Mlp)
     kept: list[dict[str, Any]] = []
-    for step in range(2):
+    copies: list[dict[str, Tensor]] = []
+    for step in range(3):
         square(model, mine(inputs(step=step))).backward()
-        kept.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        same_gradients(model, means(plain, square, inputs(step=step)), within=1e-6)
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        copies.append({name: grad.to_local().clone() for name, grad in grads.items()})
+        if kept_as != "gradient":
+            grads = {name: grad.to_local() for name, grad in grads.items()}
+        if kept_as == "view":
+            grads = {name: local.view(-1)[:3] for name, local in grads.items()}
+        kept.append(grads)
+        del grads
         model.zero_grad()
-    for step in range(2):
-        for name, truth in means(plain, square, inputs(step=step)).items():
-            torch.testing.assert_close(whole(kept[step][name]), truth, msg=f"{name} of step {step}")
+    for grads, copied in zip(kept, copies, strict=True):
+        for name, grad in grads.items():
+            found = grad.to_local() if kept_as == "gradient" else grad
+            expected = copied[name].view(-1)[:3] if kept_as == "view" else copied[name]
+            assert found.equal(expected), name

@@ -122,6 +122,18 @@ def test_freezing_and_unfreezing_between_steps() -> None:
 
 
 @ranks(2)
+def test_unfreezing_again_and_again_takes_memory_once() -> None:
+    block = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Tanh(), nn.Linear(64, 64))
+    model = yafsdp_cc.shard(nn.Sequential(block), units=[block])
+    owned = []
+    for step in range(6):
+        block[0].requires_grad_(step % 2 == 1)
+        model(torch.ones(2, 64)).sum().backward()
+        owned.append(yafsdp_cc.counters_of(model).owned_bytes)
+    assert owned[0] < owned[1] == owned[-1]
+
+
+@ranks(2)
 def test_unfreezing_between_micro_batches_is_refused() -> None:
     """The gradients of what was frozen would have no room beside those that are kept."""
     block = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Tanh(), nn.Linear(64, 64))

@@ -117,5 +117,7 @@ def test_a_parameter_that_one_rank_uses_in_one_of_several_reduced_micro_batches(
         for part, batch in enumerate(batches):
             model.set_is_last_backward(part == 1)
             used(model, mine(batch)).backward()
-        same_gradients(model, added(*(means(plain, used, batch) for batch in batches)), 1e-6)
+            if step == 1 and part == 0:
+                model.zero_grad()  # also of what this rank has not used
+        same_gradients(model, added(*(means(plain, used, batch) for batch in batches[step:])), 1e-6)
         model.zero_grad()

@@ -79,7 +79,7 @@ class RoundedAllGather(ExactAllGather):
         return self.context.comm.peer_bytes(self.scratch_bytes())
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
-        self._rounds = scratch is not None and self.schedule.phase.encodes
+        self._rounds = scratch is not None and self.schedule.phase.encodes_weights
         if scratch is None or not self._rounds:
             return super().start(output, held, scratch, async_op)
         comm, shard = self.context.comm, self.flat.sharded
@@ -181,7 +181,7 @@ class DeltaAllGather(ExactAllGather):
 
     def _can_start_from(self, version: int) -> bool:
         """Return whether weights of this version need no exact gather."""
-        if self.always_exact or not self.schedule.phase.encodes:
+        if self.always_exact or not self.schedule.phase.encodes_weights:
             return False
         return version == self.flat.version or self.steps.connects(version, self.flat.version)
 

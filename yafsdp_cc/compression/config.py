@@ -42,7 +42,11 @@ def _in_plain_words(kind: type[_T]) -> type[_T]:
     @wraps(init)
     def plain_init(self: _T, *arguments: Any, **named: Any) -> None:
         for old, new in _RENAMED.items():
-            if old in named and new not in named:
+            if old in named:
+                if new in named:
+                    raise ValueError(
+                        f"{old}={named[old]} is {new}={named[old]} now, and {new} was given too: leave {old} out"
+                    )
                 warnings.warn(f"{old}= is {new}= now", DeprecationWarning, stacklevel=2)
                 named[new] = named.pop(old)
         try:

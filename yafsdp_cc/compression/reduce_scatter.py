@@ -139,6 +139,12 @@ class CompressedSum(Collective):
             if self.flat.trainable:
                 self._make_residual()
 
+    @torch.inference_mode(False)
+    def bind_exact(self) -> None:
+        """Prepare for exact sums before the next assembly does. Nothing is in flight."""
+        if hasattr(self, "context"):
+            self._exact.bind(self.context)
+
     def _make_residual(self) -> None:
         config = self.schedule.config
         if self.residual is None and (dtype := config.residual_dtype) is not None:

@@ -36,6 +36,8 @@ class Phase(Enum):
     EXACT = "exact"
     KEPT = "kept"
     """Exactly, and their mean is kept in ``exact_mean`` as it was before anybody clips it."""
+    LEARNING = "learning"
+    """As in KEPT, where ENCODED or BOTH is due and no limit is known to clip by. All-gathers are encoded."""
     ENCODED = "encoded"
     BOTH = "both"
     """Encoded, and exactly besides, into ``exact_mean``."""
@@ -45,9 +47,14 @@ class Phase(Enum):
         return self in (Phase.ENCODED, Phase.BOTH)
 
     @property
+    def encodes_weights(self) -> bool:
+        """Whether all-gathers that have a codec encode: one exact step would have forwards jump to other weights."""
+        return self.encodes or self is Phase.LEARNING
+
+    @property
     def keeps_exact(self) -> bool:
         """Whether sums leave the exact mean gradient in ``exact_mean``."""
-        return self in (Phase.KEPT, Phase.BOTH)
+        return self in (Phase.KEPT, Phase.LEARNING, Phase.BOTH)
 
 
 class PhaseController(Protocol):

@@ -102,7 +102,6 @@ def assemble(model: nn.Module) -> FSDPState:
         if flat.trainable or flat.sharded_grad is not None:  # frozen by now, it may have a residual yet
             context.bind_reduce(flat)
     for old in retired:
-        state.is_last_backward = old.is_last_backward
         context.has_warned |= old.context.has_warned
         if context.replicas is not None and old.context.replicas is not None:
             context.replicas.sums = old.context.replicas.sums

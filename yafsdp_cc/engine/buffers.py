@@ -68,7 +68,3 @@ class BufferPool:
     @property
     def buffers(self) -> list[Buffer]:
         return [*self.shared, *self.dedicated]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.data.nbytes for buffer in self.buffers)

@@ -78,7 +78,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         state, group = current_state(self), group_of(self)
         if group is not None:
-            group.hold()
+            group.hold(elsewhere=state.awaits_backward)
         handle = UnshardHandle(state, group)
         if async_op:
             return handle
@@ -159,8 +159,8 @@ class ShardedModule(FSDPModule, nn.Module):
         state.context.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward waits for all reduces. Before one that does, gradients are not final."""
-        current_state(self).is_last_backward = is_last_backward
+        """Do nothing, for the loops that announce the last of several backwards: after each one ``.grad`` is final."""
+        _check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
 
-_UNSHARED = 2
-"""References to a gradient that only its ``FSDPParam`` holds, as ``sys.getrefcount`` counts them."""
+_GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
+"""To a gradient, and to its local tensor, that only their ``FSDPParam`` keeps, as ``sys.getrefcount`` counts them."""
 _BUFFER_ALIGNMENT = 128
 """Bytes: a multiple of it is where a ``FlatParam`` begins in a buffer."""
 
@@ -176,6 +176,14 @@ class ShardedGrad:
         for param in self.params:
             param.local_grad = param.local_range(buffer)
             param.grad = flat_dtensor(param.local_grad, param.spec)
+        self._viewers = _viewers(buffer)
+
+    def _is_kept(self) -> bool:
+        """Return whether somebody keeps a gradient, its ``to_local()`` or a view of that."""
+        return _viewers(self.buffer) > self._viewers or any(
+            sys.getrefcount(param.grad) > _GRAD_REFERENCES or sys.getrefcount(param.local_grad) > _LOCAL_REFERENCES
+            for param in self.params
+        )
 
     def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
         """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
@@ -190,8 +198,8 @@ class ShardedGrad:
         """
         before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
         fresh = all(grad is None for grad in before)
-        if fresh and any(sys.getrefcount(param.grad) > _UNSHARED for param in self.params):
-            self._use(self._new_buffer())  # somebody keeps the gradients of an earlier step
+        if fresh and self._is_kept():
+            self._use(self._new_buffer())  # the gradients of an earlier step stay as they are
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
             if fresh or ours:
@@ -235,6 +243,11 @@ class ShardedGrad:
             grad.add_(total, alpha=divisor.inverse)
         else:
             grad.add_(total.div_(divisor.of[total.dtype]))
+
+
+def _viewers(buffer: Tensor) -> int:
+    """Return how many tensors view the memory of ``buffer``."""
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
 
 
 @dataclass(eq=False)

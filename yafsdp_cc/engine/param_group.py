@@ -70,8 +70,6 @@ class GroupContext:
     """Whether a forward of the root, or of a group by itself, is under way."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
     grad_pools: dict[Role, BufferPool] = field(default_factory=dict)
-    extra_grad_buffers: list[Buffer] = field(default_factory=list)
-    """Of groups whose gradients do not fit into those of their pool, as after unfreezing."""
     last_reduce: CommHandle | None = None
     """The reduce or deferral that was issued last in the backward under way."""
     in_flight: list[Buffer] = field(default_factory=list)
@@ -119,15 +117,6 @@ class GroupContext:
             if self.replicas is not None:
                 self.replicas.bind(flat)
 
-    def grad_buffer(self, role: Role, index: int, nbytes: int) -> Buffer:
-        """Return the gradient buffer of the ``index``-th group of a role."""
-        pool = self.grad_pools.get(role)
-        if pool is not None and nbytes <= pool.buffer_bytes:
-            return pool.assigned(index)
-        buffer = Buffer(nbytes, self.device, self.reduce_stream)
-        self.extra_grad_buffers.append(buffer)
-        return buffer
-
     def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
         """Issue an operation that reads a gradient buffer, behind what the caller's stream has written to it."""
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
@@ -160,7 +149,6 @@ class GroupContext:
         self.groups = self.observers = ()
         self.weight_pools.clear()
         self.grad_pools.clear()
-        self.extra_grad_buffers.clear()
 
     def reset(self) -> None:
         """Drop reduces that are in flight, as after an interrupted backward."""
@@ -170,8 +158,6 @@ class GroupContext:
         self.in_flight.clear()
         self.reduced.clear()
         self.recomputed.clear()
-        for buffer in (*(each for pool in self.grad_pools.values() for each in pool.buffers), *self.extra_grad_buffers):
-            buffer.owner = None
 
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
@@ -235,6 +221,7 @@ class ParamGroup:
         self._assigned_grads: UnshardedGrads | None = None
         self._kept_grads: UnshardedGrads | None = None
         """Gradients kept from one backward to the next, while these do not reduce."""
+        self._unpooled: Buffer | None = None
         for param in self.params:
             param.acquire_grad_buffer = self.acquire_grad_buffer
 
@@ -284,9 +271,8 @@ class ParamGroup:
                 if not needed:
                     return False
                 raise RuntimeError(
-                    f"the weights of unit '{self.name}' are needed where those of "
-                    f"'{getattr(buffer.owner, 'name', '?')}' still lie: they are held by its unshard(), so call its "
-                    "reshard() before the backward, or an earlier backward was interrupted, so run the forward again"
+                    f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
+                    "backward: run the forward again"
                 )
             self._all_gather(unsharded)
         buffer.users += 1
@@ -301,13 +287,14 @@ class ParamGroup:
         if stream.is_ordered:
             buffer.last_use = stream.record(buffer.last_use)
 
-    def hold(self) -> None:
-        """Gather the weights, and keep them unsharded until ``release_held``."""
+    def hold(self, *, elsewhere: bool = True) -> None:
+        """Gather the weights, and keep them until ``release_held``; ``elsewhere``: not in a buffer that others need."""
         if self.held is not None and self.is_in(self.held.buffer):
             return
         self.release_held()
         self.context.gather_stream.wait_for_caller()  # which may just have written to the shard
-        self.held = self._use(self.unsharded)
+        others = [each.unsharded.buffer for each in self.context.groups if each is not self]
+        self.held = self._use(self._overflow() if elsewhere and self.unsharded.buffer in others else self.unsharded)
 
     def register_held(self) -> None:
         """Let the modules see the weights that are held, once these are gathered."""
@@ -459,17 +446,26 @@ class ParamGroup:
                 self.context.warn_of_kept_grads()
             return self._kept_grads
         if self._assigned_grads is None or self._assigned_grads.flats != flats:
-            buffer = self.context.grad_buffer(self.role, self.index, unsharded_grad_bytes(flats))
-            self._assigned_grads = UnshardedGrads(buffer, flats)
+            self._assigned_grads = UnshardedGrads(self.grad_buffer(unsharded_grad_bytes(flats)), flats)
         if self._assigned_grads.buffer.owner is None:
             return self._assigned_grads
         # It is an enclosing group's, or of one whose gates have not all run.
         self.context.counters.overflow_buffers += 1
         return self._overflow_grads(flats)
 
+    def grad_buffer(self, nbytes: int) -> Buffer:
+        """Return the pool's buffer for gradients, or one of its own where they do not fit, as after unfreezing."""
+        pool = self.context.grad_pools.get(self.role)
+        if pool is not None and nbytes <= pool.buffer_bytes:
+            return pool.assigned(self.index)
+        if self._unpooled is None or self._unpooled.data.nbytes < nbytes:
+            self._unpooled = Buffer(nbytes, self.context.device, self.context.reduce_stream)
+        return self._unpooled
+
     def _overflow_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        nbytes = unsharded_grad_bytes(flats)
-        return UnshardedGrads(Buffer(nbytes, self.context.device, self.context.reduce_stream), flats)
+        return UnshardedGrads(
+            Buffer(unsharded_grad_bytes(flats), self.context.device, self.context.reduce_stream), flats
+        )
 
     @property
     def _defers(self) -> bool:
@@ -477,9 +473,10 @@ class ParamGroup:
         return all(flat.reduce_scatter.defers for flat in self.flats if flat.trainable)
 
     @property
-    def kept_grad_bytes(self) -> int:
-        """Bytes of a buffer for gradients that are kept from one backward to the next, if there is one."""
-        return 0 if self._kept_grads is None else self._kept_grads.buffer.data.nbytes
+    def unplanned_bytes(self) -> int:
+        """Bytes of buffers for gradients kept from one backward to the next, or that do not fit into the pool's."""
+        kept = None if self._kept_grads is None else self._kept_grads.buffer
+        return sum(buffer.data.nbytes for buffer in (kept, self._unpooled) if buffer is not None)
 
     def accumulate_leaf_grads(self, unsharded: UnshardedParams) -> None:
         """Take over gradients from leaves, where ops that reentrant checkpointing ran again have left them."""
@@ -516,7 +513,6 @@ class ParamGroup:
             context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
         if span is not None:
             span.end(handle)
-        grads.buffer.owner = None
         for observer in context.observers:
             observer.after_reduce(self.name)
 
@@ -525,7 +521,6 @@ class ParamGroup:
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
         for flat, whole in zip(grads.flats, grads.flat, strict=True):
             self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))
-        grads.buffer.owner = None
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
         """Complete the gradients in the buffer, and return which parameters have some, deferred ones among them."""
@@ -535,7 +530,7 @@ class ParamGroup:
                 for place, before in enumerate(self.deferred.pop(flat, ())):
                     written[place] |= before
         self.stop_accepting_grads()
-        self.grads = None
+        self.grads = grads.buffer.owner = None
         return used
 
     def reset(self) -> None:
@@ -546,9 +541,9 @@ class ParamGroup:
         if self.held is not None:
             self.held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
         self.held, self._registers_held = None, False
-        if self.grads is not None:
-            self.grads.buffer.owner = None
-            self.grads = None
+        grads, self.grads = self.grads, None
+        if grads is not None:
+            grads.buffer.owner = None
         self.deferred.clear()
         self.stop_accepting_grads()
         for leaf in self.unsharded.leaves:  # where reentrant checkpointing leaves gradients

@@ -20,6 +20,7 @@ others.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from dataclasses import dataclass
@@ -102,8 +103,6 @@ class FSDPState:
         """Whether there was another assembly since."""
         self.interrupted = False
         """Whether a forward was given up before it could be entered in full."""
-        self.is_last_backward = True
-        """Whether a backward waits for its reduces and makes gradients final."""
         self.post_optim_event: torch.Event | None = None
         """What the all-gathers of the next iteration wait for, instead of the caller's stream."""
         self.iteration: IterationState | None = None
@@ -142,10 +141,14 @@ class FSDPState:
         return is_reduced and not any(group.deferred or group.grads is not None for group in self.groups)
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of a forward is under way or may come."""
+        return any(iteration.has_gate and not iteration.is_finished for iteration in self._iterations)
+
+    @property
     def may_retire(self) -> bool:
         """Whether another assembly may take over: nothing is under way, and no backward is awaited."""
-        awaited = any(iteration.has_gate and not iteration.is_finished for iteration in self._iterations)
-        return self.iteration is None and _graph_task() == -1 and self.is_idle and not awaited
+        return self.iteration is None and _graph_task() == -1 and self.is_idle and not self.awaits_backward
 
     def retire(self) -> None:
         """Let go of all buffers: another assembly takes the parameters over."""
@@ -233,7 +236,7 @@ class FSDPState:
     def end_iteration(self) -> None:
         """End the forward of an iteration."""
         if self.iteration is not None:
-            self.iteration.release_anchor()
+            self.iteration._anchor = None  # it would keep its own graph alive
         self.iteration = self._caller = None
         self.context.in_forward = False
         self._expected_order = self._order
@@ -343,7 +346,8 @@ class FSDPState:
             hook = partial(call.pre_backward, call.iteration)
 
         def finish(tensor: Tensor) -> Tensor:
-            if type(tensor) is Tensor and tensor.layout is torch.strided and _address(tensor) == address:
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            if is_plain and tensor.untyped_storage().data_ptr() == address:
                 tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
             if dtype is not None:
                 tensor = cast(tensor, dtype)
@@ -433,11 +437,6 @@ class FSDPState:
         while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
             calls.pop().end()
 
-    def end_call(self, call: GroupCall) -> None:
-        """End the innermost active call."""
-        self._active_calls.pop()
-        call.end()
-
     def finish_backward(self, iteration: IterationState, grads: Sequence[Tensor | None]) -> None:
         """End a backward: every gradient summed, divided and in its place.
 
@@ -451,11 +450,11 @@ class FSDPState:
             for group in self.groups:
                 if group.spec.settings.reduces and (group.grads is not None or group.deferred):
                     group.reduce()  # kept from backwards that did not reduce
-            sums_over_replicas = context.replicas is None or context.replicas.sums
-            if self.is_last_backward and sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
+            if (context.replicas is None or context.replicas.sums) and any(
+                spec.settings.reduces for spec in self.specs
+            ):
                 self._make_grads_final()
-        if self.is_last_backward:
-            context.wait_for_reduces()  # deferrals of a backward that reduces nothing
+        context.wait_for_reduces()  # deferrals of a backward that reduces nothing
         for group in self.groups:
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()
@@ -518,6 +517,11 @@ class FSDPState:
     def reset(self) -> None:
         """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
         context = self.context
+        if any(group.grads is not None or group.deferred for group in self.groups):
+            logging.getLogger("yafsdp_cc").warning(
+                "a forward or backward was interrupted: gradients not reduced yet are dropped, those kept by "
+                "set_requires_gradient_sync(False) too. Call zero_grad(), and run all micro-batches of the step again"
+            )
         context.reset()
         if context.replicas is not None:
             context.replicas.reset()
@@ -616,10 +620,6 @@ class IterationState:
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
-
-    def release_anchor(self) -> None:
-        """The forward is over; the anchor would keep its own graph alive."""
-        self._anchor = None
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
@@ -758,7 +758,7 @@ class GroupCall:
         if self.is_expected and self.group.context.wants_grads:
             iteration.advance(self, ends=True)
         elif self._has_begun:
-            state.end_call(self)
+            state._active_calls.pop().end()  # this one
         return grads
 
     def begin(self) -> None:
@@ -800,10 +800,6 @@ class GroupCall:
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
                 "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
             )
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class _Caller:

@@ -9,6 +9,7 @@ something finite (Lu et al., "0/1 Adam", 2022, section 4.1).
 
 from __future__ import annotations
 
+import gc
 import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
@@ -312,7 +313,7 @@ class OneBitOptimizer(Optimizer):
     # Phases
 
     def _control_models(self, beta: float, share: float) -> None:
-        """Set the phases of the parameters' models from now on, in place of any optimizer that was made before.
+        """Set the phases of the parameters' models from now on.
 
         Args:
             beta: decay of the momentum that residuals are besides; 0: they are not.
@@ -342,14 +343,23 @@ class OneBitOptimizer(Optimizer):
         for schedule, state in states.items():
             schedule.set_controller(self, beta, share, self.max_grad_norm)
             state.outdated = True
-        for compressed in self._encoded.values():  # nothing of an optimizer that was made before
+        for compressed in self._encoded.values():  # nothing of an optimizer that was there before
             compressed.momentum = compressed.exact_mean = None
             if compressed.residual is not None:
                 compressed.residual.clear()
+            compressed.bind_exact()  # a backward may come before the next forward
         self._schedules = tuple(states)
 
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
+        if schedule.controller is not None and schedule.controller() is not None:
+            gc.collect()  # a learning rate scheduler and its optimizer refer to each other
+        if schedule.controller is not None and (other := schedule.controller()) is not None:
+            raise ValueError(
+                f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
+                f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
+                "delete it first, and what refers to it (del optimizer, scheduler)"
+            )
         if AUTO in config.named:
             raise ValueError(
                 f"{name} sets when sums are encoded, and with compression='auto' the speed of the network does: name a "
@@ -380,11 +390,12 @@ class OneBitOptimizer(Optimizer):
                     )
 
     def _check_control(self) -> None:
-        """Raise a ``RuntimeError`` where another optimizer was made for one of the models."""
-        if any(each.controller is None or each.controller() is not self for each in self._schedules):
+        """Raise a ``RuntimeError`` where sums of the models follow another schedule by now."""
+        if any(compressed.schedule not in self._schedules for compressed in self._encoded.values()):
+            name = type(self).__name__
             raise RuntimeError(
-                f"this {type(self).__name__} no longer sets when sums are encoded: another optimizer was made for the "
-                "same model since"
+                f"this {name} no longer sets when sums are encoded: its model was made a part of a larger one "
+                f"(fully_shard around it) since. Make the {name} when the whole model is sharded"
             )
 
     def _is_encoded(self, parameter: Tensor) -> bool:
@@ -427,7 +438,7 @@ class OneBitOptimizer(Optimizer):
     def _phase_now(self) -> Phase:
         """How gradients are summed now: exactly where they would have to be clipped, and no limit is known yet."""
         is_blind = any(schedule.clip is not None and schedule.clip.is_blind for schedule in self._schedules)
-        return Phase.KEPT if is_blind and self._planned.encodes else self._planned
+        return Phase.LEARNING if is_blind and self._planned.encodes else self._planned
 
     # Exact sums
 
