@@ -401,7 +401,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.<name>(...)`` another way into a sharded module, besides its forward.
 
     Weights are unsharded while the method runs, and gradients flow through it as through a forward. Methods that only
-    call the module itself, such as ``generate`` of Hugging Face models, need no registration.
+    call the module itself, or modules of it outside of its units, such as ``generate`` of Hugging Face models, need no
+    registration.
 
     Raises:
         ValueError: the module is not a unit of a sharded model, nor the model itself.
