@@ -905,10 +905,9 @@ def install_hooks(
         return output if finish is None else finish(output)
 
     # First before the forward, so that other hooks see unsharded weights; and after it also when it raised.
-    traced = part is not None
     return [
-        hooked.register_forward_pre_hook(_uncompiled(pre_forward, traced), prepend=True, with_kwargs=True),
-        hooked.register_forward_hook(_uncompiled(post_forward, traced), always_call=True),
+        hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
+        hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
 
 
@@ -917,12 +916,10 @@ def _shows_weights(module: nn.Module) -> bool:
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None:
         return False
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    if group is None:
-        if state.iteration is not None:
-            return True
-        group = state.root_group
-    return (group is not None and bool(group.registered)) or not state.params[0].is_held
+    own: ParamGroup | None = module.__dict__.get(GROUP)
+    group = own or state.root_group
+    is_inside = own is None and state.iteration is not None
+    return is_inside or (group is not None and bool(group.registered)) or not state.params[0].is_held
 
 
 def _explain_gated_write(error: BaseException) -> None:
