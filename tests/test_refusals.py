@@ -39,10 +39,30 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
     "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
-    "a weight read elsewhere": (
+    "a weight read outside of a forward": (
         lambda m: m[0][0].weight @ torch.ones(32),
         NotImplementedError,
-        r"units=\[\.\.\., model\]",
+        r"outside of a forward.*register_forward_method\(model.get_submodule\('0.0'\), name\).*on every rank$",
+    ),
+    "a weight read outside of its unit": (
+        lambda m: _reading(m, lambda: m[3][0].weight),
+        NotImplementedError,
+        r"in the forward of unit '3.0' and was read outside.*name a unit that contains both",
+    ),
+    "a weight from before the forward": (
+        lambda m: (lambda bias: _reading(m, lambda: bias[None] * torch.ones(2, 32)))(m[3][0].bias),
+        NotImplementedError,
+        r"'3.0.bias'.*has it from parameters\(\) or from before.*as an attribute",
+    ),
+    "an optimizer of rows": (
+        lambda m: (_output(m).sum().backward(), torch.optim.Adafactor(m.parameters()).step()),
+        NotImplementedError,
+        "of optimizers, take one that works element by element, such as AdamW",
+    ),
+    "an optimizer of vectors": (
+        lambda m: torch.optim.LBFGS(m.parameters()).step(lambda: _backward(m)),
+        NotImplementedError,
+        "of optimizers, take one that works element by element, such as AdamW",
     ),
     "a plain gradient": (
         lambda m: (setattr(m[0][0].weight, "grad", torch.zeros(32, 32)), _output(m).sum().backward()),
@@ -71,8 +91,20 @@ def test_refused(case: str) -> None:
     with pytest.raises(error, match=f"(?s){said}"):
         attempt(model)
     model.zero_grad()
+    model[1]._forward_pre_hooks.popitem() if "outside of its unit" in case or "from before" in case else None
     model(torch.ones(2, 32)).sum().backward()  # and it still trains
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _reading(model: Any, read: Callable[[], Tensor]) -> None:
+    model[1].register_forward_pre_hook(lambda _, inputs: (inputs[0] @ read().T,))
+    _output(model)
+
+
+def _backward(model: nn.Module) -> Tensor:
+    loss = _output(model).sum()
+    loss.backward()
+    return loss
 
 
 def _output(model: nn.Module) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import on_example, same, whole
+from tests.twins import refusal
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 peft = pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
@@ -40,7 +41,15 @@ def _check(ran: dict[str, Any]) -> None:
     torch.testing.assert_close(mine / 2, losses)
     same(whole(model), plain)
     _check_bytes(model, ran["gathered"])
+    prompt = {"input_ids": tokens[0][:1, :4], "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(**prompt), plain.eval().generate(**prompt))
+    folder = f"{ran['folder']}/parts"
+    for safe in (True, False):  # would write this rank's parts as if they were the adapters
+        assert "full_state_dict(model)" in refusal(lambda s=safe: model.save_pretrained(folder, safe_serialization=s))
+    full = yafsdp_cc.full_state_dict(model)
     if dist.get_rank() == 0:
+        _check_saved(plain, ran)
+        model.save_pretrained(ran["folder"], state_dict=full)
         _check_saved(plain, ran)
 
 

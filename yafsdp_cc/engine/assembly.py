@@ -25,17 +25,22 @@ from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_g
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
-from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
+from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
+from yafsdp_cc.plan.blocks import is_called
 from yafsdp_cc.plan.units import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
     from yafsdp_cc.plan import Role
+
+
+PARTS = "_yafsdp_cc_parts"
+"""Attribute of sharded modules: the handles of hooks on parts of them that may be called alone."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -350,3 +355,23 @@ def _connect(state: FSDPState) -> None:
             module.__dict__[STATE] = state
             module.__dict__[GROUP] = None if module is state.model else by_spec.get(spec)
     state.model.__dict__[STATE] = state
+    hook_parts(state.model)
+
+
+def hook_parts(module: nn.Module) -> None:
+    """Let the parts of ``module`` that are not sharded modules be called from outside of its forward.
+
+    The call of a part is then a forward of ``module``: methods of Hugging Face models call their encoder, embedding or
+    vision tower. For the root and what has units in it; a hook on each layer of every block would take too long.
+    """
+    hooked: dict[nn.Module, list[Any]] = module.__dict__.setdefault(PARTS, {})
+    for part in _parts(module):
+        if part not in hooked and is_called(part) and any(True for _ in part.parameters()):
+            hooked[part] = install_hooks(module, current_state, part)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if spec_of(child) is None:
+            yield child
+            yield from _parts(child)

@@ -53,6 +53,13 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+_SAVE = (
+    "a shard is no use without the other ranks; save with yafsdp_cc.save or torch.distributed.checkpoint. "
+    "save_pretrained, safetensors and torch.save take whole tensors: full = yafsdp_cc.full_state_dict(model) on every "
+    "rank, then model.save_pretrained(folder, state_dict=full) on the first"
+)
+
+
 class FlatShard(Shard):
     """``Shard(0)``, and equal to it, for what reads placements; to compute a slice from it is an error.
 
@@ -211,10 +218,11 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         return copied
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
-        raise TypeError(
-            f"pickling {self.shard_spec}: a shard is no use without the other ranks; save with yafsdp_cc.save or "
-            "torch.distributed.checkpoint, or the .full_tensor()"
-        )
+        raise TypeError(f"pickling {self.shard_spec}: {_SAVE}")
+
+    def storage(self) -> NoReturn:
+        """Refused: ``save_pretrained`` and safetensors, which ask for it, would write a shard as if it were all."""
+        raise TypeError(f"the storage of {self.shard_spec}: {_SAVE}")
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self.shard_spec, self.requires_grad)
@@ -400,18 +408,42 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 # Operations: handler(func, args, kwargs). They run below autograd, where torch no longer counts versions, so what
 # changes a local tensor increments its version here.
 
-_INSTEAD = (
-    "call .full_tensor() for the whole tensor. In a forward that reads it outside of the module that owns it, make the "
-    "model itself a unit too: shard(model, units=[..., model])"
-)
+_FULL = "call .full_tensor() for the whole tensor, on every rank"
 _STATE_OF_TORCH = (
-    "call .full_tensor() for the whole tensor. Optimizer state that torch has made of a full state dict is sharded "
-    "otherwise: call yafsdp_cc.patch_torch() before set_optimizer_state_dict"
+    ". Optimizer state that torch has made of a full state dict is sharded otherwise: call yafsdp_cc.patch_torch() "
+    "before set_optimizer_state_dict"
 )
 
 
-def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = _INSTEAD) -> NoReturn:
-    raise NotImplementedError(f"{func._schema.name.replace('::', '.')}{what} on {spec}: {instead}")
+def _instead(spec: ShardSpec) -> str:
+    """What to type instead of a refused operation: it depends on what is under way when the parameter is read."""
+    owner = None if spec.owner is None else spec.owner()
+    if owner is None or owner.state is None:
+        return _FULL
+    group: Any = None if owner.flat is None else owner.flat.group
+    is_unit = group is not None and group.role != "root"
+    if not owner.state.context.in_forward:
+        unit = f"model.get_submodule('{group.name}')" if is_unit else "model"
+        return (
+            "outside of a forward it is sharded. For a method that reads it, call yafsdp_cc.register_forward_method("
+            f"{unit}, name); for edits, yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; "
+            "of optimizers, take one that works element by element, such as AdamW; pass "
+            f"state_dict=yafsdp_cc.full_state_dict(model) to save_pretrained. Otherwise {_FULL}"
+        )
+    if not is_unit or group.registered:
+        return (
+            "this forward has it from parameters() or from before. Read it as an attribute of its module, which is "
+            f"whole there, or {_FULL}"
+        )
+    around = "make the model itself a unit too: shard(model, units=[..., model])"
+    if group.role != "edge":
+        around = "name a unit that contains both: shard(model, units=...)"
+    return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {_FULL}"
+
+
+def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also: str = "") -> NoReturn:
+    name = func._schema.name.replace("::", ".")
+    raise NotImplementedError(f"{name}{what} on {spec}: {instead or _instead(spec)}{also}")
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -437,7 +469,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         return value
     if isinstance(value, FlatDTensor):
         if spec is None:
-            _refuse(func, value.shard_spec, " into a tensor that is not sharded alike", _STATE_OF_TORCH)
+            _refuse(func, value.shard_spec, " into a tensor that is not sharded alike", also=_STATE_OF_TORCH)
         if value.shard_spec is spec or value.shard_spec.matches(spec):
             return value._local_tensor
         if value.shard_spec.bounds is not None or value.shard_spec.numel != 1:
@@ -460,7 +492,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     # A number may have dimensions of size 1, as long as they would not show in the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
-        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", _STATE_OF_TORCH)
+        also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
+        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", also=also)
     return value
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
-from yafsdp_cc.engine.assembly import current_state, group_of, state_of
+from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.engine.param import Divisor
@@ -53,8 +54,13 @@ class UnshardHandle(_UnshardHandle):
     def wait(self) -> None:
         """Let the group's modules see unsharded weights, and the current stream use them."""
         group, self._group = self._group, None
-        if group is not None:
-            self._state.register_held(group)
+        if group is None or group.held is None:
+            return
+        group.register_held()
+        state = self._state
+        state.replicated.refresh()
+        state.wait_for_transfers()
+        state.replicated.register_unsharded(group.replicated)
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -348,12 +354,16 @@ def make_sharded(module: nn.Module) -> None:
     hooks = [*install_hooks(module, current_state), module.register_load_state_dict_pre_hook(_refuse_assignment)]
     for hook in hooks:
         _undo_later(module, hook.remove)
+    if len(specs_below(module)) > 1:
+        hook_parts(module)
 
 
 def make_plain(module: nn.Module) -> None:
     """Take back what ``make_sharded`` and ``register_forward_method`` have done to ``module``."""
     for undo in module.__dict__.pop(_UNDO):
         undo()
+    for hook in chain.from_iterable(module.__dict__.pop(PARTS, {}).values()):
+        hook.remove()
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
     module.__class__ = type(module).__mro__[ShardedModule._orig_cls_mro_index]
@@ -391,7 +401,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.<name>(...)`` another way into a sharded module, besides its forward.
 
     Weights are unsharded while the method runs, and gradients flow through it as through a forward. Methods that only
-    call the module itself, such as ``generate`` of Hugging Face models, need no registration.
+    call the module itself, or modules of it outside of its units, such as ``generate`` of Hugging Face models, need no
+    registration.
 
     Raises:
         ValueError: the module is not a unit of a sharded model, nor the model itself.
@@ -405,7 +416,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def with_weights(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, finish = pre_forward_of(module, current_state, args, kwargs)
+        args, kwargs, finish = pre_forward_of(module, module, current_state, args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
@@ -534,8 +545,7 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
     if not isinstance(model, ShardedModule):
         return
     for param in (param for spec in require_state(model).specs for param in spec.params):
-        module, attribute = param.sites[0]
-        if module._parameters.get(attribute) is not param.parameter:
+        if not param.is_held:
             raise RuntimeError(
                 f"{what} inside whole_parameters, or after '{param.spec.name}' was replaced, would write to what is "
                 "not the sharded parameter: do it outside"

@@ -94,10 +94,14 @@ class FSDPParam:
         """Whether users still see this rank's range of the shard."""
         return self.parameter._local_tensor is self.local  # type: ignore[attr-defined]
 
+    @property
+    def is_held(self) -> bool:
+        """Whether modules hold this parameter, and not another one in its place."""
+        return all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
+
     def check_unchanged(self) -> None:
         """Raise a ``RuntimeError`` if modules no longer hold this parameter, or it no longer lies in the shard."""
-        held = all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
-        if not held or not self.lies_in_shard:
+        if not self.is_held or not self.lies_in_shard:
             raise RuntimeError(
                 f"'{self.spec.name}' was replaced or converted after shard(), so the engine would go on with its old "
                 "values: tie, convert and assign parameters before shard(), change their values in place afterwards "

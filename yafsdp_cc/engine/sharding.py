@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
-from yafsdp_cc.engine.dtensor import flat_dtensor, mark_replaced, refuse_stale_optimizers, take_grads_of_autograd
+from yafsdp_cc.engine.dtensor import (
+    FlatDTensor,
+    flat_dtensor,
+    mark_replaced,
+    refuse_stale_optimizers,
+    take_grads_of_autograd,
+)
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, table_of_ranks
@@ -264,6 +270,28 @@ def check_modules(model: nn.Module, call: str) -> None:
                 f"'{name}' has max_norm={module.max_norm}: its forward writes to its weight, which would be lost with "
                 "the gathered copy. Renormalise under yafsdp_cc.whole_parameters(model, write=True) instead"
             )
+
+
+def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """Return parameters that were added to a sharded ``model``: not sharded, and not ``ignored`` then.
+
+    Every rank would train values of its own for one that is trained; as long as it is frozen it may stay.
+
+    Raises:
+        ValueError: one of them is to be trained.
+    """
+    added = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, FlatDTensor) and parameter not in ignored
+    }
+    if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
+        others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+        raise ValueError(
+            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
+            "adapters and layers first, then call shard() or fully_shard()"
+        )
+    return list(added.values())
 
 
 class _Line(NamedTuple):

@@ -37,9 +37,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import cast, cast_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
+from yafsdp_cc.engine.sharding import added_parameters
 from yafsdp_cc.engine.streams import PinnedReadback
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
@@ -107,7 +107,7 @@ class FSDPState:
         """What the all-gathers of the next iteration wait for, instead of the caller's stream."""
         self.iteration: IterationState | None = None
         """The forward under way."""
-        self.entered: dict[nn.Module, list[Callable[[Any], Any]]] = {}
+        self.entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = {}
         """For modules whose forwards are under way, what is to run on their outputs, the innermost last."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
         """Those whose graphs there are."""
@@ -118,8 +118,9 @@ class FSDPState:
         """Calls that a backward without parameters' gradients has come to and not left, outermost first."""
         self._caller: _Caller | None = None
         """Of the forward of the root module under way."""
-        self._expected_order: Sequence[ParamGroup] = [group for group in self.groups if group is not self.root_group]
-        """The groups in the order of the last forward; before there was one, in module order."""
+        self._orders = {self.model: [group for group in self.groups if group is not self.root_group]}
+        """For modules that were called, the groups in the order of that; at first in module order, for the root."""
+        self._called = self.model
         self._order: list[ParamGroup] = []
         self._cursor = 0
         self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
@@ -159,19 +160,19 @@ class FSDPState:
             group.unsharded.buffer.handle.wait()
         self.retired = True
         # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
-        self.groups, self.root_group, self._expected_order, self._order = (), None, (), []
+        self.groups, self.root_group, self._orders, self._order = (), None, {}, []
         self.context.release()
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
-    def pre_root_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any, IterationState | None, GroupForward | None]:
-        """Before a forward of the root module."""
+    def pre_root_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """Before a forward of the root module, or of the part of it that was ``called``."""
         self.drop_interrupted()
         if self.iteration is not None:  # called from within its own forward
-            return args, kwargs, None, None
+            return args, kwargs, partial(self.post_root_forward, None, None)
         iteration = None
         if _graph_task() == -1:
-            iteration = self.begin_iteration()
+            iteration = self.begin_iteration(called)
             if self._input_dtype is not None:
                 args, kwargs = cast_tensors((args, kwargs), self._input_dtype)
             if torch.is_grad_enabled():
@@ -179,7 +180,7 @@ class FSDPState:
         forward = None
         if self.root_group is not None:
             args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
-        return args, kwargs, iteration, forward
+        return args, kwargs, partial(self.post_root_forward, iteration, forward)
 
     def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
         """After a forward of the root module, also after one that raised (with None); return what callers get."""
@@ -207,8 +208,8 @@ class FSDPState:
         if self._caller is not None and not self._caller.is_running():
             self.reset()
 
-    def begin_iteration(self) -> IterationState:
-        """Begin a forward: clear what an interrupted one left, take in new weights, gather the first groups."""
+    def begin_iteration(self, called: nn.Module) -> IterationState:
+        """Begin a forward of ``called``: reset after an interrupted one, take in new weights, gather first groups."""
         if self._task != -1 or self.interrupted:
             self.reset()
         self._contents.check()
@@ -229,8 +230,8 @@ class FSDPState:
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
-        self._order, self._cursor = [], 0
-        prefetch(self._expected_order[:2])
+        self._called, self._order, self._cursor = called, [], 0
+        prefetch(self._orders.get(called, [])[:2])
         return iteration
 
     def end_iteration(self) -> None:
@@ -239,7 +240,7 @@ class FSDPState:
             self.iteration._anchor = None  # it would keep its own graph alive
         self.iteration = self._caller = None
         self.context.in_forward = False
-        self._expected_order = self._order
+        self._orders[self._called] = self._order
         self.replicated.register_sharded()
         self.wait_for_transfers()
         self.replicated.check_unwritten()
@@ -252,7 +253,7 @@ class FSDPState:
         self._order.append(group)
         if group.forward_prefetch:
             prefetch(group.forward_prefetch)
-        expected, cursor = self._expected_order, self._cursor
+        expected, cursor = self._orders.get(self._called, []), self._cursor
         if cursor >= len(expected) or expected[cursor] is not group:
             try:
                 cursor = expected.index(group, cursor)
@@ -270,7 +271,7 @@ class FSDPState:
             return args, kwargs, self._pre_recomputation(group)
         self.drop_interrupted()
         is_outermost = self.iteration is None
-        iteration = self.begin_iteration() if self.iteration is None else self.iteration
+        iteration = self.begin_iteration(group.spec.modules[0]) if self.iteration is None else self.iteration
         borrowed = None
         if is_outermost and group.uses_root_params:
             assert self.root_group is not None
@@ -378,15 +379,6 @@ class FSDPState:
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
         return GroupForward(None, unsharded, None, span, True, None)
-
-    def register_held(self, group: ParamGroup) -> None:
-        """Let the modules of ``group`` see what ``group.hold`` has gathered, outside of a forward."""
-        if group.held is None:
-            return
-        group.register_held()
-        self.replicated.refresh()
-        self.wait_for_transfers()
-        self.replicated.register_unsharded(group.replicated)
 
     # A backward ----------------------------------------------------------------------------------------------------
 
@@ -829,8 +821,7 @@ class _Caller:
 class ModelContents:
     """What the modules of a sharded model hold, compared at each forward with what they held before.
 
-    The engine would go on with the old values of a parameter that was replaced or converted after sharding, and every
-    rank would train values of its own for one that was added. As long as an added parameter is frozen it may stay.
+    The engine would go on with the old values of a parameter that was replaced or converted after sharding.
     """
 
     def __init__(self, model: nn.Module, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]) -> None:
@@ -844,12 +835,7 @@ class ModelContents:
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Compare; quick where nothing is new.
-
-        Raises:
-            RuntimeError: a parameter was replaced or converted.
-            ValueError: a parameter was added that is to be trained.
-        """
+        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
         contents = self._contents()
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)
@@ -857,18 +843,7 @@ class ModelContents:
             return
         for param in self._params:
             param.check_unchanged()
-        unmanaged = {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if not isinstance(parameter, FlatDTensor) and parameter not in self._ignored
-        }
-        if trained := [name for name, parameter in unmanaged.items() if parameter.requires_grad]:
-            others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
-            raise ValueError(
-                f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
-                "adapters and layers first, then call shard() or fully_shard()"
-            )
-        self._frozen = list(unmanaged.values())
+        self._frozen = added_parameters(self._model, self._ignored)
         self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._seen = self._contents()
 
@@ -880,11 +855,12 @@ class ModelContents:
 
 
 def pre_forward_of(
-    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
+    module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
 ) -> tuple[Any, Any, Callable[[Any], Any]]:
     """Run what comes before a forward of a sharded module; return its arguments, and what is to run on its output.
 
     Args:
+        called: the module itself, or the part of it that was called alone.
         assemble: makes the engine of a module that has none yet, or one that is outdated.
     """
     state: FSDPState | None = module.__dict__.get(STATE)
@@ -893,8 +869,7 @@ def pre_forward_of(
     group: ParamGroup | None = module.__dict__.get(GROUP)
     try:
         if group is None:
-            args, kwargs, iteration, own_forward = state.pre_root_forward(args, kwargs)
-            return args, kwargs, partial(state.post_root_forward, iteration, own_forward)
+            return state.pre_root_forward(called, args, kwargs)
         args, kwargs, forward = state.pre_forward(group, args, kwargs)
         return args, kwargs, partial(state.post_forward, group, forward)
     except Exception:
@@ -902,12 +877,18 @@ def pre_forward_of(
         raise
 
 
-def install_hooks(module: nn.Module, assemble: Callable[[nn.Module], FSDPState]) -> list[Any]:
-    """Run ``pre_forward_of`` around every forward of ``module``; return the handles of the hooks."""
+def install_hooks(
+    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
+) -> list[Any]:
+    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that are called
+    from outside of that; return the handles of the hooks."""
+    hooked = module if part is None else part
 
     def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs, finish = pre_forward_of(module, assemble, args, kwargs)
-        module.__dict__[STATE].entered.setdefault(module, []).append(finish)
+        finish = None
+        if part is None or not _shows_weights(module):
+            args, kwargs, finish = pre_forward_of(module, hooked, assemble, args, kwargs)
+        module.__dict__[STATE].entered.setdefault(hooked, []).append(finish)
         return args, kwargs
 
     def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
@@ -915,15 +896,27 @@ def install_hooks(module: nn.Module, assemble: Callable[[nn.Module], FSDPState])
         if (error := sys.exc_info()[1]) is not None and state is not None:
             _explain_gated_write(error)
             state.drop_interrupted()  # what an interrupt has left is not of this forward, which may not be entered yet
-        if state is None or not state.entered.get(module):
+        if state is None or not state.entered.get(hooked):
             return output  # a hook has raised before this forward was entered, perhaps our own
-        return state.entered[module].pop()(output)
+        finish = state.entered[hooked].pop()
+        return output if finish is None else finish(output)
 
     # First before the forward, so that other hooks see unsharded weights; and after it also when it raised.
     return [
-        module.register_forward_pre_hook(_uncompiled(pre_forward), prepend=True, with_kwargs=True),
-        module.register_forward_hook(_uncompiled(post_forward), always_call=True),
+        hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
+        hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
+
+
+def _shows_weights(module: nn.Module) -> bool:
+    """Return whether weights are in place: within a forward of the sharded ``module``, or ``whole_parameters``."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    if state is None:
+        return False
+    own: ParamGroup | None = module.__dict__.get(GROUP)
+    group = own or state.root_group
+    is_inside = own is None and state.iteration is not None
+    return is_inside or (group is not None and bool(group.registered)) or not state.params[0].is_held
 
 
 def _explain_gated_write(error: BaseException) -> None:
@@ -936,14 +929,17 @@ def _explain_gated_write(error: BaseException) -> None:
         )
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``hook``, kept out of compiled graphs; ``torch.compiler.disable`` alone costs as much as a hook."""
+def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+    """Return ``hook``, kept out of compiled graphs, which go on without it if ``traced`` and else are broken there;
+    ``torch.compiler.disable`` alone costs as much as a hook."""
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
 
     def call(*args: Any) -> Any:
+        if traced and torch.compiler.is_compiling():
+            return None
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return disabled(*args)
         return hook(*args)
 
     # module.compile() has hooks compiled by themselves: not this one, only what it may call.
-    return torch._dynamo.decorators.skip(call)
+    return call if traced else torch._dynamo.decorators.skip(call)
