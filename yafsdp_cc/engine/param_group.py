@@ -463,9 +463,8 @@ class ParamGroup:
         return self._unpooled
 
     def _overflow_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        return UnshardedGrads(
-            Buffer(unsharded_grad_bytes(flats), self.context.device, self.context.reduce_stream), flats
-        )
+        buffer = Buffer(unsharded_grad_bytes(flats), self.context.device, self.context.reduce_stream)
+        return UnshardedGrads(buffer, flats)
 
     @property
     def _defers(self) -> bool:

@@ -442,9 +442,8 @@ class FSDPState:
             for group in self.groups:
                 if group.spec.settings.reduces and (group.grads is not None or group.deferred):
                     group.reduce()  # kept from backwards that did not reduce
-            if (context.replicas is None or context.replicas.sums) and any(
-                spec.settings.reduces for spec in self.specs
-            ):
+            sums_over_replicas = context.replicas is None or context.replicas.sums
+            if sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
                 self._make_grads_final()
         context.wait_for_reduces()  # deferrals of a backward that reduces nothing
         for group in self.groups:
