@@ -1,7 +1,8 @@
 """``yafsdp-cc launch [torchrun's own flags] script.py ...``: torchrun, with failures one can read, and with restarts.
 
 Every rank runs the script through ``runner``, which keeps its traceback in a file instead of printing it. When a rank
-fails, the launcher prints the one that failed first, whole and last. Ctrl-C ends every rank, in silence.
+fails, the launcher prints the one that failed first, whole and last. Ctrl-C ends every rank, in silence; a second one
+does not wait for them.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
     for pid in children:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # of a session of its own
+        for kill in (os.killpg, os.kill):  # with what a rank has started, where it has a session of its own
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
     os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
 
 
