@@ -215,12 +215,13 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, flags: str) -> None:
 def test_two_nodes_restart_together_and_tell_which_rank_has_ended(tmp_path: Path, flags: str) -> None:
     body = """
 import yafsdp_cc
-rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-model = yafsdp_cc.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units=[torch.nn.Linear])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+yafsdp_cc.shard(model, units=[torch.nn.Linear])
 for step in range(10):
     if rank == 1 and step == 5:
         os.kill(os.getpid(), 9)
-    model(torch.ones(1, 8)).sum().backward()
+    model(torch.ones(1, 64)).sum().backward()
 """
     train = script(tmp_path, body)
     with socket.create_server(("", 0)) as server:
@@ -231,10 +232,14 @@ for step in range(10):
         nodes = [stack.enter_context(started(*both, *each[node], train, folder=tmp_path)) for node in range(2)]
         told = [node.communicate(timeout=200)[1] for node in nodes]
     assert [text.count("starting the ranks again") for text in told] == [2, 2], told
-    (alive,) = [text for text in told if "rank 0 failed" in text]
-    assert "rank 0 failed first on this node: RuntimeError: an operation failed; no answer from rank 1, which" in alive
+    (alive,) = [text for text in told if "rank 1 failed" not in text]
+    (other,) = [text for text in told if "rank 1 failed" in text]
+    assert "rank 1 failed first on this node: killed by signal 9" in other
+    # Where nodes join in rounds, the other one's restarts are none of this one's, but it has given up.
+    ends = ["rank 0 failed first on this node: RuntimeError: an operation failed; no answer from rank 1, which ended"]
+    ends += ["the launcher of another node has given up"]
+    assert sum(end in alive for end in ends) == 1, alive
     assert "same order" not in alive
-    assert any("rank 1 failed first on this node: killed by signal 9" in text for text in told)
 
 
 WAITING = {

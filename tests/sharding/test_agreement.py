@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
+from tests.internals import set_patience
 from tests.models import WIDTH, Block, Mlp, stack
 from tests.ranks import on_ranks, ranks, short_timeout
 from tests.twins import inputs, mine, refusal, seeded, twins
-from yafsdp_cc.engine import mesh
 
 
 @pytest.mark.parametrize("odd", [0, 2, 3])
@@ -157,7 +157,7 @@ def _other_order() -> str:
 
 @ranks(3)
 def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
-    mesh._TIMEOUT = 0.5
+    set_patience(0.5)
     model, _ = twins(Turns, units=[nn.Linear])
     model(mine(inputs()), [0, 1, 2, 3]).sum().backward()
     if dist.get_rank() == 1:

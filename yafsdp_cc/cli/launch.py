@@ -29,6 +29,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -184,6 +185,8 @@ class FreshStores(RendezvousHandler):
             return met.result(seconds)
         except RendezvousGracefulExitError:
             raise
+        except RendezvousClosedError as error:
+            raise RendezvousError("the launcher of another node has given up: see its output") from error
         except FutureTimeoutError as error:
             reason = f"what listens there has not answered in {seconds} s; is it another program?"
             raise RendezvousError(f"{self._place}: {reason}") from error
@@ -196,9 +199,10 @@ class FreshStores(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         attempt, self._attempt = self._attempt, self._attempt + 1
+        info = self._meet(lambda: self._next(attempt))
         if attempt:
             print(f"yafsdp-cc: starting the ranks again ({attempt})", file=sys.stderr)
-        return self._meet(lambda: self._next(attempt))
+        return info
 
     def _next(self, attempt: int) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
