@@ -105,7 +105,12 @@ inner()
     ("last_words", "status", "summary"),
     [
         also("sys.exit(7)", 7, "SystemExit: 7"),
-        ("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
+        also("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
+        (
+            "import json; json.dump = lambda *_: os.kill(os.getpid(), 9); 1 / 0",
+            137,
+            "killed by signal 9",
+        ),  # while it tells why
     ],
 )
 def test_the_exit_status_is_passed_on(tmp_path: Path, last_words: str, status: int, summary: str) -> None:
