@@ -179,6 +179,11 @@ def autotuner_of(model: nn.Module) -> CodecAutotuner:
     return found
 
 
+def set_patience(seconds: float) -> None:
+    """Set how long a rank whose collective fails waits for what the others tell."""
+    mesh._TIMEOUT = seconds
+
+
 def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
     """Have the gradients of each group of a model with ``compression="auto"`` encoded so from now on. A collective."""
     autotuner_of(model).set_codecs(dict(zip(groups_of(model), codecs, strict=True)))

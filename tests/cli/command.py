@@ -62,6 +62,11 @@ def wait_for_line(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"ended without {text!r}:\n{''.join(seen)}{process.stderr.read() if process.stderr else ''}")
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that ``pid`` has started and that have not ended."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
 def _left_behind(mark: bytes, seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     while (left := _marked(mark)) and time.monotonic() < deadline:

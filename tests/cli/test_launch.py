@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ROOT, started, wait_for_line, yafsdp_cc
+from tests.cli.command import ROOT, children_of, started, wait_for_line, yafsdp_cc
 from tests.soak import also
+from yafsdp_cc.cli import launch
 
+EXAMPLE = ROOT / "docs/examples/checkpoint.py"
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
 GROUP = """
 import os, sys, time
@@ -96,7 +105,12 @@ inner()
     ("last_words", "status", "summary"),
     [
         also("sys.exit(7)", 7, "SystemExit: 7"),
-        ("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
+        also("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
+        (
+            "import json; json.dump = lambda *_: os.kill(os.getpid(), 9); 1 / 0",
+            137,
+            "killed by signal 9",
+        ),  # while it tells why
     ],
 )
 def test_the_exit_status_is_passed_on(tmp_path: Path, last_words: str, status: int, summary: str) -> None:
@@ -116,23 +130,121 @@ def test_a_script_that_cannot_be_compiled(tmp_path: Path) -> None:
     assert "runpy" not in ran.stderr
 
 
-def test_each_attempt_shows_why_it_failed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os\nraise ValueError('attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-    )
-    ran = yafsdp_cc("launch", "--max-restarts=1", "train.py", folder=tmp_path)
+@pytest.mark.parametrize("flags", ["--standalone", also("--master-port=29637")])  # both ways in which launchers meet
+def test_each_attempt_shows_why_it_failed_and_starts_with_an_empty_store(tmp_path: Path, flags: str) -> None:
+    body = """
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+store = dist.distributed_c10d._get_default_store()
+found = store.check(["left behind"])
+store.set("left behind", "")
+raise ValueError(f"attempt {attempt}" + " sees what the one before it has left" * found)
+"""
+    ran = yafsdp_cc("launch", flags, "--max-restarts=1", script(tmp_path, body), folder=tmp_path)
     assert ran.returncode == 1
     assert ran.stderr.count("\nValueError: attempt 0\n") == 1
     assert ran.stderr.count("\nValueError: attempt 1\n") == 1
 
 
-def test_mistakes_are_told_once_by_the_launcher(tmp_path: Path) -> None:
-    ran = yafsdp_cc(*TWO, "nowhere.py", folder=tmp_path)
-    assert ran.returncode == 2
-    assert ran.stderr.endswith("no such script: nowhere.py\n")
-    ran = yafsdp_cc("launch", "--nproc-per-node=many", "-m", "json", folder=tmp_path)
-    assert ran.returncode == 2
-    assert "--nproc-per-node: Unsupported nproc_per_node value: many" in ran.stderr
+@pytest.mark.parametrize("seed", [None, *(also(seed) for seed in range(50))])
+def test_training_goes_on_bit_for_bit_when_ranks_are_killed(tmp_path: Path, seed: int | None) -> None:
+    chance = random.Random(seed)
+    kills = 1 if seed is None else 3
+    # When: at a line that rank 0 prints, and some time after it. Without a seed: two steps after a checkpoint.
+    at = [6] if seed is None else sorted(chance.sample(range(1, 13), kills))
+    losses: dict[int, str] = {}
+    with started(*TWO, f"--max-restarts={kills}", EXAMPLE, folder=tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith("step"):
+                continue
+            _, step, _, loss = line.split()
+            assert losses.setdefault(int(step), loss) == loss, f"step {step}"
+            if at and int(step) == at[0]:
+                del at[0]
+                time.sleep(0 if seed is None else chance.random() * 0.3)
+                with suppress(ProcessLookupError, IndexError):  # where all have ended meanwhile
+                    os.kill(chance.choice(children_of(process.pid)), signal.SIGKILL)
+        assert process.wait(timeout=60) == 0, process.stderr and process.stderr.read()
+    assert sorted(losses) == list(range(1, 13))
+    assert seed is None or losses == undisturbed()
+
+
+@cache
+def undisturbed() -> dict[int, str]:
+    """The losses of the same program when nobody kills it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ran = yafsdp_cc(*TWO, EXAMPLE, folder=Path(folder))
+    return {int(line.split()[1]): line.split()[3] for line in ran.stdout.splitlines()}
+
+
+MISTAKES = {
+    "nowhere.py": "no such script: nowhere.py",
+    "--nproc-per-node=many": "--nproc-per-node: Unsupported nproc_per_node value: many",
+    "--nproc-per-node=0": "--nproc-per-node must be at least 1, got 0",
+    "--nnodes=0": "--nnodes must be a number of nodes, or MIN:MAX of at least 1, got 0",
+    "--nnodes=3:2": "min_nodes=3, max_nodes=2",
+    "--max-restarts=-1": "--max-restarts must be at least 0",
+    "--monitor-interval=0": "--monitor-interval more than 0, got 0 and 0.0",
+    "--rdzv-conf=timeout": "'timeout' must have a value",
+}
+
+
+@pytest.mark.parametrize("flag", MISTAKES)
+def test_mistakes_are_told_once_by_the_launcher(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOGLEVEL", "ERROR")
+    with pytest.raises(SystemExit) as ended:
+        launch.main([flag, "-m", "json"] if flag.startswith("-") else [flag])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: yafsdp-cc launch")
+    assert MISTAKES[flag] in error
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--master-port={}", also("--rdzv-backend=c10d --rdzv-endpoint=localhost:{} --rdzv-conf=read_timeout=2")],
+)
+def test_a_port_in_use_is_one_line(tmp_path: Path, flags: str) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        ran = yafsdp_cc("launch", *flags.format(port).split(), "-m", "json", folder=tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr.count("\n") == 1
+    assert re.match(f"yafsdp-cc: .*:{port}: .*another program", ran.stderr), ran.stderr
+
+
+@pytest.mark.parametrize("flags", [also("--node-rank={}"), also("--rdzv-backend=c10d --rdzv-id=a --rdzv-endpoint={}")])
+def test_two_nodes_restart_together_and_tell_which_rank_has_ended(tmp_path: Path, flags: str) -> None:
+    body = """
+import yafsdp_cc
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+yafsdp_cc.shard(model, units=[torch.nn.Linear])
+for step in range(10):
+    if rank == 1 and step == 5:
+        os.kill(os.getpid(), 9)
+    model(torch.ones(1, 64)).sum().backward()
+"""
+    train = script(tmp_path, body)
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    both = ["launch", "--nnodes=2", "--max-restarts=2", f"--master-port={port}"]
+    each = [flags.format(f"localhost:{port}" if "id" in flags else node).split() for node in range(2)]
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(started(*both, *each[node], train, folder=tmp_path)) for node in range(2)]
+        told = [node.communicate(timeout=200)[1] for node in nodes]
+    assert [text.count("starting the ranks again") for text in told] == [2, 2], told
+    (alive,) = [text for text in told if "rank 1 failed" not in text]
+    (other,) = [text for text in told if "rank 1 failed" in text]
+    assert "rank 1 failed first on this node: killed by signal 9" in other
+    # Where nodes join in rounds, the other one's restarts are none of this one's, but it has given up.
+    ends = ["rank 0 failed first on this node: RuntimeError: an operation failed; no answer from rank 1, which ended"]
+    ends += ["the launcher of another node has given up"]
+    assert sum(end in alive for end in ends) == 1, alive
+    assert "same order" not in alive
 
 
 WAITING = {
@@ -150,7 +262,7 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "body", [also(body) if name == "in Python" else body for name, body in WAITING.items()], ids=WAITING.keys()
+    "body", [body if "catching" in name else also(body) for name, body in WAITING.items()], ids=WAITING.keys()
 )
 def test_ctrl_c_ends_every_rank_quietly(tmp_path: Path, body: str) -> None:
     with started(*TWO, script(tmp_path, body), folder=tmp_path) as process:
@@ -164,6 +276,31 @@ def test_ctrl_c_ends_every_rank_quietly(tmp_path: Path, body: str) -> None:
         assert process.returncode == 130
         assert err == ""
         assert out.count("cleaned up") == body.count("cleaned up") * 2
+
+
+def test_a_second_ctrl_c_kills_what_does_not_end(tmp_path: Path) -> None:
+    body = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntry: time.sleep(100)\nfinally: say('stays'); time.sleep(100)\n"
+    )
+    with started(*TWO, script(tmp_path, "import signal\nsay('ready')\n" + body), folder=tmp_path) as process:
+        for _ in range(2):
+            wait_for_line(process, "ready")
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        wait_for_line(process, "stays")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)  # torch's own patience is 30 seconds
+        assert process.returncode == 130
+        assert err == "yafsdp-cc: interrupted again: killed the ranks that had not ended\n"
+
+
+@pytest.mark.parametrize("node", [0, also(1)])
+def test_ctrl_c_ends_a_launcher_that_waits_for_another_node(tmp_path: Path, node: int) -> None:
+    with started("launch", "--nnodes=2", f"--node-rank={node}", "-m", "json", folder=tmp_path) as process:
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
+from tests.internals import set_patience
 from tests.models import WIDTH, Block, Mlp, stack
-from tests.ranks import on_ranks, short_timeout
+from tests.ranks import on_ranks, ranks, short_timeout
 from tests.twins import inputs, mine, refusal, seeded, twins
 
 
@@ -152,3 +153,17 @@ def _other_order() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+@ranks(3)
+def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
+    set_patience(0.5)
+    model, _ = twins(Turns, units=[nn.Linear])
+    model(mine(inputs()), [0, 1, 2, 3]).sum().backward()
+    if dist.get_rank() == 1:
+        return
+    with short_timeout(1):
+        said = refusal(lambda: [model(mine(inputs()), [0, 1, 2, 3]).sum().backward() for _ in range(3)])
+    assert said.startswith("an operation failed; no answer from rank 1, which ended or hangs"), said
+    assert "rank 1: no answer" in said, said
+    assert "same order" not in said, said

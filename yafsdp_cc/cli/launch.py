@@ -1,24 +1,50 @@
-"""``yafsdp-cc launch [torchrun's own flags] script.py ...``: torchrun, with failures one can read.
+"""``yafsdp-cc launch [torchrun's own flags] script.py ...``: torchrun, with failures one can read, and with restarts.
 
 Every rank runs the script through ``runner``, which keeps its traceback in a file instead of printing it. When a rank
-fails, the launcher prints the one that failed first, whole and last. Ctrl-C ends every rank, in silence.
+fails, the launcher prints the one that failed first, whole and last. Ctrl-C ends every rank, in silence; a second one
+does not wait for them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
+import threading
+import uuid
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import elastic_launch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+T = TypeVar("T")
 # What these two warn of (signals passed on, which process failed) this launcher reports once, at the end.
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
@@ -27,6 +53,7 @@ def main(argv: list[str]) -> int:
     """Run the script on all ranks of this node; return its exit status."""
     parser = torchrun.get_args_parser()
     parser.prog = "yafsdp-cc launch"
+    parser.usage = "%(prog)s [torchrun's flags] script.py ..."
     parser.description = "Runs a training script on several ranks. The flags are torchrun's own."
     options = parser.parse_args(argv)
     # Report once, here, what every rank would report by a traceback.
@@ -36,8 +63,17 @@ def main(argv: list[str]) -> int:
         ranks = torchrun.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         parser.error(f"--nproc-per-node: {error}")
+    if ranks < 1:
+        parser.error(f"--nproc-per-node must be at least 1, got {ranks}")
+    if options.max_restarts < 0 or options.monitor_interval <= 0:
+        parser.error(
+            "--max-restarts must be at least 0 and --monitor-interval more than 0, "
+            f"got {options.max_restarts} and {options.monitor_interval}"
+        )
+    if not re.fullmatch(r"0*[1-9]\d*(:\d+)?", options.nnodes):
+        parser.error(f"--nnodes must be a number of nodes, or MIN:MAX of at least 1, got {options.nnodes}")
     # Each rank has its share of the cores. (torchrun gives one thread to each, and warns.)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(1, ranks))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if "LOGLEVEL" not in os.environ:
         for name in REPEATED_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -45,15 +81,168 @@ def main(argv: list[str]) -> int:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
         options.training_script, options.module = "yafsdp_cc.cli.runner", True
-    with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
-        options.log_dir = options.log_dir or folder  # torchrun would leave one in /tmp at every start
-        try:
-            torchrun.run(options)
-        except ChildFailedError as failed:
-            return _report(failed)
-        except SignalException as stopped:
-            return 128 + stopped.sigval
+    try:
+        with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
+            options.log_dir = options.log_dir or folder  # torchrun would leave one in /tmp at every start
+            return _launch(options, parser)
+    except SignalException as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left but to leave
+        return 128 + stopped.sigval
+
+
+def _launch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the ranks with parsed flags until they end; return the exit status."""
+    if options.standalone or (
+        options.rdzv_backend == "static"
+        and (options.nnodes, options.rdzv_endpoint, options.master_port) == ("1", "", None)
+    ):
+        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    options.master_port = options.master_port or 29500
+    try:
+        config, command, arguments = torchrun.config_from_args(options)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
+    rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
+    config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
+    handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
+    config.signals_to_handle = ",".join(handled)
+    signal.signal(signal.SIGINT, _stop_ranks)
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as failed:
+        return _report(failed, "" if config.max_nodes == 1 else " on this node")
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    except (RendezvousError, DistError) as error:
+        print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """Ctrl-C: have torch's agent interrupt the ranks and wait for them to end, for 30 seconds."""
+    signal.signal(signal.SIGINT, _kill_ranks)
+    raise SignalException("interrupted", signal.SIGINT)
+
+
+def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
+    """Ctrl-C again: leave the ranks no more time. The agent, which waits for them, then ends as after the first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    for pid in children:
+        for kill in (os.killpg, os.kill):  # with what a rank has started, where it has a session of its own
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
+
+
+class FreshStores(RendezvousHandler):
+    """Meet the other nodes by one of torch's backends; give the ranks of each attempt a store that is empty.
+
+    ``init_process_group`` reads the addresses of its peers under keys that are the same in every attempt, and torch's
+    backends keep one store for all. So a rank that is started again finds what ranks that are gone left there, and
+    connects to nobody.
+
+    Args:
+        params: ``--rdzv-...``; ``meets_by`` in its config is the backend.
+    """
+
+    BACKEND = "yafsdp_cc"
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
+        inner = RendezvousParameters(
+            backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
+        )
+        # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._is_static = backend == "static"
+        self._place = params.endpoint
+        self._attempt = 0
+        self._server: TCPStore | None = None
+        try:
+            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
+            self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
+        except ValueError as error:
+            raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
+
+    def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
+        """Return what ``others`` returns, or raise a ``RendezvousError`` of one line that names the place.
+
+        It runs in a thread: Ctrl-C does not reach torch while that waits for other nodes, for a quarter of an hour, nor
+        its own time-out while it waits for the answer of a program that is no store.
+        """
+        met: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                met.set_result(others())
+            except Exception as error:
+                met.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            return met.result(seconds)
+        except RendezvousGracefulExitError:
+            raise
+        except RendezvousClosedError as error:
+            raise RendezvousError("the launcher of another node has given up: see its output") from error
+        except FutureTimeoutError as error:
+            reason = f"what listens there has not answered in {seconds} s; is it another program?"
+            raise RendezvousError(f"{self._place}: {reason}") from error
+        except (RendezvousError, DistError) as error:
+            reason = _first_line(error.__cause__ or error)
+            if "EADDRINUSE" in reason:
+                reason = "another program listens on this port; name another, or none if this is the only node"
+                raise RendezvousError(f"{self._place}: {reason}") from error
+            raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        info = self._meet(lambda: self._next(attempt))
+        if attempt:
+            print(f"yafsdp-cc: starting the ranks again ({attempt})", file=sys.stderr)
+        return info
+
+    def _next(self, attempt: int) -> RendezvousInfo:
+        info = self._inner.next_rendezvous()
+        place = info.bootstrap_store_info
+        if place is None or (self._is_static and not attempt):
+            return info  # at the address that the user gave
+        # The other backends have a prefix for each round, and a node that came later has counted fewer attempts.
+        store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
+        port = None
+        if info.rank == 0:
+            self._server = TCPStore(place.master_addr, 0, is_master=True, wait_for_workers=False)
+            port = self._server.port
+        place = RendezvousStoreInfo.build(info.rank, store, place.master_addr, port)
+        return RendezvousInfo(store, info.rank, info.world_size, place)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return self.BACKEND
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class Failure(NamedTuple):
@@ -66,12 +255,12 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def _report(failed: ChildFailedError) -> int:
-    """Print how the job failed, the first failing rank's traceback last; return the exit status to leave with."""
+def _report(failed: ChildFailedError, where: str) -> int:
+    """Print how the job failed ``where``, the first failing rank's traceback last; return the exit status."""
     first, *later = _in_order(failed)
     for failure in later:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
-    print(f"yafsdp-cc: rank {first.rank} failed first: {first.summary}", file=sys.stderr)
+    print(f"yafsdp-cc: rank {first.rank} failed first{where}: {first.summary}", file=sys.stderr)
     if first.traceback:
         print(f"\n{first.traceback}", file=sys.stderr)
     return first.exit_code if first.exit_code > 0 else 128 - first.exit_code

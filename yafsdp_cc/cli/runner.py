@@ -84,8 +84,10 @@ def _record(error: BaseException, story: str, exit_code: int) -> None:
         "exit_code": exit_code,
     }
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    with open(path, "w") as file:
+    # Whole or not at all: the launcher ends ranks at any moment, and torch cannot read half a file.
+    with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    os.replace(f"{path}.part", path)
 
 
 def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -223,20 +223,32 @@ def checksum(tensor: Tensor) -> int:
 
 _TIMEOUT, _GLANCE = 5.0, 0.05
 """Seconds that all ranks together have to answer, and that each has at least."""
+_NAMED = 8
+"""Ranks without an answer that an error names."""
 
 
-def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> str:
-    """Tell the other ranks ``text`` where collectives no longer work; return those of all that answer, as lines."""
-    store.set(f"{key}/{rank}", text)
+def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> tuple[str, str]:
+    """Tell the other ranks ``text`` where collectives no longer work.
+
+    Returns:
+        Why that may be, and the texts of all ranks that answer, as lines.
+    """
     until, answers = time.monotonic() + _TIMEOUT, []
+    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
+        store.set(f"{key}/{rank}", text)
     for other in range(world):
         try:
             left = max(until - time.monotonic(), _GLANCE)
             store.wait([f"{key}/{other}"], timedelta(seconds=left))
             answers.append(store.get(f"{key}/{other}").decode())
         except (RuntimeError, ValueError):
-            answers.append("no answer")
-    return table_of_ranks(answers)
+            answers.append(text if other == rank else "no answer")
+    silent = [str(other) for other, answer in enumerate(answers) if answer == "no answer"]
+    reason = "every rank must issue the same operations in the same order"
+    if silent:
+        who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
+        reason = f"no answer from rank {who}, which ended or hangs: see its own output"
+    return reason, table_of_ranks(answers)
 
 
 # How fast the links are --------------------------------------------------------------------------------------------

@@ -326,16 +326,14 @@ class CollectiveFingerprint:
         if any(self._world * squares != total * total for total, squares in pairs):
             raise RuntimeError(
                 "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
-                f"forward (parameters inside a unit may go unused)\n{self._compare()}"
+                f"forward (parameters inside a unit may go unused)\n{self._compare()[1]}"
             )
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the failure of a collective, with what the other ranks were doing."""
-        return RuntimeError(
-            f"{error}\nEvery rank must issue the same operations in the same order; what they did last:\n"
-            f"{self._compare()}"
-        )
+        reason, table = self._compare()
+        return RuntimeError(f"an operation failed; {reason}. What ranks did last:\n{table}\n{error}")
 
-    def _compare(self) -> str:
+    def _compare(self) -> tuple[str, str]:
         mine = f"{self._count} operations, the last: {', '.join(self._last)}"
         return exchange_over_store(self._store, self._key, self._rank, self._world, mine)
