@@ -225,3 +225,26 @@ def test_what_autograd_brings_by_itself() -> None:
     frozen.leave.weight.requires_grad_(True)
     frozen.leave.weight.sum().backward()
     assert torch.equal(whole(frozen.leave.weight.grad), torch.ones_like(plain.leave.weight))
+
+
+@ranks(2)
+def test_a_penalty_on_all_parameters_takes_one_all_reduce_each_way() -> None:
+    model = yafsdp_cc.shard(seeded(Mlp))
+    start = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    all_reduce, calls = dist.all_reduce, []
+    dist.all_reduce = lambda *args, **options: (calls.append(args), all_reduce(*args, **options))[1]
+    try:
+        near = sum((p - start[name]).pow(2).sum() for name, p in model.named_parameters())
+        loss = torch.ones(()) + 0.5 * near / 2
+        assert len(calls) == 1
+        loss.backward()
+        assert len(calls) == 2
+        numel = sum(p.numel() for p in model.parameters())
+        if dist.get_rank() == 0:  # what is known by now is no collective any more
+            assert near.item() == numel
+            assert loss.item() == 1 + numel / 4
+        assert len(calls) == 2
+    finally:
+        dist.all_reduce = all_reduce
+    for p in model.parameters():
+        assert torch.allclose(p.grad.to_local(), torch.full_like(p.grad.to_local(), -0.5), atol=1e-6)

@@ -378,9 +378,34 @@ def _plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
     """Return what a plain gradient of ``global_shape`` is to this rank: its elements of the mean over ranks, or one
     number where all elements are that number, as behind a sum."""
     if not any(grad.stride()):
-        number = grad.as_strided((), ()).double()  # in which the mean of equal numbers is that number
-        return _reduced(spec, number, all_groups(spec.mesh), "mean").to(grad.dtype)
+        return _means.of(spec, grad.as_strided((), ()))
     return _own_part(spec, grad, "mean")
+
+
+class _Means:
+    """Means over ranks of the numbers that gradients of one backward are, such as the factor of a penalty.
+
+    The terms of a sum over all parameters have one such number, the same tensor: it is averaged once.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, spec: ShardSpec, number: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a 0-d tensor. A collective of the mesh, unless that number's mean is known."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._known = task, {}
+        key = (spec.mesh, number.data_ptr(), number.dtype, number._version)
+        if key not in self._known:
+            precise = number.double()  # in which the mean of equal numbers is that number
+            mean = _reduced(spec, precise, all_groups(spec.mesh), "mean").to(number.dtype)
+            self._known[key] = (number, mean)  # the number too: its memory must not become another's
+        return self._known[key][1]
+
+
+_means = _Means()
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:

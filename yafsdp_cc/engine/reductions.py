@@ -14,6 +14,7 @@ import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -82,13 +83,18 @@ class Partials:
     kind: Reduction
     across: Across
     reduced: torch.Tensor | None = None
+    terms: Sequence[tuple[Partials, float]] = ()
+    """Sums that this one is a linear combination of, each with its factor. They are reduced in its place, so that
+    whoever reads a loss may then read a penalty in it by himself."""
 
 
 def reduce(unknown: Sequence[Partials]) -> None:
     """Set ``reduced`` of all: one all-reduce over each group for those of the same kind across the same ranks."""
     alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
-    for partials in unknown:
-        alike[partials.kind, partials.across].append(partials)
+    bases = chain.from_iterable([base for base, _ in each.terms] if each.terms else [each] for each in unknown)
+    for partials in dict.fromkeys(bases):
+        if partials.reduced is None:
+            alike[partials.kind, partials.across].append(partials)
     for (kind, (mesh, groups)), members in alike.items():
         total = torch.cat([partials.local.reshape(-1) for partials in members])
         if kind.is_sum:
@@ -101,6 +107,8 @@ def reduce(unknown: Sequence[Partials]) -> None:
         parts = kind.from_partial(total).split([partials.local.numel() for partials in members])
         for partials, part in zip(members, parts, strict=True):
             partials.reduced = part.view(partials.local.shape)
+    for partials in (each for each in unknown if each.terms):
+        partials.reduced = torch.stack([cast("torch.Tensor", base.reduced) * by for base, by in partials.terms]).sum(0)
 
 
 class LazyReduction(DTensor):
@@ -117,8 +125,13 @@ class LazyReduction(DTensor):
     def value(self) -> torch.Tensor:
         """Return the plain tensor: global shape, this dtype, the same bits on every rank. A collective at first use."""
         if self._value is None:
-            if self._partials.reduced is None:
+            try:
                 reduce([self._partials])
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "reading a sum, mean, norm or extreme of sharded tensors is a collective, which failed: has a part "
+                    f"of the ranks read it (if rank == 0)? Call .item() on all of them\n{error}"
+                ) from error
             self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype)
         return self._value
 
@@ -277,18 +290,21 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
 def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
     """The sum of two sums, or a number times a sum, as far as partials tell; else None."""
     other = args[1] if len(args) == 2 and not kwargs else None
-    partials, local, dtype = total._partials, total._partials.local, total.dtype
+    partials, dtype = total._partials, total.dtype
+    terms = partials.terms or [(partials, 1.0)]
     if func is aten.add.Tensor and isinstance(other, LazyReduction) and other._value is None:
-        if (other._partials.kind, other._partials.across) != (SUM, partials.across):
+        theirs = other._partials
+        if (theirs.kind, theirs.across, theirs.local.shape) != (SUM, partials.across, partials.local.shape):
             return None
-        dtype = torch.promote_types(dtype, other.dtype)
-        return _lazy(Partials(local + other._partials.local, SUM, partials.across), dtype)
+        dtype, local = torch.promote_types(dtype, other.dtype), partials.local + theirs.local
+        return _lazy(Partials(local, SUM, partials.across, None, [*terms, *(theirs.terms or [(theirs, 1.0)])]), dtype)
     if not isinstance(other, (int, float)) or not dtype.is_floating_point:
         return None
     if func is aten.add.Tensor and other == 0:  # as sum() begins
         return _lazy(partials, dtype)
-    if func in (aten.mul.Tensor, aten.div.Tensor):
-        return _lazy(Partials(func(local, other), SUM, partials.across), dtype)
+    if func is aten.mul.Tensor or (func is aten.div.Tensor and other):
+        by = other if func is aten.mul.Tensor else 1 / other
+        return _lazy(Partials(partials.local * by, SUM, partials.across, None, [(x, a * by) for x, a in terms]), dtype)
     return None
 
 
