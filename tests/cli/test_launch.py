@@ -241,7 +241,7 @@ for step in range(10):
     (other,) = [text for text in told if "rank 1 failed" in text]
     assert "rank 1 failed first on this node: killed by signal 9" in other
     # Where nodes join in rounds, the other one's restarts are none of this one's, but it has given up.
-    ends = ["rank 0 failed first on this node: RuntimeError: an operation failed; no answer from rank 1, which ended"]
+    ends = ["rank 0 failed first on this node: RuntimeError: an operation failed: no answer from rank 1, which ended"]
     ends += ["the launcher of another node has given up"]
     assert sum(end in alive for end in ends) == 1, alive
     assert "same order" not in alive

@@ -164,6 +164,6 @@ def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
         return
     with short_timeout(1):
         said = refusal(lambda: [model(mine(inputs()), [0, 1, 2, 3]).sum().backward() for _ in range(3)])
-    assert said.startswith("an operation failed; no answer from rank 1, which ended or hangs"), said
+    assert said.startswith("an operation failed: no answer from rank 1, which ended or hangs"), said
     assert "rank 1: no answer" in said, said
     assert "same order" not in said, said

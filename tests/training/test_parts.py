@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -27,12 +27,12 @@ class Encoder(nn.Module):
         self.embed, self.norm = embed, nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Attention(WIDTH) for _ in range(3))
 
-    def forward(self, tokens: Tensor, fails: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, failure: type[BaseException] | None = None) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        if fails:
-            raise ArithmeticError
+        if failure is not None:
+            raise failure
         out: Tensor = self.norm(x)
         return out
 
@@ -128,9 +128,10 @@ def test_a_part_is_cast_and_accumulated_like_the_model() -> None:
 @ranks(2)
 def test_a_part_that_raises_and_one_in_whole_parameters() -> None:
     model, plain = twins(Model)
-    with pytest.raises(ArithmeticError):
-        model.encoder(mine(tokens(0)), fails=True)
-    trains_on(model, plain, by_parts, [tokens(step) for step in range(2)], within=1e-6)
+    for failure in (ArithmeticError, KeyboardInterrupt):  # of the second, no hook is told
+        with pytest.raises(failure):
+            model.encoder(mine(tokens(0)), failure=failure)
+        trains_on(model, plain, by_parts, [tokens(step) for step in range(2)], within=1e-6)
     with yafsdp_cc.whole_parameters(model):
         if dist.get_rank() == 0:  # nothing is gathered: everything is there
             agrees(model.head, plain.head, torch.ones(1, WIDTH))
@@ -138,6 +139,26 @@ def test_a_part_that_raises_and_one_in_whole_parameters() -> None:
     yafsdp_cc.unshard_model(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     agrees(model.head, plain.head, torch.ones(1, WIDTH))
+
+
+def while_held(model: Any, x: Tensor) -> Tensor:
+    """A loss of parts whose weights are unsharded by hand, some of them only then."""
+    units = [model] if isinstance(model, FSDPModule) else []
+    hidden = model.embed(x)
+    for unit in units:
+        unit.unshard()
+    loss: Tensor = model.head(model.encoder.norm(hidden)).sin().mean() + model.encoder(x).square().mean()
+    for unit in units:
+        unit.reshard()
+    return loss
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_parts_train_while_weights_are_held(way: str) -> None:
+    model, plain = WAYS[way](), seeded(Model)
+    for loss in (while_held, by_parts, by_all):
+        trains_on(model, plain, loss, [tokens(step) for step in range(2)], within=1e-6)
 
 
 @ranks(2)

@@ -228,6 +228,24 @@ def test_what_autograd_brings_by_itself() -> None:
 
 
 @ranks(2)
+def test_a_number_of_the_model_s_weighs_a_loss() -> None:
+    class Weighed(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.uncertainty = nn.Parameter(torch.tensor(0.3))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        lost = F.cross_entropy(model(x), torch.arange(len(x)) % 5)
+        return lost * torch.exp(-model.uncertainty) + model.uncertainty  # type: ignore[operator,arg-type]
+
+    model, plain = twins(Weighed)
+    for step in range(2):
+        loss(model, mine(inputs(step=step))).backward()
+        same_gradients(model, means(plain, loss, inputs(step=step)), within=1e-6)
+        model.zero_grad()
+
+
+@ranks(2)
 def test_a_penalty_on_all_parameters_takes_one_all_reduce_each_way() -> None:
     model = yafsdp_cc.shard(seeded(Mlp))
     start = {name: p.detach() + 1 for name, p in model.named_parameters()}

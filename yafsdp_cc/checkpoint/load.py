@@ -262,7 +262,8 @@ def _check_groups(
     if lines:
         raise ValueError(
             f"{folder} does not fit this {kinds}:\n  {_listed(lines)}\n"
-            "Give the optimizer the groups of parameters that it had"
+            "Give the optimizer the groups of parameters that it had, or all optimizers that were saved: load(path, "
+            "model, [first, second])"
         )
     for index, (kind, group) in enumerate(groups):
         if index not in places:

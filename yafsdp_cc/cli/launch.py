@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 T = TypeVar("T")
+_PATIENCE = 3
+"""Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
 # What these two warn of (signals passed on, which process failed) this launcher reports once, at the end.
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
@@ -122,6 +124,9 @@ def _launch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
 def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
     """Ctrl-C: have torch's agent interrupt the ranks and wait for them to end, for 30 seconds."""
     signal.signal(signal.SIGINT, _kill_ranks)
+    waits = threading.Timer(_PATIENCE, os.write, (2, b"yafsdp-cc: waiting for the ranks to end; Ctrl-C kills them\n"))
+    waits.daemon = True
+    waits.start()
     raise SignalException("interrupted", signal.SIGINT)
 
 

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
@@ -450,10 +451,11 @@ def _instead(spec: ShardSpec) -> str:
     if not owner.state.context.in_forward:
         unit = f"model.get_submodule('{group.name}')" if is_unit else "model"
         return (
-            "outside of a forward it is sharded. For a method that reads it, call yafsdp_cc.register_forward_method("
-            f"{unit}, name); for edits, yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; "
-            "of optimizers, take one that works element by element, such as AdamW; pass "
-            f"state_dict=yafsdp_cc.full_state_dict(model) to save_pretrained. Otherwise {_FULL}"
+            "outside of a forward, only operations on each element and reductions take it. For a method that reads it, "
+            f"call yafsdp_cc.register_forward_method({unit}, name); for edits, "
+            "yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; of optimizers, take one "
+            "that works element by element, such as AdamW; pass state_dict=yafsdp_cc.full_state_dict(model) to "
+            f"save_pretrained. Otherwise {_FULL}"
         )
     if not is_unit or group.registered:
         return (
@@ -471,8 +473,13 @@ def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
     raise NotImplementedError(f"{name}{what} on {spec}: {instead or _instead(spec)}{also}")
 
 
-def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    spec = next(_specs_in((*args, *kwargs.values())))
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    specs = list(_specs_in((*args, *kwargs.values())))
+    if torch._C._current_graph_task_id() != -1 and all(x.bounds is None and not x.shape for x in specs):
+        # The derivative of a plain loss that a number of the model's, such as a temperature, was multiplied by.
+        args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
+        return func(*args, **kwargs)
+    spec = specs[0]
     if torch.Tag.nondeterministic_seeded in func.tags:
         _refuse(func, spec, instead="initialise before sharding, or under whole_parameters()")
     _refuse(func, spec)
@@ -517,8 +524,10 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     # A number may have dimensions of size 1, as long as they would not show in the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
-        also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
-        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", also=also)
+        is_whole = value.shape == spec.global_shape
+        instead = "make copies after shard(), p.detach().clone(): they are sharded alike. Or " + _FULL
+        also = _STATE_OF_TORCH if isinstance(value, DTensor) or is_whole else ""
+        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", instead if is_whole else "", also)
     return value
 
 

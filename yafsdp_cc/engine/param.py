@@ -103,9 +103,9 @@ class FSDPParam:
         """Raise a ``RuntimeError`` if modules no longer hold this parameter, or it no longer lies in the shard."""
         if not self.is_held or not self.lies_in_shard:
             raise RuntimeError(
-                f"'{self.spec.name}' was replaced or converted after shard(), so the engine would go on with its old "
-                "values: tie, convert and assign parameters before shard(), change their values in place afterwards "
-                "(torch.func.functional_call is not supported)"
+                f"'{self.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
+                "the engine would go on with old values. Tie, convert and assign parameters before shard(), change "
+                "their values in place afterwards, call the model outside (torch.func.functional_call is not supported)"
             )
 
     def accumulate_grad(self, grad: Tensor) -> None:

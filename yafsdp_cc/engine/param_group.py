@@ -216,7 +216,7 @@ class ParamGroup:
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
         self.recomputed_in = -1
         """The last backward in which activation checkpointing has run this group again."""
-        self._registers_held = False
+        self.registers_held = False
         self._accepts_grads = False
         self._assigned_grads: UnshardedGrads | None = None
         self._kept_grads: UnshardedGrads | None = None
@@ -298,9 +298,9 @@ class ParamGroup:
 
     def register_held(self) -> None:
         """Let the modules see the weights that are held, once these are gathered."""
-        if self.held is not None and not self._registers_held:
+        if self.held is not None and not self.registers_held:
             self.hold()  # anew, where the weights have changed since
-            self._registers_held = True
+            self.registers_held = True
             self.context.wait(self.held.buffer.handle)
             self.register_unsharded(self.leaves(self.held))
 
@@ -310,8 +310,8 @@ class ParamGroup:
         if held is not None:
             held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
             self.release(held)
-        if self._registers_held:
-            self._registers_held = False
+        if self.registers_held:
+            self.registers_held = False
             self.register_sharded()
             for param in () if self.context.in_forward else self.replicated:  # a forward sees them to its own end
                 param.register_sharded()
@@ -539,7 +539,7 @@ class ParamGroup:
             self.register_sharded()
         if self.held is not None:
             self.held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
-        self.held, self._registers_held = None, False
+        self.held, self.registers_held = None, False
         grads, self.grads = self.grads, None
         if grads is not None:
             grads.buffer.owner = None

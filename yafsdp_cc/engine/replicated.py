@@ -332,7 +332,7 @@ class CollectiveFingerprint:
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the failure of a collective, with what the other ranks were doing."""
         reason, table = self._compare()
-        return RuntimeError(f"an operation failed; {reason}. What ranks did last:\n{table}\n{error}")
+        return RuntimeError(f"an operation failed: {reason}.\nWhat ranks did last:\n{table}\n{error}")
 
     def _compare(self) -> tuple[str, str]:
         mine = f"{self._count} operations, the last: {', '.join(self._last)}"

@@ -912,10 +912,11 @@ def _shows_weights(module: nn.Module) -> bool:
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None:
         return False
-    own: ParamGroup | None = module.__dict__.get(GROUP)
-    group = own or state.root_group
-    is_inside = own is None and state.iteration is not None
-    return is_inside or (group is not None and bool(group.registered)) or not state.params[0].is_held
+    state.drop_interrupted()
+    group: ParamGroup | None = module.__dict__.get(GROUP)
+    # After unshard(), a call needs gates all the same.
+    is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
+    return is_inside or not state.params[0].is_held
 
 
 def _explain_gated_write(error: BaseException) -> None:
