@@ -64,6 +64,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         NotImplementedError,
         "of optimizers, take one that works element by element, such as AdamW",
     ),
+    "a copy from before it was sharded": (
+        lambda m: m[0][0].weight - torch.ones(32, 32),
+        NotImplementedError,
+        "aten.sub with a plain tensor .*'0.0.weight'.*make copies after shard",
+    ),
     "a plain gradient": (
         lambda m: (setattr(m[0][0].weight, "grad", torch.zeros(32, 32)), _output(m).sum().backward()),
         TypeError,

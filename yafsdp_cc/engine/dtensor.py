@@ -524,10 +524,11 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     # A number may have dimensions of size 1, as long as they would not show in the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
-        is_whole = value.shape == spec.global_shape
-        instead = "make copies after shard(), p.detach().clone(): they are sharded alike. Or " + _FULL
-        also = _STATE_OF_TORCH if isinstance(value, DTensor) or is_whole else ""
-        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", instead if is_whole else "", also)
+        also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
+        instead = ""
+        if value.shape == spec.global_shape and not _written(func):
+            instead = f"make copies after shard(), by p.detach().clone(): they are sharded alike. Or {_FULL}"
+        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", instead, also)
     return value
 
 
