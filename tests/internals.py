@@ -299,6 +299,7 @@ def break_wait_of_autograd() -> None:
 
 def break_host_wait() -> None:
     """Let the host run on before the device has copied from its memory."""
+    # A mutation, as all of these: the test that uses it expects the model of streams to report a race.
     HostTransfer.wait = lambda self: None  # type: ignore[method-assign]
 
 

@@ -239,6 +239,8 @@ def full(folder: Path) -> int:
     usage, message = shutil.disk_usage, r"No space left in {}: ([\d,]+) bytes are needed, and ([\d,]+) were free"
     with pytest.raises(RuntimeError, match=message.format(folder)):  # known before anything is written
         yafsdp_cc.save(folder / "step", nn.Linear(300, 300))
+    # The disk is really full; only the forecast is taken away, as on file systems that tell no size (total 0), so that
+    # the error is what the kernel raises while the file is written.
     shutil.disk_usage = lambda path: usage(path)._replace(total=0)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=message.format(folder)):  # a file system that does not tell
         yafsdp_cc.save(folder / "step", nn.Linear(300, 300))
@@ -251,5 +253,5 @@ def full(folder: Path) -> int:
 
 def test_a_full_disk_says_what_is_free_and_what_is_needed(tmp_path):
     if (status := in_a_process(full, tmp_path)) == 77:
-        pytest.skip("no user namespaces here")
+        pytest.skip("no user namespaces here")  # without one, only root could mount a disk small enough to fill
     assert status == 0
