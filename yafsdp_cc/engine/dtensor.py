@@ -292,6 +292,10 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
 # Gradients that autograd brings to a parameter by itself ------------------------------------------------------------
 
 
+GradReduction: TypeAlias = Literal["mean", "sum", "same"]
+"""What becomes of the data-parallel ranks' gradients; "same": each rank's is all of them."""
+
+
 class _ToLocal(torch.autograd.Function):
     """The local tensor. Gradients of ranks that hold the same elements become one."""
 
@@ -325,12 +329,9 @@ class _FullTensor(torch.autograd.Function):
 _to_local: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _ToLocal.apply
 _full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor.apply
 
-GradReduction: TypeAlias = Literal["mean", "sum", "same"]
-"""What becomes of the data-parallel ranks' gradients; "same": each rank's is all of them."""
-
 
 def _reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
-    found = {} if placements is None else placements[: spec.mesh.ndim]  # those behind are of tensor parallelism
+    found = () if placements is None else placements[: spec.mesh.ndim]  # those behind are of tensor parallelism
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
     partial = kinds - {"same"}
     if partial - {"sum", "avg"} or len(partial) > 1:
@@ -475,7 +476,7 @@ def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = list(_specs_in((*args, *kwargs.values())))
-    if torch._C._current_graph_task_id() != -1 and all(x.bounds is None and not x.shape for x in specs):
+    if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
         # The derivative of a plain loss that a number of the model's, such as a temperature, was multiplied by.
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
         return func(*args, **kwargs)
@@ -511,8 +512,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         value = value.value()
     if spec is None:
         return value
-    is_derivative = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
-    if is_derivative and value.is_floating_point() and value.shape in ((), spec.global_shape):
+    if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
         return _plain_grad(spec, value)  # it comes from where all tensors are whole
     if func in _COPIES:
         if isinstance(value, DTensor):
@@ -540,6 +540,11 @@ def _written(func: Any) -> dict[int, str]:
     """The arguments that an operation changes: their places, and their names."""
     arguments = enumerate(func._schema.arguments)
     return {i: each.name for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
+
+
+def _is_derivative(func: Any) -> bool:
+    """Return whether a backward runs ``func`` for a gradient; an optimizer's step in a hook there writes in place."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
 
 
 def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
