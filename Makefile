@@ -1,6 +1,7 @@
 # Every target sets itself up from a bare clone; a second run installs nothing.
 #   make demo                    train a small language model on two ranks of this machine
 #   make test                    lint, types and tests
+#   make site                    the documentation as a site: open site/index.html
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"     another torch build
 
 PYTHON ?= python3
@@ -13,12 +14,13 @@ PIN := $(VENV)/torch-pin.txt
 INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
 # Two files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+# tests/conftest.py puts files in order.
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The native kernels: what is changed is built again.
 CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint soak site clean
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
@@ -45,6 +47,9 @@ $(INSTALLED): pyproject.toml setup.py $(CSRC)
 	@$(PIP) install --no-build-isolation --editable ".[dev]" --constraint $(PIN)
 	@touch $@
 
+site: $(INSTALLED)-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 # What follows adds packages alone: the kernels are there already.
 # The tests against Hugging Face models skip themselves where transformers cannot be had.
 $(INSTALLED)-hf: $(INSTALLED)
@@ -56,6 +61,9 @@ $(INSTALLED)-frameworks: $(INSTALLED)-hf
 	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[frameworks]" --constraint $(PIN) && touch $@ \
 		|| echo "accelerate, lightning and peft could not be installed: their tests are skipped"
 
+$(INSTALLED)-docs: $(INSTALLED)
+	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[docs]" --constraint $(PIN) && touch $@
+
 clean:
-	rm -rf $(VENV) build dist runs bench/out *.egg-info yafsdp_cc/compression/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs site bench/out *.egg-info yafsdp_cc/compression/*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,14 +10,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, ExecError
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = os.environ.get("YAFSDP_CC_NATIVE", "auto")
@@ -39,9 +36,6 @@ LEVELS: dict[str, dict[str, list[str]]] = {
 }
 """Compiler flags of each instruction set that ``csrc/cpu/level.cpp`` is compiled for."""
 
-ARCHITECTURES = [(80, "11.0"), (90, "11.8"), (100, "12.8"), (120, "12.8")]
-"""GPU architectures, and the CUDA version that knows them."""
-
 
 def torch_home() -> Path | None:
     """Where torch is installed, without importing it."""
@@ -50,17 +44,10 @@ def torch_home() -> Path | None:
     return Path(places[0]) if places else None
 
 
-def nvcc_for(torch: Path) -> str | None:
-    """The compiler of the CUDA sources, if this torch has CUDA."""
-    version = re.search(r"^cuda\b.*?=\s*'([\d.]+)'", (torch / "version.py").read_text(), re.MULTILINE)
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None) if version else None
-
-
-def wanted() -> list[int]:
-    """The GPU architectures that TORCH_CUDA_ARCH_LIST names, as in ``8.0;9.0+PTX``; none, if it does not."""
-    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    return sorted(int(major) * 10 + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", named))
+def cuda_sources(folder: Path) -> str:
+    """Return what NVRTC compiles, where there is a GPU, as rows of a table in C++: the name and text of each file."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
+    return "".join(f'{{"{path.relative_to(folder)}", R"~~~({path.read_text()})~~~"}},\n' for path in files)
 
 
 class Build(build_ext):
@@ -76,28 +63,17 @@ class Build(build_ext):
         torch = torch_home()
         if torch is None:
             raise CompileError("torch is not installed where this is built: pip install --no-build-isolation")
-        include = str(torch / "include")
+        os.makedirs(self.build_temp, exist_ok=True)
+        Path(self.build_temp, "sources.inc").write_text(cuda_sources(ROOT / "csrc" / "cuda"))
+        flags = [*FLAGS, "-isystem", str(torch / "include"), f"-I{self.build_temp}"]
+        cuda = sorted(map(os.path.relpath, ROOT.glob("csrc/cuda/*.cpp")))
+        objects = self.compiled(["csrc/ops.cpp", "csrc/cpu/cpu.cpp", *cuda], flags, "torch")
         machine = platform.machine().lower().replace("amd64", "x86_64").replace("arm64", "aarch64")
-        objects = self.compiled(["csrc/ops.cpp", "csrc/cpu/cpu.cpp"], [*FLAGS, "-isystem", include], "torch")
-        for level, flags in LEVELS.get(machine, {"scalar": []}).items():
+        for level, more in LEVELS.get(machine, {"scalar": []}).items():
             macros = [f"-DYAFSDP_CC_LEVEL={level}"]
-            objects += self.compiled(["csrc/cpu/level.cpp"], FLAGS + EXACT + flags + macros, level)
-        cuda, hosts = (sorted(map(os.path.relpath, ROOT.glob(f"csrc/cuda/*.{end}"))) for end in ("cu", "cpp"))
-        nvcc = nvcc_for(torch) if cuda else None
-        folder = str(torch / "lib")
-        if nvcc is not None:
-            try:
-                more = self.compiled_by_nvcc(nvcc, cuda)
-                more += self.compiled(hosts, [*FLAGS, "-isystem", include], "torch")
-                # It knows where its runtime is; that is linked statically.
-                self.spawn([nvcc, "-shared", *objects, *more, "-o", str(target), f"-L{folder}", "-ltorch_cpu"])
-                return
-            except (CompileError, ExecError) as error:
-                if NATIVE == "1":
-                    raise
-                self.warn(f"built without kernels for CUDA: {error}")
+            objects += self.compiled(["csrc/cpu/level.cpp"], FLAGS + EXACT + more + macros, level)
         self.compiler.link_shared_object(
-            objects, str(target), libraries=["torch_cpu"], library_dirs=[folder], target_lang="c++"
+            objects, str(target), libraries=["torch_cpu"], library_dirs=[str(torch / "lib")], target_lang="c++"
         )
 
     def compiled(self, sources: list[str], flags: list[str], folder: str) -> list[str]:
@@ -105,20 +81,6 @@ class Build(build_ext):
         where = os.path.join(self.build_temp, folder)
         found: list[str] = self.compiler.compile(sources, where, macros=target, extra_postargs=flags)
         return found
-
-    def compiled_by_nvcc(self, nvcc: str, sources: list[str]) -> list[str]:
-        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        release = re.search(r"release ([\d.]+)", output)
-        version = tuple(map(int, (release[1] if release else "11.0").split(".")))
-        known = wanted() or [arch for arch, since in ARCHITECTURES if version >= tuple(map(int, since.split(".")))]
-        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
-        codes.append(f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}")
-        objects = []
-        for source in sources:
-            objects.append(os.path.join(self.build_temp, source.replace(os.sep, "_") + ".o"))
-            flags = ["-std=c++17", "-O3", "-t0", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
-            self.spawn([nvcc, *flags, "-c", source, "-o", objects[-1]])
-        return objects
 
 
 # `sources` are for distributions; `depends` rebuild it.

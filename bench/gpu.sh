@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of less than ten minutes: the native extension with its CUDA kernels is built;
-# tests/test_cuda.py and the kernels' own tests, some of these under compute-sanitizer where there is one; then
-# bench/worlds.py (modelled worlds) and bench/kernels.py.
+# Everything that needs a GPU, in one call of less than ten minutes, the most telling part first.
 #
-#   bash bench/gpu.sh                      # results in bench/out: everything.json, tables as they are printed, gpu-*.txt
-#   PARTS=worlds bash bench/gpu.sh         # some of build, tests, sanitizer, worlds, kernels
-#   WHEELS=dir OUT=dir bash bench/gpu.sh   # missing Python packages from a folder of wheels; results elsewhere
+#   bash bench/gpu.sh                       # all parts; results in bench/out, everything.json above all
+#   PARTS=kernels,engine bash bench/gpu.sh  # some of build, kernels, engine, speed, worlds, sanitizer
+#   WHEELS=dir OUT=dir bash bench/gpu.sh    # missing Python packages from a folder of wheels; results elsewhere
 #
-# Needs torch 2.11 or newer with CUDA, numpy, pydantic and pytest; nvtx and pytest-timeout are used where they are. No
-# network. A folder of wheels: pip download --python-version 3.12 --only-binary=:all: -d dir pydantic pytest nvtx setuptools
-# The kernels are tested and timed where the native extension is built. It has not run on a GPU yet.
+# build      the native extension
+# kernels    tests/compression/test_kernels_cuda.py: kernels against their definitions, to the bit
+# engine     tests/test_cuda.py, tests/bench/test_modelled.py, random programs
+# speed      bench/kernels.py: kernels beside a copy, and beside matrix products
+# worlds     bench/worlds.py: large models in modelled worlds, beside FSDP2; what does not fit on the card is left out
+# sanitizer  some tests of the kernels under compute-sanitizer, where there is one
+#
+# everything.json is written anew after each part, so a call that is ended early loses the part that ran. It keeps the
+# parts of earlier calls with the same OUT. Needs torch 2.11 or newer with CUDA, numpy, pydantic and pytest; nvtx and
+# pytest-timeout are used where they are. No network. A folder of wheels: pip download --python-version 3.12
+# --only-binary=:all: -d dir pydantic pytest nvtx setuptools. It has not run on a GPU yet; tests/bench/test_gpu_rehearsal.py
+# runs it on a simulated one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-bench/out}
+PARTS=${PARTS:-build,kernels,engine,speed,worlds,sanitizer}
+LIMIT=${LIMIT:-570}
 mkdir -p "$OUT"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHON OUT
 
 if [ -n "${WHEELS:-}" ]; then
     packages=$(mktemp -d)
@@ -26,78 +35,93 @@ if [ -n "${WHEELS:-}" ]; then
     done
     PYTHONPATH="$PYTHONPATH:$packages"
 fi
-if ! "$PYTHON" -c 'import pydantic'; then
-    echo "pydantic is needed: WHEELS=dir with its wheels, from pip download -d dir pydantic pytest nvtx" >&2
+if ! "$PYTHON" -c 'import pydantic, pytest'; then
+    echo "pydantic and pytest are needed: WHEELS=dir with their wheels, from pip download -d dir pydantic pytest" >&2
     exit 2
 fi
-if ! "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__); sys.exit(not torch.cuda.is_available())'; then
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "no torch with a CUDA device for $PYTHON" >&2
     exit 2
 fi
-PARTS=${PARTS:-build,tests,sanitizer,worlds,kernels}
-declare -A exits
 
-# ``part NAME SECONDS COMMAND...``, where it is asked for; by itself it has all of the time.
+# ``record NAME STATE``: everything.json with the state of a part, and all figures there are.
+record() {
+    "$PYTHON" -S - "$OUT" "$1" "$2" "$SECONDS" <<'PY'
+import json, os, pathlib, sys
+out, name, state, seconds = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+target = out / "everything.json"
+known = json.loads(target.read_text()) if target.exists() else {"parts": {}}
+known["parts"][name] = {"exit": int(state) if state.lstrip("-").isdigit() else state, "after_s": int(seconds)}
+for figures in ("kernels", "worlds"):
+    if (out / f"{figures}.json").exists():
+        known[figures] = json.loads((out / f"{figures}.json").read_text())
+target.with_suffix(".new").write_text(json.dumps(known, indent=1) + "\n")
+os.replace(target.with_suffix(".new"), target)
+PY
+}
+
+failed=0
+# ``part NAME SECONDS COMMAND...``, where it is asked for, within what is left of the time; alone it has all of it.
 part() {
-    local name=$1 seconds=$2
+    local name=$1 seconds=$2 code
     shift 2
     case ,$PARTS, in *",$name,"*) ;; *) return ;; esac
-    [ "$PARTS" = "$name" ] && seconds=560
-    echo "== $name"
-    timeout "$seconds" "$@"
-    exits[$name]=$?
-    echo "== $name: exit ${exits[$name]} after ${SECONDS} s"
+    local left=$((LIMIT - SECONDS))
+    if [ "$PARTS" = "$name" ] || [ "$seconds" -gt "$left" ]; then seconds=$left; fi
+    if [ "$seconds" -lt 5 ]; then
+        echo "== $name: no time is left"
+        record "$name" "no time was left"
+        failed=1
+        return
+    fi
+    echo "== $name: at most $seconds s"
+    current=$name
+    record "$name" "did not end"
+    # In the background, so that a signal ends it and is recorded; `timeout` passes it on to all that it has started.
+    timeout --kill-after=10 "$seconds" "$@" > >(tee "$OUT/gpu-$name.txt") 2>&1 &
+    wait $!
+    code=$?
+    record "$name" "$code"
+    current=
+    [ "$code" -eq 0 ] || failed=1
+    echo "== $name: exit $code, at $SECONDS s"
 }
-
-tested() {
-    "$PYTHON" -m pytest tests/test_cuda.py tests/test_order.py::test_programs_on_a_gpu tests/bench/test_modelled.py \
-        tests/compression/test_kernels_cuda.py -v --color=no 2>&1 | tee "$OUT/gpu-tests.txt"
-    return "${PIPESTATUS[0]}"
+current=
+ended() {
+    local job # asked for here: a signal may come before a variable of it is set
+    for job in $(jobs -p); do
+        kill -TERM "$job"
+        wait "$job"
+    done
+    [ -z "$current" ] || record "$current" killed
+    exit 143
 }
+trap ended TERM INT
 
 # The kernels' tests under a tool that sees every access; sizes are small, the tool is slow.
 sanitized() {
     local tool which code
-    : > "$OUT/gpu-sanitizer.txt"
     while IFS=: read -r tool which; do
-        timeout "$1" "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
-            tests/compression/test_kernels_cuda.py -k "$which" --color=no 2>&1 | tee -a "$OUT/gpu-sanitizer.txt"
-        code=${PIPESTATUS[0]}
+        timeout 28 "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
+            tests/compression/test_kernels_cuda.py -k "$which" --color=no
+        code=$?
         # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
         case $code in 0 | 5 | 124) ;; *) return "$code" ;; esac
     done <<< $'memcheck:tails and cpu and int8\nracecheck:topk and cpu and (tails or decode)'
 }
 SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
-export -f tested sanitized
-export PYTHON OUT SANITIZER
+export -f sanitized
+export SANITIZER
 
-card=$("$PYTHON" -c 'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))')
-part build 120 env TORCH_CUDA_ARCH_LIST="$card" "$PYTHON" setup.py -q build_ext --inplace
-part tests 150 bash -c tested
+tests=("$PYTHON" -m pytest -v --color=no --durations=10)
+part build 120 "$PYTHON" setup.py -q build_ext --inplace
+part kernels 120 "${tests[@]}" tests/compression/test_kernels_cuda.py
+part engine 150 "${tests[@]}" tests/test_cuda.py tests/bench/test_modelled.py tests/test_order.py::test_programs_on_a_gpu
+part speed 60 "$PYTHON" bench/kernels.py --device cuda --codecs onebit,int8,int4,topk --json "$OUT/kernels.json"
+part worlds 200 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
 if [ -x "$SANITIZER" ]; then
-    part sanitizer 60 bash -c 'sanitized 28'
+    part sanitizer 60 bash -c sanitized
 else
     echo "no compute-sanitizer: going on without"
 fi
-part worlds 170 "$PYTHON" bench/worlds.py --json "$OUT/worlds.json"
-if "$PYTHON" -c 'import sys, torch
-from yafsdp_cc.compression.error_feedback import ops_for
-sys.exit(ops_for(torch.device("cuda")) is None)'; then
-    part kernels 60 "$PYTHON" bench/kernels.py --device cuda --json "$OUT/kernels.json"
-else
-    echo "no native extension with CUDA kernels: they are neither tested nor timed"
-fi
-
-# The tests' verdict belongs to the figures: they mean nothing for an engine that computes something else.
-for name in "${!exits[@]}"; do
-    echo "$name ${exits[$name]}"
-done | sort | tee "$OUT/gpu-exits.txt"
-"$PYTHON" - "$OUT" <<'PY'
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[1])
-parts = {name: out / f"{name}.json" for name in ("worlds", "kernels")}
-found = {name: json.loads(path.read_text()) for name, path in parts.items() if path.exists()}
-exits = dict(line.split() for line in (out / "gpu-exits.txt").read_text().splitlines())
-(out / "everything.json").write_text(json.dumps({"exits": exits, **found}, indent=1) + "\n")
-PY
-! grep -qv ' 0$' "$OUT/gpu-exits.txt"
+exit "$failed"

@@ -42,7 +42,8 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 MESSAGES = 4
 PLAIN = 16
 """Plain torch is compared on a part this many times smaller."""
-WARM_UP, PRODUCTS = 3, 8
+WARM_UP, PRODUCTS, SIDE = 3, 8, 8192
+"""Of matrix products: rounds before the first that counts, products of a round, and rows of a factor."""
 FEW_SMS = (8, 16, 32, 64)
 
 
@@ -157,7 +158,7 @@ def beside_plain_torch(name: str, gradients: Tensor, rounds: int) -> dict[str, A
 def beside_matrix_products(job: Job, rounds: int) -> list[dict[str, Any]]:
     """Return how much longer matrix products take while ``job`` runs once on so many multiprocessors."""
     device = torch.device("cuda")
-    factors = [torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    factors = [torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2)]
     product, side = torch.empty_like(factors[0]), torch.cuda.Stream(priority=-1)
 
     def products() -> None:

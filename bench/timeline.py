@@ -9,40 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-Span: TypeAlias = "tuple[float, float]"
-"""A stretch of time: begin and end."""
+from yafsdp_cc.report.overlap import joined, without
+
 COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005
 """Of a step: what is closer together is drawn as one."""
-
-
-def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return the same time in as few spans as possible, in order; those no further apart than ``gap`` become one."""
-    found: list[Span] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1] + gap:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def without(spans: list[Span], covers: list[Span]) -> list[Span]:
-    """Return the time of ``spans`` that is in none of ``covers``; both are ``joined``."""
-    found = []
-    for begin, end in spans:
-        for cover in covers:
-            if begin < cover[1] and cover[0] < end:
-                found.append((begin, cover[0]))
-                begin = cover[1]
-        found.append((begin, end))
-    return [(begin, end) for begin, end in found if begin < end]
 
 
 def draw(path: Path, title: str, contestants: dict[str, dict[str, Any]]) -> None:

@@ -1,15 +1,18 @@
 """Large GPTs in modelled worlds, on one GPU: this engine and FSDP2 over the same links, and no sharding at all.
 
-    python bench/worlds.py --json bench/out/worlds.json                      # CASES, about three minutes
+    python bench/worlds.py --json bench/out/worlds.json                      # CASES
     python bench/worlds.py --model 8b --world 256 --rate 25 --length 2048    # one
     python bench/worlds.py --device cpu --model tiny --world 8               # to see it run
 
 A world of many ranks is this process and the time that its links would take (``modelled.py``). Parameters
-are held and updated in fp32 (fused AdamW), computed in bf16; gradients are summed in fp32. Contestants take turns in
-interleaved rounds; times are medians. *Step* is wall time of a run of steps that ends in a synchronisation; *host* is
-the time until the last was enqueued, per step; *exposed* is the time in which something is communicated and nothing
-computed, from a Kineto trace of one step; *bound* is the larger of the links' own time for the bytes sent and the step
-of the model alone, over the step; *blocks* are those of torch's allocator in a step, *segments* what it asked CUDA for.
+are held and updated in fp32 (fused AdamW), computed in bf16; gradients are summed in fp32. Contestants run one after
+another, each in a process of its own, since a GPU holds the state of one; times are medians of rounds. One that would
+not fit on the card is left out (``needed_bytes``). Figures are written after each contestant.
+
+*Step* is wall time of a run of steps that ends in a synchronisation; *host* is the time until the last was enqueued,
+per step; *exposed* is the time in which something is communicated and nothing computed, from a Kineto trace of one
+step; *bound* is the larger of the links' own time for the bytes sent and the step of the model alone, over the step;
+*blocks* are those of torch's allocator in a step, *segments* what it asked CUDA for.
 Written where there was no GPU: it has not run on one.
 """
 
@@ -37,9 +40,9 @@ from torch.utils.checkpoint import checkpoint
 import yafsdp_cc
 from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
-from bench.timeline import joined, without
-from yafsdp_cc.bench.common import about, interleaved, names, save, table
+from yafsdp_cc.bench.common import about, names, save, table
 from yafsdp_cc.bench.trainers import shard_by_fsdp2
+from yafsdp_cc.report.overlap import joined, without
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5
@@ -96,7 +99,7 @@ CASES = (
 
 def _alone(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Weights in bf16, no communication; see ``MasterWeights``."""
-    return model.to_empty(device=mesh.device_type).to(torch.bfloat16)
+    return model.to(torch.bfloat16).to_empty(device=mesh.device_type)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -235,41 +238,80 @@ def flops(case: Case) -> float:
     return 6.0 * case.length * (matrices + spec.blocks * case.length * spec.width)
 
 
-def measure(case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
+def activation_bytes(case: Case) -> int:
+    """Return what a forward in bf16 keeps for the backward, and what the loss takes."""
+    spec = SPECS[case.model]
+    token = 40 * spec.width  # twenty numbers: inputs and outputs of two norms, q, k, v, attention, twelve of the MLP
+    kept = spec.blocks * 2 * spec.width + token if case.recomputes else spec.blocks * token
+    return case.length * (kept + 16 * spec.vocabulary)  # logits in bf16 and fp32, the softmax, and two gradients
+
+
+def needed_bytes(name: str, case: Case) -> int:
+    """Estimate the memory of a contestant: states, buffers and activations, and a tenth for what torch rounds up."""
+    spec = SPECS[case.model]
+    block, edges = 12 * spec.width**2, 2 * spec.vocabulary * spec.width
+    numel = spec.blocks * block + edges
+    if name == "alone":  # weights and gradients in bf16; masters, their gradients and two moments in fp32
+        states = numel * (4 if case.world > 1 else 20)
+    else:  # weights, gradients and two moments in fp32; two blocks and both edges: bf16 twice, and a sum in fp32
+        states = 16 * numel // case.world + 8 * (2 * block + edges)
+        if name in ENCODED:  # residuals in bf16, messages, decoded
+            states += 2 * numel + 8 * (block + edges)
+    return int(1.1 * (states + activation_bytes(case))) + CONTEXT
+
+
+ENCODED = ("ours int8", "ours int4")
+CONTEXT = 2 << 30
+"""Bytes that CUDA, cuBLAS and the profiler take."""
+
+
+def lacking(name: str, case: Case, card: int) -> str:
+    """Return why a contestant is left out on a card of so many bytes, or nothing."""
+    needed = needed_bytes(name, case)
+    return f"needs {needed / 2**30:.0f} GiB of {card / 2**30:.0f}" if needed > card else ""
+
+
+def measure(name: str, case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
     """Return all figures, in a process of its own, which is a rank of the case's world from then on."""
     traffic = begin(0, case.world, Fabric(LinkCost(DELAY, 1 / (case.rate * GIGA)), LinkCost(DELAY, 1 / (NEAR * GIGA))))
     mesh = init_device_mesh(device, (case.world,), mesh_dim_names=("shard",))
-    runs: dict[str, Steps] = {}
-    figures: dict[str, dict[str, Any]] = {}
-    for name in case.contestants:
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        runs[name] = Steps(name, case, mesh)
-        memory = runs[name].warm_up()
-        sent = traffic.sent_bytes
-        figures[name] = memory | runs[name].traced() | {"sent_bytes": traffic.sent_bytes - sent}
-        figures[name]["peak_bytes"] -= held
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _, name in interleaved(runs, rounds):
-        turns[name].append(runs[name].timed(steps))
+    run = Steps(name, case, mesh)
+    figures: dict[str, Any] = run.warm_up()
+    sent = traffic.sent_bytes
+    figures |= run.traced() | {"sent_bytes": traffic.sent_bytes - sent}
+    turns = [run.timed(steps) for _ in range(rounds)]
     rate = GIGA * (case.rate if case.world > Fabric._field_defaults["machine"] else NEAR)
-    for name, each in figures.items():
-        step, host = (median(times) for times in zip(*turns[name], strict=True))
-        each |= {
-            "step_ms": 1e3 * step,
-            "host_ms": 1e3 * host,
-            "tflops": flops(case) / step / 1e12,
-            "turns": turns[name],
-        }
-        each["links_ms"] = 1e3 * each["sent_bytes"] / rate
-    return figures
+    step, host = (median(times) for times in zip(*turns, strict=True))
+    return figures | {
+        "step_ms": 1e3 * step,
+        "host_ms": 1e3 * host,
+        "tflops": flops(case) / step / 1e12,
+        "turns": turns,
+        "links_ms": 1e3 * figures["sent_bytes"] / rate,
+    }
 
 
-def _in_process(case: Case, device: str, rounds: int, steps: int, sender: Any) -> None:
+def _in_process(name: str, case: Case, device: str, rounds: int, steps: int, sender: Any) -> None:
     """Send what was measured, or why nothing was."""
     try:
-        sender.send(measure(case, device, rounds, steps))
+        sender.send(measure(name, case, device, rounds, steps))
     except Exception as error:
         sender.send(f"{type(error).__name__}: {error}")
+
+
+def measured(*args: Any) -> dict[str, Any] | str:
+    """Return what ``measure`` does in a process of its own, or why it failed."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_in_process, args=(*args, sender))
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] | str = receiver.recv()
+    except EOFError:
+        found = "the process died"
+    process.join()
+    return found
 
 
 def show(case: Case, figures: dict[str, Any]) -> None:
@@ -299,7 +341,7 @@ def main() -> None:
     some = f"of {', '.join(CONTESTANTS)}"
     parser.add_argument("--contestants", type=names, default=["alone", "fsdp2", "ours"], help=some)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
@@ -311,26 +353,26 @@ def main() -> None:
     if options.model:
         world = (options.model, options.world, options.rate, options.length)
         cases = (Case(*world, tuple(options.contestants), options.recompute, options.compile),)
-    results: dict[str, Any] = {"about": about(["python", "bench/worlds.py", *sys.argv[1:]]), "cases": {}}
-    context = multiprocessing.get_context("spawn")
+    results: dict[str, Any] = {"about": about(["python", "bench/worlds.py", *sys.argv[1:]]), "cases": {}, "missing": {}}
+    card = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else sys.maxsize
+    failed = False
     for case in cases:
-        receiver, sender = context.Pipe(duplex=False)
-        args = (case, options.device, options.rounds, options.steps, sender)
-        process = context.Process(target=_in_process, args=args)
-        process.start()
-        sender.close()
-        try:
-            figures = receiver.recv()
-        except EOFError:
-            figures = "the process died"
-        process.join()
-        results["cases"][str(case)] = figures
-        if isinstance(figures, str):
-            print(f"\n{case}: {figures}", file=sys.stderr)
-        else:
+        figures = results["cases"][str(case)] = {}
+        for name in case.contestants:
+            if reason := lacking(name, case, card):
+                found: dict[str, Any] | str = f"left out, {reason}"
+            else:
+                found = measured(name, case, options.device, options.rounds, options.steps)
+                failed |= isinstance(found, str)
+            if isinstance(found, str):
+                results["missing"][f"{case}, {name}"] = found
+                print(f"{case}, {name}: {found}", file=sys.stderr)
+            else:
+                figures[name] = found
+            save(options.json, results)
+        if figures:
             show(case, figures)
-        save(options.json, results)
-    sys.exit(any(isinstance(figures, str) for figures in results["cases"].values()))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -9,30 +9,36 @@ Functions whose name begins with ``break_`` or ``set_`` patch this process for g
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from yafsdp_cc.compression import ddp, error_feedback
 from yafsdp_cc.compression.all_gather import DeltaAllGather
 from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
-from yafsdp_cc.compression.error_feedback import ops_for
+from yafsdp_cc.compression.error_feedback import decode, ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import dtensor, mesh, module, offload, reductions, sharding
+from yafsdp_cc.engine import assembly, communicator, dtensor, mesh, module, offload, reductions
 from yafsdp_cc.engine.buffers import Buffer
+from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.module import ShardedModule, require_state
-from yafsdp_cc.engine.offload import HostMemory, HostTransfer, HostTransfers
-from yafsdp_cc.engine.param import unsharded_grad_bytes
-from yafsdp_cc.engine.param_group import ParamGroup
+from yafsdp_cc.engine.offload import HostTransfer, HostTransfers
+from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
+from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.reductions import LazyReduction
-from yafsdp_cc.engine.state import FSDPState
-from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream
+from yafsdp_cc.engine.state import FSDPState, IterationState
+from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback, StreamEvent
 
 __all__ = ["Codec", "FlatDTensor", "LocalClip", "Noise", "codec_of"]
 
@@ -102,6 +108,16 @@ def buffers_of(model: nn.Module) -> list[Tensor]:
 def first_weight_buffer(model: nn.Module) -> Any:
     """Return the object that stands for the buffer that the first group's weights are gathered into."""
     return groups_of(model)[0].unsharded.buffer
+
+
+def chunk_numels(model: nn.Module) -> list[int]:
+    """Return the elements of this rank's chunk of each flat parameter."""
+    return [flat.layout.chunk for flat in flat_params(model)]
+
+
+def set_input_device(model: nn.Module, device: torch.device) -> None:
+    """Have what ``model`` is called with moved to ``device``, as on a mesh of GPUs."""
+    require_state(model)._input_device = device
 
 
 def finish_all_gathers(model: nn.Module) -> None:
@@ -212,6 +228,19 @@ def has_native_kernels() -> bool:
     return ops_for(torch.device("cpu")) is not None
 
 
+def simd_levels() -> list[str]:
+    """Return the instruction sets of this machine that the native kernels know, by their names in YAFSDP_CC_SIMD."""
+    found = []
+    for name in ("scalar", "sse2", "avx2", "avx512", "neon") if has_native_kernels() else ():
+        with mock.patch.dict(os.environ, YAFSDP_CC_SIMD=name):
+            try:
+                decode(codec_of("fp32"), torch.zeros(1, 1024, dtype=torch.uint8), torch.zeros(1, 256))
+            except RuntimeError:
+                continue
+            found.append(name)
+    return found
+
+
 def set_delta_part(monkeypatch: Any, numel: int) -> None:
     """Have weight deltas encoded in parts of so many elements."""
     make = DeltaAllGather.__init__
@@ -245,6 +274,10 @@ def module_methods() -> Iterable[str]:
 # -- streams and host memory ------------------------------------------------------------------------------------------
 
 
+SHARDED_TENSORS = (FlatDTensor, LazyReduction)
+"""Subclasses of tensors that run operations of their own where one is called on them."""
+
+
 def local_tensor(value: Any) -> Tensor | None:
     """Return the memory behind a sharded tensor or an unfinished norm; None for anything else."""
     if isinstance(value, FlatDTensor):
@@ -252,25 +285,63 @@ def local_tensor(value: Any) -> Tensor | None:
     return value._partials.local if isinstance(value, LazyReduction) else None
 
 
-def modelled_device(own: Callable[[Tensor], Tensor], on_mesh: Callable[..., Tensor]) -> list[tuple[Any, str, Any]]:
-    """Return what to replace, as (owner, name, value), for the schedule of CUDA to run on the CPU.
+class _Future(torch.futures.Future):  # type: ignore[type-arg]
+    """A future that knows no devices, for there are none."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__()
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+def modelled_device(device: torch.device, on_mesh: Callable[..., Tensor]) -> list[tuple[Any, str, Any]]:
+    """Return what to replace, as (owner, name, value), for the engine to run on the CPU what it runs on CUDA.
 
     Args:
-        own: takes memory that the engine allocates on the host.
+        device: is taken for CUDA by the engine, and for a CPU by torch; its communication backend is NCCL.
         on_mesh: brings a tensor to where collectives want it.
     """
-    zeros = HostMemory.zeros
+    find, backend_of = error_feedback._ops_for, mesh.backend_of
+
+    def backend(group: dist.ProcessGroup, asked: torch.device) -> str:
+        return "nccl" if asked is device else backend_of(group, asked)
+
     return [
-        (sharding, "comm_stream", CudaCommStream),
-        (HostMemory, "zeros", lambda self, numel, dtype: own(zeros(self, numel, dtype))),
+        (mesh.MeshInfo, "of", lambda of: mesh.MeshInfo(of, device)),
+        *((owner, "backend_of", backend) for owner in (mesh, module, assembly, communicator)),
+        (error_feedback, "_ops_for", lambda _, mode: find(torch.device("cpu"), mode)),
+        (ddp, "comm_stream", CudaCommStream),
+        (torch.futures, "Future", _Future),
         (mesh, "to_mesh_device", on_mesh),
         (dtensor, "to_mesh_device", on_mesh),
     ]
 
 
+def set_reduces_in_place() -> None:
+    """Let communicators sum as over NCCL: by the backend's reduce-scatter and all-reduce, in place."""
+    make = Communicator.__init__
+
+    def make_in_place(self: Communicator, *args: Any) -> None:
+        make(self, *args)
+        self.reduces_in_place = True
+
+    Communicator.__init__ = make_in_place  # type: ignore[method-assign]
+
+
 def set_staging_bytes(count: int) -> None:
     """Give copies between host and device staging buffers of so many bytes."""
     offload.STAGING_BYTES = count
+
+
+def _skip_in(owner: Any, name: str, *callers: str) -> None:
+    """Have a method do nothing where a function of one of these names calls it."""
+    method = getattr(owner, name)
+
+    def skip(self: Any, *args: Any) -> Any:
+        return None if sys._getframe(1).f_code.co_name in callers else method(self, *args)
+
+    setattr(owner, name, skip)
 
 
 def break_buffer_release() -> None:
@@ -282,14 +353,120 @@ def break_buffer_release() -> None:
     ParamGroup.release = release  # type: ignore[method-assign]
 
 
-def break_wait() -> None:
-    """Let nobody wait for a collective."""
-    CudaCommHandle.wait = lambda self: None  # type: ignore[method-assign]
+def break_waits_in(*callers: str) -> None:
+    """Let these methods of a group, call or context go on without the collectives that they wait for."""
+    _skip_in(GroupContext, "wait", *callers)
 
 
-def break_stream_order() -> None:
-    """Let communication begin before the caller's stream has made what it sends."""
-    CudaCommStream.wait_for_caller = lambda self: None  # type: ignore[method-assign]
+def break_wait_for_reduces_in(caller: str) -> None:
+    """Let this method of an ``FSDPState`` go on without the reduces and deferrals under way."""
+    _skip_in(GroupContext, "wait_for_reduces", caller)
+
+
+def break_wait_for_replicas() -> None:
+    """Let a backward end before replicas have summed."""
+    Replicas.wait = lambda self: None  # type: ignore[method-assign]
+
+
+def break_handle_wait_in(caller: str) -> None:
+    """Let this method go on without the operation whose handle it waits for."""
+    _skip_in(CudaCommHandle, "wait", caller)
+
+
+def break_stream_order_in(caller: str) -> None:
+    """Let what this method issues begin before the caller's stream has made what it reads."""
+    _skip_in(CudaCommStream, "wait_for_caller", caller)
+
+
+def break_order_of_users() -> None:
+    """Let a buffer be refilled after its use on one stream, whatever another one does with it."""
+
+    def record(self: Any, event: Any = None) -> Any:
+        event = event or StreamEvent(self.caller())
+        event.event.record(self.caller())
+        return event
+
+    CudaCommStream.record = record  # type: ignore[method-assign]
+
+
+def break_overflow_record() -> None:
+    """Let an overflow buffer be filled before the caller's stream is through with what lay in its memory."""
+    _skip_in(CudaCommStream, "record", "_overflow")
+
+
+def break_grad_buffer_reference() -> None:
+    """Let gradient buffers be freed while the stream of the reduces reads them."""
+    issue = GroupContext.issue_reduce
+
+    def forget(self: GroupContext, *args: Any) -> None:
+        issue(self, *args)
+        self.in_flight.clear()
+
+    GroupContext.issue_reduce = forget  # type: ignore[method-assign]
+    del Buffer.__del__
+
+
+def break_overflow_reference() -> None:
+    """Let overflow buffers be freed while the stream of the all-gathers writes to them."""
+    break_handle_wait_in("release_held")
+    del Buffer.__del__
+
+
+def break_order_of_freed_memory() -> None:
+    """Let overflow buffers be freed while another stream than they were allocated on still uses them."""
+    wait = Buffer.__del__
+
+    def forget(self: Buffer) -> None:
+        self.last_use = None
+        wait(self)
+
+    Buffer.__del__ = forget  # type: ignore[method-assign]
+
+
+def break_backward_stream() -> None:
+    """Let the gates of groups be on whatever streams their forwards are."""
+    IterationState.on_backward_stream = lambda self, make_gate: make_gate()  # type: ignore[method-assign]
+
+
+def break_leaf_stream() -> None:
+    """Let the stream around ``backward()`` not wait for the one that the gradients were written on."""
+    make = FSDPState.__post_init__
+
+    def forget(self: FSDPState) -> None:
+        make(self)
+        self._leaf_stream = None
+
+    FSDPState.__post_init__ = forget  # type: ignore[method-assign]
+
+
+def break_zeroing() -> None:
+    """Let gradients that nobody has written be reduced as they are."""
+
+    def written(self: UnshardedGrads) -> list[list[bool]]:
+        return [[param.written for param in flat.params] for flat in self.flats]
+
+    UnshardedGrads.zero_unwritten = written  # type: ignore[method-assign]
+
+
+def break_readback_waits(method: str) -> None:
+    """Let the host touch pinned memory in ``send`` or ``receive`` before the copy from or to there is over."""
+    run = getattr(PinnedReadback, method)
+
+    class Passed:
+        def __init__(self, event: Any) -> None:
+            self.record = event.record
+
+        def synchronize(self) -> None:
+            pass
+
+    def hasty(self: Any, *args: Any) -> Any:
+        event, self._passed = self._passed, Passed(self._passed)
+        try:
+            return run(self, *args)
+        finally:
+            self._passed = event
+
+    setattr(PinnedReadback, method, hasty)
 
 
 def break_wait_of_autograd() -> None:
@@ -323,6 +500,21 @@ def break_staging_buffers() -> None:
     HostTransfers.__init__ = share  # type: ignore[method-assign]
 
 
+def watch_communicator(watch: Callable[[str, Callable[[], None]], None]) -> None:
+    """Have ``watch`` called with the kind of each collective of a ``Communicator``, and with what issues it."""
+
+    def watched(kind: str, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+            works: list[Any] = []
+            watch(kind, lambda: works.extend(issue(self, *args, **kwargs)))
+            return works
+
+        return call
+
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        setattr(Communicator, kind, watched(kind, getattr(Communicator, kind)))
+
+
 def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int], Any]) -> None:
     """Replace what brings tensors to the device, and the collectives outside of the engine's own streams.
 
@@ -343,7 +535,9 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
     its reduce until it is written again.
     """
     state, issue = require_state(model), CudaCommStream.issue
-    weights = {id(buffer.handle): buffer for buffer in _weight_buffers(model)}
+    # A gather leaves out frozen parameters that are still there.
+    partly = {id(group.unsharded.buffer) for group in state.groups if not all(flat.trainable for flat in group.flats)}
+    weights = {id(buffer.handle): buffer for buffer in _weight_buffers(model) if id(buffer) not in partly}
     grads = {id(buffer.handle): buffer for buffer in _grad_buffers(model)}
     owners = {}
     for group in state.groups:
@@ -353,7 +547,7 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
 
     def issue_late(self: CudaCommStream, handle: Any, start: Any, finish: Any = None, after: Any = None) -> None:
         def begin(async_op: bool) -> Any:
-            if id(handle) in weights and all(flat.trainable for flat in weights[id(handle)].owner.flats):  # type: ignore[union-attr,attr-defined]
+            if id(handle) in weights:
                 weights[id(handle)].data.fill_(255)  # NaN in every dtype
             nap()
             return start(async_op)
@@ -372,3 +566,30 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
         yield
     finally:
         CudaCommStream.issue = issue  # type: ignore[method-assign]
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def set_nccl_sums(add: Callable[[Tensor], Tensor]) -> None:
+    """Let gloo's ranks take the way of NCCL: in place, each sum in the dtype that is sent and as ``add`` has it.
+
+    Args:
+        add: from what each rank contributes to each chunk, [world, world, n], to the sums of the chunks, [world, n].
+    """
+    make = Communicator.__init__
+
+    def make_as_nccl(self: Communicator, group: dist.ProcessGroup, device: torch.device) -> None:
+        make(self, group, device)
+        self.is_gloo, self.reduces_in_place = False, True
+
+    def reduce_scatter(self: Communicator, buffer: Tensor, async_op: bool) -> list[dist.Work]:
+        if self.world > 1:
+            contributions = [torch.empty_like(buffer) for _ in range(self.world)]
+            dist.all_gather(contributions, buffer, group=self.group)
+            sums = add(torch.stack(contributions).view(self.world, self.world, -1))
+            self.own_chunk(buffer).copy_(sums[self.rank])
+        return []
+
+    Communicator.__init__ = make_as_nccl  # type: ignore[method-assign]
+    Communicator.reduce_scatter = reduce_scatter  # type: ignore[method-assign]

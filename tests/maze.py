@@ -232,8 +232,8 @@ def nests(program: Program, spec: dict[str, Any]) -> bool:
 # -- the generator ----------------------------------------------------------------------------------------------------
 
 
-def random_spec(rng: random.Random) -> dict[str, Any]:
-    """Three to seven units, equal and unequal, some nested, some tied, some with frozen pieces."""
+def random_spec(rng: random.Random, tops: tuple[int, int] = (3, 6)) -> dict[str, Any]:
+    """So many units, some with others inside: equal and unequal, some tied, some with frozen pieces."""
     common = rng.choice((16, 24))
 
     def leaf() -> tuple[Any, ...]:
@@ -244,7 +244,7 @@ def random_spec(rng: random.Random) -> dict[str, Any]:
             return ("parent", common, *(leaf() for _ in range(rng.randint(1, 2))))
         return leaf()
 
-    units = tuple(top() for _ in range(rng.randint(3, 6)))
+    units = tuple(top() for _ in range(rng.randint(*tops)))
     spec: dict[str, Any] = {"units": units, "tied_ends": rng.random() < 0.4, "tied_units": None, "frozen": ()}
     same = [(i, j) for i, a in enumerate(flat(units)) for j, b in enumerate(flat(units)) if i < j and a == b]
     tops = set(range(len(flat(units)))) - callers(spec).keys()  # what siblings share belongs to their parent
@@ -316,7 +316,9 @@ def _some(rng: random.Random, spec: dict[str, Any], world: int, free: list[int])
     return ("some", rng.choice(able), ranks) if able else None
 
 
-def random_actions(rng: random.Random, spec: dict[str, Any], world: int) -> list[Program]:
+def random_actions(
+    rng: random.Random, spec: dict[str, Any], world: int, rounds: tuple[int, int] = (3, 5)
+) -> list[Program]:
     """What a training loop does, in a random but legal order. See ``test_order`` for what each action means."""
     names = [name for name, _ in Maze(spec).named_parameters()]
     actions: list[Program] = []
@@ -325,7 +327,7 @@ def random_actions(rng: random.Random, spec: dict[str, Any], world: int) -> list
     def program() -> Program:
         return usual if rng.random() < 0.5 else random_program(rng, spec, world)
 
-    for _ in range(rng.randint(3, 5)):
+    for _ in range(rng.randint(*rounds)):
         live: list[int] = []
         held = False
         for forwards in range(rng.randint(1, 3)):

@@ -1,8 +1,9 @@
 """Real ranks for tests: below ``@ranks(2)``, the body of a test runs on two forked gloo processes.
 
 ``on_ranks(2, body, *args)`` does the same within a test that goes on with the results, or starts several groups. With
-another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few. A rank that raises
-ends the others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few; they stay for the
+tests after this one, each in a new group, since a start takes longer than most tests. A rank that raises ends the
+others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
 
 The parent imports torch and computes nothing: threads do not survive a fork. (A worker of pytest-xdist has one thread
 besides, which waits for messages of its controller and holds no lock that a rank takes.)
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import itertools
 import multiprocessing
 import os
 import sys
@@ -25,7 +27,7 @@ import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch._dynamo  # by the optimizers
@@ -83,24 +85,61 @@ def on_ranks(
 
     A collective waits for ``patience`` seconds, as long as the whole job if it is None.
     """
-    context: Any = multiprocessing.get_context("spawn" if backend else "fork")
+    patience = patience or timeout
+    if backend:
+        spawned = _SpawnedRanks.idle.pop(world, None) or _SpawnedRanks(world)
+        return spawned.run((patience, body, args, backend), timeout)
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, world, folder, patience or timeout, sender, body, args, backend), daemon=True
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        started = [_start("fork", _rank, rank, world, folder, patience, body, args) for rank in range(world)]
         try:
-            return _collect(pipes, time.monotonic() + timeout)
+            return _collect([pipe for pipe, _ in started], time.monotonic() + timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            _end(started)
+
+
+SPAWN = "spawn"
+"""How ranks of another backend than gloo are started: CUDA does not survive a fork."""
+
+
+class _SpawnedRanks:
+    """Ranks that run one body after another."""
+
+    idle: ClassVar[dict[int, _SpawnedRanks]] = {}
+    """Those that wait for a body, by how many they are."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # with the stores of all groups; NCCL's threads read them
+        self._started = [_start(SPAWN, _serve, rank, world, self._folder.name) for rank in range(world)]
+        self.world = world
+
+    def run(self, job: tuple[Any, ...], timeout: float) -> list[Any]:
+        results = None
+        try:
+            for pipe, _ in self._started:
+                pipe.send(job)
+            results = _collect([pipe for pipe, _ in self._started], time.monotonic() + timeout)
+        finally:
+            if results is None:  # whoever failed may have left anything behind
+                _end(self._started)
+        self.idle[self.world] = self
+        return results
+
+
+def _start(method: str, target: Callable[..., None], *args: Any) -> tuple[Any, Any]:
+    """Start a process that is given the other end of a pipe; return this end, and the process."""
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _end(started: list[tuple[Any, Any]]) -> None:
+    for pipe, process in started:
+        process.kill()
+        process.join()
+        pipe.close()
 
 
 def _collect(pipes: list[Any], deadline: float) -> list[Any]:
@@ -122,33 +161,45 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(
+def _rank(pipe: Any, rank: int, world: int, folder: str, patience: float, body: Callable[..., Any], args: Any) -> None:
+    """Run one body, and stay until the parent ends this process: its own end would break the others' connections."""
+    gc.freeze()
+    _run(pipe, rank, world, os.path.join(folder, "store"), patience, body, args, "gloo")
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+
+
+def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
+    """Run one body after another."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    for count in itertools.count():
+        job = pipe.recv()
+        if dist.is_initialized():  # only now: the other ranks may have needed it until all were done
+            dist.destroy_process_group()
+        gc.collect()
+        _run(pipe, rank, world, os.path.join(folder, str(count)), *job)
+
+
+def _run(
+    pipe: Any,
     rank: int,
     world: int,
-    folder: str,
+    file: str,
     patience: float,
-    sender: Any,
     body: Callable[..., Any],
     args: Any,
     backend: str,
 ) -> None:
-    gc.freeze()
+    """Run a body in a group of its own, and send whether it failed, and its result or traceback."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        store = dist.FileStore(os.path.join(folder, "store"), world)
-        if backend:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group(
-            backend or "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience)
-        )
-        sender.send((False, body(*args)))
+        store = dist.FileStore(file, world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
+        pipe.send((False, body(*args)))
     except BaseException:
-        sender.send((True, traceback.format_exc()))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        multiprocessing.parent_process().join()  # is killed: an end of its own would break the others' connections
+        pipe.send((True, traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 @contextmanager

@@ -4,25 +4,118 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.ranks import ranks
+import yafsdp_cc
+from tests.cli.command import yafsdp_cc as command_line
+from tests.ranks import on_ranks
+from tests.soak import LONG
+from yafsdp_cc import cli
 
 ROOT = Path(__file__).parent.parent
 
 
-PAGES = ["README.md", "docs/using.md", "docs/migrating.md", "docs/compression.md", "docs/one-bit.md"]
+TUTORIALS = ["loop", "lora", "slow-network", "machines", "sparse-attention"]
+GUIDES = ["using", "migrating", "compression", "one-bit", "launch", "profiling"]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/tutorials/{name}.md" for name in TUTORIALS)]
 
 
 @pytest.mark.parametrize("page", PAGES)
-@ranks(2)
 def test_examples_run(page: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert blocks
-    definitions, *examples = blocks
-    os.chdir(tmp_path)
+    if page.endswith("lora.md"):
+        pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
+    on_ranks(2, _run_examples, page, tmp_path)
+
+
+def _run_examples(page: str, folder: Path) -> None:
+    definitions, *examples = blocks_of((ROOT / page).read_text(encoding="utf-8"), "python")
+    os.chdir(folder)
     for number, example in enumerate(examples or [""], start=1):
         script = compile(f"{definitions}\n{example}", f"<{page}, example {number}>", "exec")
-        exec(script, {"__name__": f"example{number}"})
+        module = ModuleType(f"example{number}")
+        sys.modules[module.__name__] = module  # torch's compiler looks a function's module up by its name
+        exec(script, module.__dict__)
+
+
+ELSEWHERE = ("make ", "source ", "srun ", "yafsdp-cc launch --nnodes=2")
+"""Begins of commands that need an installation of their own, Slurm or a second machine."""
+
+
+@LONG
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "tutorials" in page or "launch" in page or "README" in page]
+)
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    """Each in its turn, with the page's script as train.py, in a folder that has the repository's programs."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    commands = [line for block in blocks_of(text, "bash") for line in block.splitlines() if not line.startswith("#")]
+    source = text if "slow-network" not in page else (ROOT / "docs/tutorials/loop.md").read_text(encoding="utf-8")
+    (tmp_path / "train.py").write_text(blocks_of(source, "python")[0])
+    for name in ("bench", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in commands:
+        if not command.startswith(ELSEWHERE):
+            done = subprocess.run(
+                ["bash", "-ec", command],
+                cwd=tmp_path,
+                env={**os.environ, "PATH": found, "PYTHONPATH": str(ROOT)},
+                input="\n" * 30,  # answers to `yafsdp-cc config`: the defaults
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def blocks_of(text: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_links_name_files() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)[)#]", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+
+
+@LONG
+def test_the_site_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra 'docs')")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    for name in set(yafsdp_cc.__all__) - {"profiling"}:
+        assert f'.{name}"' in reference, f"yafsdp_cc.{name} is missing from docs/reference.md"
+
+
+@LONG
+def test_the_commands_on_profiling_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands, one after the other, on the script that it shows. What ``launch`` runs, ``profile`` runs, too."""
+    text = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    script, commands = (blocks_of(text, kind)[0] for kind in ("python", "bash"))
+    (tmp_path / "train.py").write_text(script)
+    launch, *others = map(str.split, commands.splitlines())
+    assert launch == ["yafsdp-cc", "launch", "--nproc-per-node=2", "train.py"]
+    monkeypatch.chdir(tmp_path)
+    for _, command, *arguments in others:
+        if command == "profile":
+            done = command_line(command, *arguments, folder=tmp_path)
+            assert done.returncode == 0, done.stderr
+        else:
+            assert cli.main([command, *arguments]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<p>2 steps of ") == 2, "of two ranks"
+    assert all(page.count(f"<tr><td>{unit}</td>") == 2 for unit in range(3)), "all units of both"
+    assert "Loss against wall-clock" in page

@@ -145,9 +145,9 @@ class OnGpu(Pair):
 
 
 def play_on_gpu(seeds: range) -> None:
-    torch.set_default_device("cuda")
-    for seed in seeds:
-        play(scenario(seed, world=1) | {"optimizer": "sgd"}, OnGpu)
+    with torch.device("cuda"):
+        for seed in seeds:
+            play(scenario(seed, world=1) | {"optimizer": "sgd"}, OnGpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

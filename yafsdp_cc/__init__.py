@@ -5,6 +5,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # "as" makes a name public to type checkers
+    from yafsdp_cc import compression as compression
+    from yafsdp_cc import integrations as integrations
+    from yafsdp_cc import netlab as netlab
+    from yafsdp_cc import optim as optim
     from yafsdp_cc import profiling as profiling
     from yafsdp_cc.api import UnshardHandle as UnshardHandle
     from yafsdp_cc.api import counters_of as counters_of
@@ -28,6 +32,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import register_forward_method as register_forward_method
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
+    from yafsdp_cc.metrics import Metrics as Metrics
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _MODULE_OF = {
@@ -41,6 +46,7 @@ _MODULE_OF = {
     "fully_shard": "yafsdp_cc.api",
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.full",
+    "Metrics": "yafsdp_cc.metrics",
     "patch_torch": "yafsdp_cc.engine.dtensor",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
@@ -54,18 +60,19 @@ _MODULE_OF = {
     "watch_loss": "yafsdp_cc.api",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
+_MODULES = ("compression", "integrations", "netlab", "optim", "profiling")
 _RENAMED = {"GradientWire": "CompressionHookState"}
 """Names of earlier versions, and what they are called now."""
 
-__all__ = ["profiling", *_MODULE_OF]
+__all__ = [*_MODULES, *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warnings.warn(f"yafsdp_cc.{name} is yafsdp_cc.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
         name = _RENAMED[name]
-    if name == "profiling":
-        return importlib.import_module("yafsdp_cc.profiling")
+    if name in _MODULES:
+        return importlib.import_module(f"yafsdp_cc.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'yafsdp_cc' has no attribute {name!r}")
     return globals().setdefault(name, getattr(importlib.import_module(_MODULE_OF[name]), name))

@@ -7,25 +7,29 @@ and is ``fully_shard`` on each of them and on the model, after the same checks, 
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.compression.codec import FORMAT
 from yafsdp_cc.compression.collectives import CompressedCollectives
-from yafsdp_cc.compression.config import AUTO, Compression, compression_of
+from yafsdp_cc.compression.config import AUTO, Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.engine.layout import check_tensor_parallel, local_tensor
@@ -56,6 +60,7 @@ from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.parameters import check_shardable, find_parameters
+from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling import mark_optimizer_steps
 
@@ -76,6 +81,8 @@ __all__ = [
 Model = TypeVar("Model", bound=nn.Module)
 Modules = TypeVar("Modules", bound=nn.Module | list[Any])
 Placement = Callable[[nn.Parameter], Any]
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class _Arguments(NamedTuple):
@@ -94,6 +101,88 @@ class _Arguments(NamedTuple):
         return ShardingPlan(self.info, policy, self.collectives, self.host, prepare)
 
 
+# Arguments that a script leaves out ----------------------------------------------------------------------------------
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, None: None}
+_ARGUMENTS = {
+    "shard.replicate": "mesh",
+    "shard.cpu_offload": "offload_policy",
+    "precision": "mp_policy",
+    "compression": "compression",
+}
+"""What settings stand for, or all those of a section; others have the argument's name."""
+
+_origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
+
+
+def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Give a function the arguments that the script leaves out, where the run file or its like has them."""
+    accepted = inspect.signature(function).parameters
+
+    @wraps(function)
+    def completed(*args: P.args, **given: P.kwargs) -> Result:
+        settings = run_settings()
+        if not settings:
+            return function(*args, **given)
+        rows = [PlannedArgument(name, _shown(value), "the script") for name, value in given.items()]
+        left_out: dict[str, Any] = {}
+        for name, one in settings.items():
+            section, _, leaf = name.partition(".")
+            argument = _ARGUMENTS.get(name) or _ARGUMENTS.get(section, leaf)
+            if argument not in accepted:
+                raise ValueError(
+                    f"{name} ({one.source}) is no argument of {function.__name__}(): leave it out, or call "
+                    "yafsdp_cc.shard(model), which has it"
+                )
+            overruled = f", but the script passes {argument}" if argument in given else ""
+            rows.append(PlannedArgument(name, str(one.value), f"{one.source}{overruled}"))
+            if not overruled and argument not in left_out:
+                left_out[argument] = _from_settings(argument, one.value)
+        result = function(*args, **(left_out | given))
+        modules: list[Any] = result if isinstance(result, list) else [result]
+        _origins.update({module: tuple(rows) for module in modules})
+        return result
+
+    return completed
+
+
+def _shown(value: object) -> str:
+    plain = (str, int, float, type(None), MixedPrecisionPolicy, Compression, DeviceMesh)
+    return repr(value) if isinstance(value, plain) else type(value).__name__  # not all elements of a tensor
+
+
+def _from_settings(argument: str, value: Any) -> Any:
+    """Return what a setting of this value means as an argument."""
+    if argument == "mp_policy":
+        precision = {name: one.value for name, one in run_settings().items() if name.startswith("precision.")}
+        dtypes = {
+            f"{name}_dtype": _DTYPES[precision.get(f"precision.{name}")] for name in ("param", "reduce", "output")
+        }
+        casts = precision.get("precision.cast_forward_inputs", True)
+        return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=casts)
+    if argument == "compression":
+        return compression_of_run()
+    if argument == "offload_policy":
+        return CPUOffloadPolicy() if value else OffloadPolicy()
+    if argument == "mesh":
+        ranks = all_ranks()
+        return _replicated(ranks.get_group(), value, ranks.device_type) if value > 1 else ranks
+    return value
+
+
+@lru_cache(maxsize=1)  # a mesh makes groups, and fully_shard asks for it in every call
+def _replicated(world: dist.ProcessGroup, replicas: int, device: str) -> DeviceMesh:
+    """Return the mesh (replicate, shard) of all ranks."""
+    name, size = "shard.replicate", world.size()
+    check_settings({name: replicas}, [world])
+    if size % replicas:
+        raise ValueError(
+            f"{name}={replicas} ({run_settings()[name].source}) does not divide the {size} ranks of this run"
+        )
+    return init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+@_completed
 def shard(
     model: Model,
     *,
@@ -231,6 +320,7 @@ def shard(
     return model
 
 
+@_completed
 def fully_shard(
     module: Modules,
     *,
@@ -344,7 +434,7 @@ def plan_of(model: nn.Module) -> Plan:
     Raises:
         ValueError: ``model`` is not sharded.
     """
-    return plan_for(require_state(model))
+    return replace(plan_for(require_state(model)), arguments=_origins.get(model, ()))
 
 
 def counters_of(model: nn.Module) -> Counters:
@@ -539,10 +629,10 @@ def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
         what = "start more ranks (--nproc-per-node=2)"
         if world > 1:
             what = f"the {world} ranks of this run would each train a model of their own; pass a mesh of several"
-        warnings.warn(f"shard() over one rank shards nothing: {what}", stacklevel=3)
+        warnings.warn(f"shard() over one rank shards nothing: {what}", stacklevel=4)
     elif not division.units:
         warnings.warn(
-            "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=3
+            "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=4
         )
 
 
@@ -555,7 +645,7 @@ def _warn_of_residuals(plan: Plan) -> None:
             f"residuals take {plan.residual_bytes:,} bytes per rank, more than the {sharded:,} of the shards and an "
             f"AdamW: residual='int8' takes {least:,}; a mesh (replicate, shard) divides them by the size of its second "
             "dimension; int8 and int4 with feedback=False need none",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

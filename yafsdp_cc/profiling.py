@@ -24,8 +24,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Kind = Literal["gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice"]
-
+Kind = Literal["gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice", "iteration"]
 
 _domain = nvtx.get_domain("yafsdp_cc")
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
@@ -40,6 +39,7 @@ _COLORS: dict[Kind, str] = {
     "clip": "yellow",
     "step": "cyan",
     "choice": "white",
+    "iteration": "grey",
 }
 
 

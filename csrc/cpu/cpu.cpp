@@ -1,8 +1,11 @@
 // The operators on a CPU: arguments checked, the widest instruction set of this machine chosen, one row after another.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <vector>
 
 #include "arguments.h"
 #include "level.h"
@@ -152,6 +155,116 @@ void decode(const Tensor& messages, int64_t codec, int64_t block, const Tensor& 
     }
 }
 
+// The elements of a contiguous tensor of any shape.
+template <class Number_>
+Number_* elements_of(const char* what, const Tensor& tensor, int64_t n, std::initializer_list<ScalarType> types) {
+    const bool fits = std::find(types.begin(), types.end(), tensor.scalar_type()) != types.end();
+    require(fits && tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == n, what, " has to be ", n,
+            " contiguous floating-point numbers on a CPU, moments fp32, not ", seen(tensor));
+    return static_cast<Number_*>(tensor.data_ptr());
+}
+
+Number number_of(const Tensor& tensor) {
+    return tensor.scalar_type() == ScalarType::Float      ? Number::f32
+           : tensor.scalar_type() == ScalarType::BFloat16 ? Number::bf16
+                                                          : Number::f16;
+}
+
+// Threads take turns at stretches of this many elements: a few microseconds of work each.
+constexpr int64_t kUpdated = 8192;
+
+void update(int64_t rule, const std::vector<Tensor> weights, const std::vector<Tensor> gradients,
+            const std::vector<Tensor> momenta, const std::vector<Tensor> squares, const Tensor settings,
+            int64_t /*stream*/) {
+    require(rule >= 0 && rule <= static_cast<int64_t>(Rule::adam_momentum), "there is no rule number ", rule);
+    const Rule kind = static_cast<Rule>(rule);
+    const bool is_adam = kind == Rule::adam_gradient || kind == Rule::adam_momentum;
+    const size_t count = weights.size();
+    require(gradients.size() == count && momenta.size() == (kind == Rule::adam_momentum ? 0 : count) &&
+                squares.size() == (is_adam ? count : 0),
+            "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
+            momenta.size(), " momenta and ", squares.size(), " squares");
+    const Rows numbers = rows_of("settings", settings, {ScalarType::Float});
+    require_shape("settings", numbers, static_cast<int64_t>(count), is_adam ? kAdamSettings : kSgdSettings);
+    std::vector<Update> jobs;
+    std::vector<int64_t> ends;  // of each job, in stretches of all
+    int64_t stretches = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const int64_t n = weights[i].numel();
+        jobs.push_back({kind, n, number_of(weights[i]), elements_of<void>("weights", weights[i], n, kFloats),
+                        number_of(gradients[i]), elements_of<void>("gradients", gradients[i], n, kFloats),
+                        momenta.empty() ? nullptr : elements_of<float>("momenta", momenta[i], n, {ScalarType::Float}),
+                        squares.empty() ? nullptr : elements_of<float>("squares", squares[i], n, {ScalarType::Float}),
+                        numbers.row<float>(static_cast<int64_t>(i))});
+        ends.push_back(stretches += (n + kUpdated - 1) / kUpdated);
+    }
+    const Level& kernels = level();
+    torch::stable::parallel_for(0, stretches, 4, [&](int64_t first, int64_t last) {
+        size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
+        while (first < last) {
+            Update job = jobs[i];
+            const int64_t begin = i ? ends[i - 1] : 0, end = std::min(last, ends[i]), at = (first - begin) * kUpdated;
+            const auto advance = [at](void* data, Number of) {
+                return static_cast<char*>(data) + at * (of == Number::f32 ? 4 : 2);
+            };
+            job.n = std::min(job.n - at, (end - first) * kUpdated);
+            job.weights = advance(job.weights, job.kind);
+            job.gradient = advance(const_cast<void*>(job.gradient), job.gradient_kind);
+            if (job.momentum) job.momentum += at;
+            if (job.square) job.square += at;
+            kernels.update(job);
+            first = end, ++i;
+        }
+    });
+}
+
+void update_lamb(int64_t rule, const std::vector<Tensor> weights, const std::vector<Tensor> gradients,
+                 const std::vector<Tensor> momenta, const std::vector<Tensor> squares, const std::vector<Tensor> fresh,
+                 const Tensor settings, const Tensor sums, int64_t /*stream*/) {
+    require(rule >= 0 && rule <= static_cast<int64_t>(LambRule::momentum), "there is no rule number ", rule);
+    const LambRule kind = static_cast<LambRule>(rule);
+    const size_t count = weights.size();
+    require(gradients.size() == count && momenta.size() == count && squares.size() == count &&
+                fresh.size() == (kind == LambRule::exact ? 0 : count),
+            "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
+            momenta.size(), " momenta, ", squares.size(), " squares and ", fresh.size(), " fresh ones");
+    const Rows numbers = rows_of("settings", settings, {ScalarType::Float});
+    require_shape("settings", numbers, static_cast<int64_t>(count), kLambSettings);
+    require(sums.dim() == 3 && sums.size(0) == 3 && sums.size(1) == static_cast<int64_t>(count),
+            "sums have to be [3, ", count, ", stretches], not ", seen(sums));
+    const int64_t most = sums.size(2);
+    auto* to = elements_of<float>("sums", sums, sums.numel(), {ScalarType::Float});
+    std::vector<Lamb> jobs;
+    for (size_t i = 0; i < count; ++i) {
+        const int64_t n = weights[i].numel();
+        require((n + kLambStretch - 1) / kLambStretch <= most, "sums have ", most, " stretches, too few for ", n,
+                " elements");
+        Lamb job{};
+        job.rule = kind, job.apart = static_cast<int64_t>(count) * most;
+        job.kind = number_of(weights[i]), job.weights = elements_of<void>("weights", weights[i], n, kFloats);
+        job.gradient_kind = number_of(gradients[i]);
+        job.gradient = elements_of<void>("gradients", gradients[i], n, kFloats);
+        job.momentum = elements_of<float>("momenta", momenta[i], n, {ScalarType::Float});
+        job.square = elements_of<float>("squares", squares[i], n, {ScalarType::Float});
+        if (!fresh.empty()) job.fresh = elements_of<float>("fresh", fresh[i], n, {ScalarType::Float});
+        job.settings = numbers.row<float>(static_cast<int64_t>(i));
+        for (int64_t at = 0, k = 0; at < n; at += kLambStretch, ++k) {
+            jobs.push_back(job);
+            Lamb& one = jobs.back();
+            one.n = std::min(n - at, kLambStretch);
+            one.weights = static_cast<char*>(job.weights) + at * (job.kind == Number::f32 ? 4 : 2);
+            one.gradient = static_cast<const char*>(job.gradient) + at * (job.gradient_kind == Number::f32 ? 4 : 2);
+            one.momentum += at, one.square += at;
+            if (one.fresh) one.fresh += at;
+            one.sums = to + static_cast<int64_t>(i) * most + k;
+        }
+    }
+    const Level& kernels = level();
+    torch::stable::parallel_for(0, static_cast<int64_t>(jobs.size()), 4, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) kernels.lamb(jobs[static_cast<size_t>(i)]);
+    });
+}
+
 }  // namespace
 }  // namespace yafsdp_cc::cpu
 
@@ -160,4 +273,6 @@ STABLE_TORCH_LIBRARY_IMPL(yafsdp_cc, CPU, m) {
     m.impl("accumulate", TORCH_BOX(&yafsdp_cc::cpu::accumulate));
     m.impl("decode_sum", TORCH_BOX(&yafsdp_cc::cpu::decode_sum));
     m.impl("decode", TORCH_BOX(&yafsdp_cc::cpu::decode));
+    m.impl("update", TORCH_BOX(&yafsdp_cc::cpu::update));
+    m.impl("update_lamb", TORCH_BOX(&yafsdp_cc::cpu::update_lamb));
 }

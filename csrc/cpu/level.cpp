@@ -8,6 +8,8 @@
 #include "codecs/onebit.h"
 #include "codecs/ternary.h"
 #include "codecs/topk.h"
+#include "lamb.h"
+#include "update.h"
 
 namespace yafsdp_cc::cpu {
 namespace {
@@ -200,6 +202,7 @@ void decode(const Decode& job) {
 #define YAFSDP_CC_TEXT_(x) #x
 #define YAFSDP_CC_TEXT(x) YAFSDP_CC_TEXT_(x)
 extern const Level YAFSDP_CC_LEVEL;
-const Level YAFSDP_CC_LEVEL{YAFSDP_CC_TEXT(YAFSDP_CC_LEVEL), encode, accumulate, decode_sum, decode};
+const Level YAFSDP_CC_LEVEL{YAFSDP_CC_TEXT(YAFSDP_CC_LEVEL), encode, accumulate, decode_sum, decode, update,
+                            lamb};
 
 }  // namespace yafsdp_cc::cpu

@@ -75,12 +75,50 @@ struct Decode {
     void* values;
 };
 
+// Rules of updates, and columns of the settings of each, as in yafsdp_cc/optim/update.py.
+enum class Rule : int { sgd_gradient, sgd_momentum, adam_gradient, adam_momentum };
+constexpr int kSgdSettings = 3, kAdamSettings = 8;
+
+// A range of one parameter to be updated. No two of its arrays share memory.
+struct Update {
+    Rule rule;
+    int64_t n;
+    Number kind;
+    void* weights;
+    Number gradient_kind;
+    const void* gradient;
+    float* momentum;      // null: the rule has none, or the gradient is it
+    const float* square;  // of Adam's rules
+    const float* settings;
+};
+
+// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb_update.py.
+enum class LambRule : int { exact, gradient, momentum };
+constexpr int kLambSettings = 13;
+constexpr int64_t kLambStretch = 8192;  // elements that one number of the sums is of
+
+// A stretch of one parameter to be updated. No two of its arrays share memory.
+struct Lamb {
+    LambRule rule;
+    int64_t n;
+    Number kind;
+    void* weights;
+    Number gradient_kind;
+    const void* gradient;
+    float *momentum, *square, *fresh;  // the last one is null with `exact`
+    const float* settings;
+    float* sums;  // three numbers, so many elements apart
+    int64_t apart;
+};
+
 struct Level {
     const char* name;
     void (*encode)(const Encode&);
     void (*accumulate)(const Accumulate&);
     void (*decode_sum)(const DecodeSum&);
     void (*decode)(const Decode&);
+    void (*update)(const Update&);
+    void (*lamb)(const Lamb&);
 };
 
 }  // namespace yafsdp_cc::cpu

@@ -8,8 +8,6 @@
 
 namespace yafsdp_cc {
 
-constexpr int DECODE_THREADS = 128;
-
 template <int ROWS> struct Total {
     float at[ROWS][4];
     bool empty = true;

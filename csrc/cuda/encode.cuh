@@ -2,12 +2,13 @@
 #pragma once
 
 #include "block.cuh"
-#include "launch.cuh"
+#include "codecs/floats.cuh"
+#include "codecs/int4.cuh"
+#include "codecs/nothing.cuh"
+#include "codecs/onebit.cuh"
+#include "codecs/ternary.cuh"
 
 namespace yafsdp_cc {
-
-// Few, so that thread blocks fill the registers of a multiprocessor well, and find room next to others.
-constexpr int ENCODE_THREADS = 128;
 
 // Every team takes a unit of TOGETHER blocks, then the unit as far ahead as there are teams in the grid.
 template <class C, int ROWS, bool MANY>
@@ -27,18 +28,5 @@ __global__ void __launch_bounds__(ENCODE_THREADS) encode_kernel(const EncodeJob 
         }
     }
 }
-
-template <class C> const char* launch_encode(const EncodeJob& job, void* stream) {
-    const unsigned long long units = (job.n / job.block + C::TOGETHER - 1) / C::TOGETHER * job.messages;
-    const unsigned long long most = (units * TEAM + ENCODE_THREADS - 1) / ENCODE_THREADS;
-    if (job.block == 64) return launch(encode_kernel<C, 1, false>, job, most, ENCODE_THREADS, stream);
-    if (job.block == 128) return launch(encode_kernel<C, 2, false>, job, most, ENCODE_THREADS, stream);
-    if (job.block == 256) return launch(encode_kernel<C, 4, false>, job, most, ENCODE_THREADS, stream);
-    return launch(encode_kernel<C, 4, true>, job, most, ENCODE_THREADS, stream);
-}
-
-// In files of their own, so that they are compiled at the same time.
-const char* encode_steps(const EncodeJob& job, CodecNumber codec, void* stream); // int8, int4, fp8
-const char* encode_signs(const EncodeJob& job, CodecNumber codec, void* stream); // ternary, onebit
 
 } // namespace yafsdp_cc

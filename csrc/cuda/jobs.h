@@ -1,4 +1,5 @@
-// What the kernels are asked to do, in plain numbers and addresses: no torch here, and nothing of CUDA.
+// What the kernels are asked to do, in plain numbers and addresses: no torch here, nothing of CUDA, and no header of
+// another library, for NVRTC reads this too.
 #pragma once
 
 namespace yafsdp_cc {
@@ -7,6 +8,13 @@ enum class Dtype : int { none, fp32, bf16, fp16, int8 };
 
 // The codecs, by the numbers that compression/error_feedback.py gives them.
 enum class CodecNumber : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk };
+
+// Threads of a thread block.
+constexpr int ENCODE_THREADS = 128, DECODE_THREADS = 128; // few, to fill a multiprocessor well, and fit next to others
+constexpr int TOPK_THREADS = 512, UPDATE_THREADS = 256, LAMB_THREADS = 256;
+// Threads that have a block together, and columns of its rows (team.cuh); blocks of ``ternary`` that share their bytes;
+// elements that a thread block of ``topk`` encodes, and decodes, at a time.
+constexpr unsigned TEAM = 16, LANES = 64, TERNARY_TOGETHER = 5, TILE = 65536, STRETCH = 4096;
 
 // A matrix whose rows lie anywhere, but each in one piece.
 struct Rows {
@@ -49,13 +57,79 @@ struct DecodeJob {
     unsigned place = 0;
 };
 
-// Each enqueues one kernel on the stream and returns an error's name, or null.
-const char* encode(const EncodeJob& job, CodecNumber codec, void* stream);
-const char* accumulate(const EncodeJob& job, void* stream);
-const char* decode(const DecodeJob& job, CodecNumber codec, void* stream);
+// Rules of updates, and columns of the settings of each, as in yafsdp_cc/optim/update.py.
+enum class Rule : int { sgd_gradient, sgd_momentum, adam_gradient, adam_momentum };
+constexpr int SGD_SETTINGS = 3, ADAM_SETTINGS = 8;
 
-// Those of ``topk``, which the ones above call.
-const char* encode_topk(const EncodeJob& job, void* stream);
-const char* decode_topk(const DecodeJob& job, void* stream);
+// One parameter to be updated. No two of its arrays share memory.
+struct Updated {
+    void* weights = nullptr;
+    const void* gradient = nullptr;
+    float* momentum = nullptr;     // null: the rule has none, or the gradient is it
+    const float* square = nullptr; // of Adam's rules
+    long long n = 0;
+    unsigned long long end = 0; // stretches of it and of all before it
+    Dtype dtype = Dtype::none, gradient_dtype = Dtype::none;
+    bool wide = false; // four elements that begin at a multiple of four are aligned to their common size in all arrays
+    float settings[ADAM_SETTINGS] = {};
+};
+
+// As many as fit into a kernel's 4096 bytes of arguments.
+constexpr int UPDATED_TOGETHER = 40;
+constexpr int UPDATE_STRETCH = 2048; // elements that a thread block takes at a time
+
+struct UpdateJob {
+    Updated of[UPDATED_TOGETHER];
+    int count = 0;
+    Rule rule = Rule::sgd_gradient;
+};
+static_assert(sizeof(UpdateJob) <= 4096, "a kernel takes 4096 bytes of arguments");
+
+// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb_update.py.
+enum class LambRule : int { exact, gradient, momentum };
+constexpr int LAMB_SETTINGS = 13;
+
+// One parameter to be updated. No two of its arrays share memory.
+struct LambUpdated {
+    void* weights = nullptr;
+    const void* gradient = nullptr;
+    float *momentum = nullptr, *square = nullptr;
+    float* fresh = nullptr; // null with ``exact``
+    long long n = 0;
+    unsigned long long end = 0; // stretches of it and of all before it
+    Dtype dtype = Dtype::none, gradient_dtype = Dtype::none;
+    bool wide = false; // as of Updated
+    float settings[LAMB_SETTINGS] = {};
+};
+
+constexpr int LAMB_TOGETHER = 33;
+constexpr int LAMB_BLOCK = 512;    // elements whose squares are added in the order of the format
+constexpr int LAMB_STRETCH = 8192; // elements that a thread block takes at a time, and one number of the sums is of
+
+struct LambJob {
+    LambUpdated of[LAMB_TOGETHER];
+    int count = 0;
+    LambRule rule = LambRule::exact;
+    float* sums = nullptr; // of the first parameter's first stretch: three numbers, so many elements apart
+    long long apart = 0;
+    long long most = 0; // from one parameter's to the next one's
+};
+static_assert(sizeof(LambJob) <= 4096, "a kernel takes 4096 bytes of arguments");
+
+// Where a kernel runs: the number of a GPU, and CUDA's handle of one of its streams.
+struct Stream {
+    int device;
+    void* handle;
+};
+
+// Each enqueues one kernel, or throws std::runtime_error.
+void encode(const EncodeJob& job, CodecNumber codec, Stream stream);
+void accumulate(const EncodeJob& job, Stream stream);
+void decode(const DecodeJob& job, CodecNumber codec, Stream stream);
+void update(const UpdateJob& job, Stream stream);
+void update_lamb(const LambJob& job, Stream stream);
+
+// What they call: the kernel ``name`` of ``file``, as the source spells both, of at most ``most`` thread blocks.
+void launch(const char* file, const char* name, const void* job, unsigned long long most, int threads, Stream stream);
 
 } // namespace yafsdp_cc

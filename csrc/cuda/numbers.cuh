@@ -5,10 +5,6 @@
 
 #ifdef YAFSDP_CC_SIMT
 #include YAFSDP_CC_SIMT // the tests' emulator: the same source on a CPU
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #endif
 
 #define DEVICE __device__ __forceinline__
@@ -29,18 +25,30 @@ DEVICE float nan() { return __uint_as_float(NOT_A_NUMBER); }
 
 DEVICE int clamped(int x, int levels) { return max(-levels, min(levels, x)); }
 
-// Two bf16, nearest even, the first one low.
+// Two of 16 bits, nearest even, the first one low. PTX, as the headers of CUDA's small floats are not everywhere.
+#ifdef YAFSDP_CC_SIMT
+DEVICE unsigned bf16_pair(float low, float high) { return simt_bf16(low) | unsigned(simt_bf16(high)) << 16; }
+DEVICE unsigned fp16_pair(float low, float high) { return simt_fp16(low) | unsigned(simt_fp16(high)) << 16; }
+DEVICE float of_fp16(unsigned bits) { return simt_of_fp16(bits); }
+#else
 DEVICE unsigned bf16_pair(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
+DEVICE unsigned fp16_pair(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE float of_fp16(unsigned bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
+    return x;
+}
+#endif
 DEVICE float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
 DEVICE float as_bf16(float x) { return of_bf16(bf16_pair(x, 0.0f) & 0xffffu); }
-
-DEVICE unsigned fp16_pair(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) | unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
-}
-DEVICE float of_fp16(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
 
 // e4m3 (no infinity, one NaN), nearest even, of what is at most 448.
 DEVICE unsigned as_fp8(float x) {

@@ -3,22 +3,14 @@
 // Schemas are registered with the library, not here. A tensor that would make a kernel touch what is not its own is an
 // error; what only has an odd alignment is read and written in smaller steps.
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "jobs.h"
-
-#ifndef YAFSDP_CC_SIMT
-using Device = torch::stable::accelerator::DeviceGuard;
-#else // the tests' emulator, whose tensors are the CPU's
-struct Device {
-    explicit Device(int) {}
-};
-#endif
 
 namespace yafsdp_cc {
 namespace {
@@ -26,7 +18,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t TILE = 65536, PART = 5 * TILE;
+constexpr int64_t PART = 5 * TILE;
 
 Dtype dtype_of(const Tensor& tensor, const char* name) {
     switch (tensor.scalar_type()) {
@@ -107,7 +99,9 @@ void check_sizes(int64_t messages, int64_t n, int64_t block) {
                     "too many elements: ", messages, " messages of ", n);
 }
 
-void check(const char* error) { STD_TORCH_CHECK(error == nullptr, "a kernel was not launched: ", error); }
+Stream stream_of(const Tensor& tensor, int64_t handle) {
+    return {tensor.get_device_index(), reinterpret_cast<void*>(handle)};
+}
 
 void set_residual(EncodeJob& job, const Tensor& residual, const std::optional<Tensor>& scales) {
     const int64_t messages = job.messages, blocks = job.n / job.block;
@@ -157,8 +151,7 @@ void encode_op(const Tensor gradients, const Tensor message, int64_t codec, int6
     job.carry = float(carry), job.taken = float(taken);
     job.noisy = seed >= 0 && !residual; // with a residual, codecs round to nearest
     job.seed = unsigned(seed), job.first = unsigned(first);
-    const Device device(gradients.get_device_index());
-    if (job.messages > 0 && job.n > 0) check(encode(job, number, reinterpret_cast<void*>(stream)));
+    if (job.messages > 0 && job.n > 0) encode(job, number, stream_of(gradients, stream));
 }
 
 void accumulate_op(const Tensor gradients, const Tensor residual, const Tensor residual_scales, int64_t block,
@@ -166,8 +159,7 @@ void accumulate_op(const Tensor gradients, const Tensor residual, const Tensor r
     EncodeJob job = job_of(gradients, block, scale);
     on_device(residual, gradients, "the residual");
     set_residual(job, residual, residual_scales);
-    const Device device(gradients.get_device_index());
-    if (job.messages > 0 && job.n > 0) check(accumulate(job, reinterpret_cast<void*>(stream)));
+    if (job.messages > 0 && job.n > 0) accumulate(job, stream_of(gradients, stream));
 }
 
 DecodeJob job_of(const Tensor& messages, CodecNumber codec, int64_t n, int64_t block) {
@@ -198,8 +190,7 @@ void decode_sum_op(const Tensor messages, int64_t codec, int64_t block, int64_t 
         if (place < job.messages) job.place = unsigned(place < 0 ? 0 : place);
     }
     STD_TORCH_CHECK(own || job.messages > 0, "there is nothing to sum");
-    const Device device(messages.get_device_index());
-    if (job.count > 0) check(decode(job, number, reinterpret_cast<void*>(stream)));
+    if (job.count > 0) decode(job, number, stream_of(messages, stream));
 }
 
 void decode_op(const Tensor messages, int64_t codec, int64_t block, const Tensor values, int64_t stream) {
@@ -210,8 +201,106 @@ void decode_op(const Tensor messages, int64_t codec, int64_t block, const Tensor
     job.out = rows_of(values, messages.size(0), values.size(1), "values");
     STD_TORCH_CHECK(job.out.dtype != Dtype::int8, "values are not floating-point");
     job.count = job.n;
-    const Device device(messages.get_device_index());
-    if (job.messages > 0 && job.n > 0) check(decode(job, number, reinterpret_cast<void*>(stream)));
+    if (job.messages > 0 && job.n > 0) decode(job, number, stream_of(messages, stream));
+}
+
+// The elements of a contiguous tensor of any shape.
+void* elements_of(const Tensor& tensor, const Tensor& weights, bool& wide, const char* name) {
+    on_device(tensor, weights, name);
+    STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == weights.numel(), name, " should be ", weights.numel(),
+                    " contiguous elements");
+    STD_TORCH_CHECK(dtype_of(tensor, name) != Dtype::int8, name, " are not floating-point");
+    wide = wide && aligned(tensor.data_ptr(), 0, 4 * int64_t(tensor.element_size()));
+    return tensor.data_ptr();
+}
+
+float* moments_of(const std::vector<Tensor>& tensors, size_t i, const Tensor& weights, bool& wide, const char* name) {
+    if (tensors.empty()) return nullptr;
+    STD_TORCH_CHECK(tensors[i].scalar_type() == ScalarType::Float, name, " are not fp32");
+    return static_cast<float*>(elements_of(tensors[i], weights, wide, name));
+}
+
+void update_op(int64_t rule, const std::vector<Tensor> weights, const std::vector<Tensor> gradients,
+               const std::vector<Tensor> momenta, const std::vector<Tensor> squares, const Tensor settings,
+               int64_t stream) {
+    STD_TORCH_CHECK(rule >= 0 && rule <= int64_t(Rule::adam_momentum), "there is no rule ", rule);
+    UpdateJob job;
+    job.rule = Rule(rule);
+    const bool is_adam = job.rule == Rule::adam_gradient || job.rule == Rule::adam_momentum;
+    const size_t count = weights.size();
+    const int columns = is_adam ? ADAM_SETTINGS : SGD_SETTINGS;
+    STD_TORCH_CHECK(gradients.size() == count && momenta.size() == (job.rule == Rule::adam_momentum ? 0 : count) &&
+                        squares.size() == (is_adam ? count : 0),
+                    "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
+                    momenta.size(), " momenta and ", squares.size(), " squares");
+    // They are read here, and go with the kernel's arguments.
+    STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Float && settings.dim() == 2 &&
+                        settings.size(0) == int64_t(count) && settings.size(1) == columns && settings.is_contiguous(),
+                    "settings are not [", count, ", ", columns, "] fp32 on the CPU");
+    if (count == 0) return;
+    const float* row = static_cast<const float*>(settings.data_ptr());
+    unsigned long long end = 0;
+    for (size_t i = 0; i < count; ++i, row += columns) {
+        Updated& each = job.of[job.count++];
+        on_device(weights[i], weights[0], "weights");
+        each.wide = true;
+        each.n = weights[i].numel();
+        each.weights = elements_of(weights[i], weights[i], each.wide, "weights");
+        each.gradient = elements_of(gradients[i], weights[i], each.wide, "gradients");
+        each.momentum = moments_of(momenta, i, weights[i], each.wide, "momenta");
+        each.square = moments_of(squares, i, weights[i], each.wide, "squares");
+        each.dtype = dtype_of(weights[i], "weights"), each.gradient_dtype = dtype_of(gradients[i], "gradients");
+        each.end = end += (each.n + UPDATE_STRETCH - 1) / UPDATE_STRETCH;
+        for (int k = 0; k < columns; ++k) each.settings[k] = row[k];
+        if (job.count < UPDATED_TOGETHER && i + 1 < count) continue;
+        update(job, stream_of(weights[0], stream));
+        job.count = 0, end = 0;
+    }
+}
+
+void update_lamb_op(int64_t rule, const std::vector<Tensor> weights, const std::vector<Tensor> gradients,
+                    const std::vector<Tensor> momenta, const std::vector<Tensor> squares,
+                    const std::vector<Tensor> fresh, const Tensor settings, const Tensor sums, int64_t stream) {
+    STD_TORCH_CHECK(rule >= 0 && rule <= int64_t(LambRule::momentum), "there is no rule ", rule);
+    LambJob job;
+    job.rule = LambRule(rule);
+    const size_t count = weights.size();
+    STD_TORCH_CHECK(gradients.size() == count && momenta.size() == count && squares.size() == count &&
+                        fresh.size() == (job.rule == LambRule::exact ? 0 : count),
+                    "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
+                    momenta.size(), " momenta, ", squares.size(), " squares and ", fresh.size(), " fresh ones");
+    STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Float && settings.dim() == 2 &&
+                        settings.size(0) == int64_t(count) && settings.size(1) == LAMB_SETTINGS &&
+                        settings.is_contiguous(),
+                    "settings are not [", count, ", ", LAMB_SETTINGS, "] fp32 on the CPU");
+    STD_TORCH_CHECK(sums.scalar_type() == ScalarType::Float && sums.dim() == 3 && sums.size(0) == 3 &&
+                        sums.size(1) == int64_t(count) && sums.is_contiguous(),
+                    "sums are not [3, ", count, ", stretches] fp32");
+    if (count == 0) return;
+    on_device(sums, weights[0], "sums");
+    const float* row = static_cast<const float*>(settings.data_ptr());
+    job.most = sums.size(2), job.apart = int64_t(count) * job.most;
+    job.sums = static_cast<float*>(sums.data_ptr());
+    unsigned long long end = 0;
+    for (size_t i = 0; i < count; ++i, row += LAMB_SETTINGS) {
+        LambUpdated& each = job.of[job.count++];
+        on_device(weights[i], weights[0], "weights");
+        each.wide = true;
+        each.n = weights[i].numel();
+        each.weights = elements_of(weights[i], weights[i], each.wide, "weights");
+        each.gradient = elements_of(gradients[i], weights[i], each.wide, "gradients");
+        each.momentum = moments_of(momenta, i, weights[i], each.wide, "momenta");
+        each.square = moments_of(squares, i, weights[i], each.wide, "squares");
+        each.fresh = moments_of(fresh, i, weights[i], each.wide, "fresh ones");
+        each.dtype = dtype_of(weights[i], "weights"), each.gradient_dtype = dtype_of(gradients[i], "gradients");
+        const long long stretches = (each.n + LAMB_STRETCH - 1) / LAMB_STRETCH;
+        STD_TORCH_CHECK(stretches <= job.most, "sums have ", job.most, " stretches, too few for ", each.n, " elements");
+        each.end = end += stretches;
+        for (int k = 0; k < LAMB_SETTINGS; ++k) each.settings[k] = row[k];
+        if (job.count < LAMB_TOGETHER && i + 1 < count) continue;
+        update_lamb(job, stream_of(weights[0], stream));
+        job.sums += job.count * job.most, job.count = 0, end = 0;
+    }
 }
 
 } // namespace
@@ -226,4 +315,6 @@ STABLE_TORCH_LIBRARY_IMPL(yafsdp_cc_simt, CPU, m) {
     m.impl("accumulate", TORCH_BOX(&yafsdp_cc::accumulate_op));
     m.impl("decode_sum", TORCH_BOX(&yafsdp_cc::decode_sum_op));
     m.impl("decode", TORCH_BOX(&yafsdp_cc::decode_op));
+    m.impl("update", TORCH_BOX(&yafsdp_cc::update_op));
+    m.impl("update_lamb", TORCH_BOX(&yafsdp_cc::update_lamb_op));
 }

@@ -5,7 +5,6 @@
 // for every combination.
 #pragma once
 
-#include "jobs.h"
 #include "team.cuh"
 
 namespace yafsdp_cc {

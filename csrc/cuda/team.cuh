@@ -12,11 +12,12 @@
 // Both teams of a warp run together and always take part in shuffles, whether or not there is a block for them.
 #pragma once
 
+#include "jobs.h"
 #include "numbers.cuh"
 
 namespace yafsdp_cc {
 
-constexpr unsigned TEAM = 16, LANES = 64, WARP = 32, EVERYONE = 0xffffffffu;
+constexpr unsigned WARP = 32, EVERYONE = 0xffffffffu;
 
 DEVICE unsigned thread_of_team() { return threadIdx.x % TEAM; }
 DEVICE unsigned team_of_warp() { return threadIdx.x % WARP / TEAM; }

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import yafsdp_cc
+from yafsdp_cc.integrations.lightning import metrics_callback
 
 
 def make_model():
@@ -43,6 +44,7 @@ class Classifier(lightning.LightningModule):
 
 world = 2
 model = Classifier()
+folder = tempfile.mkdtemp()
 data = TensorDataset(torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 5)
 trainer = lightning.Trainer(
     accelerator="auto" if torch.cuda.is_available() else "cpu",
@@ -50,7 +52,8 @@ trainer = lightning.Trainer(
     strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
     max_epochs=1,
     gradient_clip_val=0.5,
-    default_root_dir=tempfile.mkdtemp(),
+    callbacks=[metrics_callback(folder)],  # yafsdp-cc report shows what it writes
+    default_root_dir=folder,
     logger=False,
     enable_progress_bar=False,
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import yafsdp_cc
-from yafsdp_cc.integrations.transformers import accept_sharded_model
+from yafsdp_cc.integrations.transformers import accept_sharded_model, metrics_callback
 
 
 def make_model():
@@ -49,7 +49,8 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
 )
-trainer = accept_sharded_model(Trainer(model, arguments, train_dataset=make_data()))
+log = metrics_callback(folder[0])  # yafsdp-cc report shows what it writes
+trainer = accept_sharded_model(Trainer(model, arguments, train_dataset=make_data(), callbacks=[log]))
 trainer.train()
 trainer.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-2")  # the last two steps once more, from saved shards
 trainer.save_model(f"{folder[0]}/whole")  # full weights, for from_pretrained

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import yafsdp_cc
 from bench import paced
 from bench.modelled import Fabric, LinkCost, begin
-from bench.timeline import joined, without
 from tests.ranks import on_ranks
 from tests.soak import LONG
 
@@ -145,15 +144,6 @@ def trains(device: str) -> None:
 @DEVICES
 def test_both_engines_train_over_it(device):
     on(device, trains)
-
-
-def test_what_is_exposed_is_what_nothing_covers():
-    sent = joined([(3.0, 5.0), (0.0, 4.0), (10.0, 12.0)])
-    assert sent == [(0, 5), (10, 12)]
-    assert joined(sent, gap=5.0) == [(0, 12)]
-    assert without(sent, []) == sent
-    assert without(sent, joined([(1.0, 2.0), (1.5, 3.5), (11.0, 20.0)])) == [(0, 1), (3.5, 5), (10, 11)]
-    assert without(sent, [(0.0, 12.0)]) == without([], sent) == []
 
 
 def test_a_timeline_is_drawn_of_traces(tmp_path):

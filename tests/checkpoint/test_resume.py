@@ -31,9 +31,8 @@ def launched(folder: Path, steps: int, mark: str) -> subprocess.Popen[str]:
     command = ["-m", "yafsdp_cc", "launch", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
     command += [f"--folder={folder}", f"--steps={steps}", "--save-every=20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARK": mark}
-    return subprocess.Popen(
-        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *command], env=environment, cwd=folder.parent, text=True, **pipes)
 
 
 def finished(folder: Path, steps: int) -> str:

@@ -5,6 +5,13 @@ Neither speed nor what a real GPU does with memory is seen here; every index, sh
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +29,7 @@ from tests.compression.kernel_checks import (
     numbers,
     some_counts,
 )
+from tests.soak import LONG, SOAK, also
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 
@@ -34,12 +42,18 @@ PART = 327_680
 
 
 @pytest.fixture(scope="module")
-def ops() -> Any:
-    return simt.emulated_ops()
+def built() -> simt.Emulated:
+    return simt.emulated_ops(Path(os.environ.get("YAFSDP_SIMT_KERNELS", simt.KERNELS)))
+
+
+@pytest.fixture(params=[1, also(2), also(3)])
+def ops(built: simt.Emulated, request: pytest.FixtureRequest) -> simt.Emulated:
+    built.seed(request.param)
+    return built
 
 
 @pytest.fixture
-def checks(ops: Any) -> KernelChecks:
+def checks(ops: simt.Emulated) -> KernelChecks:
     return KernelChecks(ops, "cpu")
 
 
@@ -48,10 +62,17 @@ def elements(name: str, block: int) -> int:
     return (65_536 + 5_000) // block * block + block if name == "topk" else 7 * block
 
 
+def some(name: str, values: Sequence[Any], turn: int) -> list[tuple[int, Any]]:
+    """Number ``values``, and return all of them; for topk, whose least tile is large, but each third from ``turn`` on
+    outside of ``make soak``."""
+    every = list(enumerate(values))
+    return every[turn % 3 :: 3] if name == "topk" and not SOAK else every
+
+
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_encode_every_block(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
-    for seed, block in enumerate(BLOCKS):
+    for seed, block in some(name, BLOCKS, RESIDUALS.index(residual)):
         n, messages = elements(name, block), 1 if name == "topk" else 3
         checks.encode(name, block, Case(numbers("usual", messages, n, torch.float32, seed), residual=residual))
 
@@ -69,9 +90,8 @@ def test_encode_what_is_awkward(checks: KernelChecks, name: str, kind: str) -> N
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_encode_with_tails(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
-    for seed, (block, recursion) in enumerate(
-        [(256, Recursion(0.9, 0.95)), (128, Recursion(1.0, 0.5)), (1024, Recursion(0.1, 1.0))]
-    ):
+    kinds = [(256, Recursion(0.9, 0.95)), (128, Recursion(1.0, 0.5)), (1024, Recursion(0.1, 1.0))]
+    for seed, (block, recursion) in some(name, kinds, RESIDUALS.index(residual)):
         n = elements(name, block)
         counts = some_counts(2, n // block, block, seed)
         gradients = numbers("ragged", 2, n, GRADIENTS[seed], seed)
@@ -111,8 +131,9 @@ def test_a_tile_of_few_buckets(checks: KernelChecks) -> None:
     """More elements at the threshold than there is room for, all over the tile; and fewer than are kept that are not
     zero."""
     draw = torch.Generator().manual_seed(0)
-    alike = torch.randint(-2, 3, (2, 3 * 65_536), generator=draw).float()
-    few = torch.where(torch.rand(2, 3 * 65_536, generator=draw) < 0.001, alike, -0.0)
+    n = 3 * 65_536 if SOAK else 65_536 + 4096
+    alike = torch.randint(-2, 3, (2, n), generator=draw).float()
+    few = torch.where(torch.rand(2, n, generator=draw) < 0.001, alike, -0.0)
     for gradients in (alike, few, torch.zeros(1, 64), torch.ones(1, 128)):
         for residual in (None, torch.float32):
             checks.encode("topk", 64, Case(gradients, residual=residual), steps=1)
@@ -134,16 +155,16 @@ def messages_of(name: str, block: int, kind: str, messages: int, n: int) -> torc
     return message
 
 
-@pytest.mark.parametrize("kind", ["usual", "ragged", "zeros", "bad"])
+@pytest.mark.parametrize(("turn", "kind"), enumerate(["usual", "ragged", "zeros", "bad"]))
 @pytest.mark.parametrize("name", NAMES)
-def test_decode(checks: KernelChecks, name: str, kind: str) -> None:
+def test_decode(checks: KernelChecks, name: str, kind: str, turn: int) -> None:
     for block in BLOCKS if name != "topk" else (128,):
         n = elements(name, block)
         message = messages_of(name, block, kind, 3, n)
-        for dtype in GRADIENTS:
+        for _, dtype in some(name, GRADIENTS, turn):
             checks.decode(name, block, message, n, dtype, odd=block == 128)
         mine = numbers("zeros", 1, n, torch.bfloat16, 6)[0]
-        for own, place in ((None, 0), (mine, 0), (mine.float(), 1), (mine.half(), 3)):
+        for _, (own, place) in some(name, ((None, 0), (mine, 0), (mine.float(), 1), (mine.half(), 3)), turn):
             checks.decode_sum(name, block, message, n, own, place, PART, odd=block == 128)
 
 
@@ -160,9 +181,12 @@ def test_decode_anything(checks: KernelChecks, name: str) -> None:
 def test_positions_out_of_range_touch_nothing(checks: KernelChecks) -> None:
     n = 65_536 + 256
     message = torch.full((2, codec_of("topk", 256).message_bytes(n)), 0xFF, dtype=torch.uint8)
+    # A whole tile, whose positions are all in range. Of the other, position 65,535 is not.
+    message[:, : 2 * 656].view(torch.int16)[:] = torch.arange(656, dtype=torch.int16)
     values = torch.empty(2, n)
     checks.ops.decode(message, NAMES.index("topk"), 256, values, 0)
-    assert int((values != 0).sum()) == 2  # position 65,535 of the whole tiles
+    assert values.isnan().sum(1).tolist() == [656, 656]
+    assert values[:, 656:].eq(0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,6 +234,120 @@ def test_what_is_not_right_is_an_error(checks: KernelChecks) -> None:
     for text, other in wrong:
         with pytest.raises(RuntimeError, match=text):
             call(**other)
+
+
+@pytest.mark.parametrize(
+    ("number", "finding"),
+    [
+        (1, "an access at an odd address"),
+        (2, "shared memory that thread .* too, without a barrier between|shared memory that nobody has written"),
+        (3, "changes shared memory that nobody has written"),
+        (4, "global memory that thread .* too, without a barrier between"),
+        (5, "reads 4 bytes that are not in a tensor"),
+        (6, "writes what is only to be read"),
+        (8, "threads wait for others that never come"),
+        (9, "shared memory that thread .* too, without a barrier between"),
+    ],
+)
+def test_the_emulator_finds_defects(ops: simt.Emulated, number: int, finding: str) -> None:
+    numbers, out = torch.randn(256), torch.zeros(256)
+    assert ops.defect(0, numbers, out) is None
+    assert out.equal(numbers.view(-1, 32).flip(1).flatten())
+    # Several times: now and then there is but one thread block.
+    assert any(re.search(finding, ops.defect(number, numbers, out) or "nothing") for _ in range(8))
+
+
+def test_the_emulator_fills_local_variables(ops: simt.Emulated) -> None:
+    out = torch.zeros(256)
+    assert ops.defect(7, torch.zeros(256), out) is None
+    assert out.all()
+
+
+CHANGES = {
+    "rows.wide = aligned(rows.data, rows.stride * size, 4 * size)": ("ops.cpp", "rows.wide = true", "odd address"),
+    "at.chosen[i] = 0;": ("codecs/topk.cuh", ";", "nobody has written"),
+    "__syncthreads(); // before the next tile takes the workspace": ("codecs/topk.cuh", "", "without a barrier"),
+    "__syncwarp(); // every thread has read": ("block.cuh", "// every thread has read", "without a barrier"),
+    "max(team_count(count), 1u)": ("codecs/ternary.cuh", "max(count, 1u)", "AssertionError"),
+    "block < blocks), codec)": ("encode.cuh", "true), codec)", "not in a tensor"),
+    '"--fmad=false", ': ("nvrtc.cpp", "", "option --fmad=false is missing"),
+    "{ CHECK(cuCtxPushCurrent_v2, context); }": ("nvrtc.cpp", "{ (void)context; }", "cuModuleLoadData: no context"),
+    '{"FP8", "FP8",': ("launch.cpp", '{"FP8", "FP4",', "AssertionError|no instance of encode_kernel<FP4"),
+}
+"""Defects put into the kernels: what is replaced, where, by what, and what is reported then."""
+
+
+@LONG
+@pytest.mark.parametrize("text", CHANGES)
+def test_the_emulator_finds_defects_in_the_kernels(text: str, tmp_path: Path) -> None:
+    name, changed, finding = CHANGES[text]
+    kernels = tmp_path / "cuda"
+    shutil.copytree(simt.KERNELS, kernels)
+    source = kernels / name
+    assert source.read_text().count(text) == 1
+    source.write_text(source.read_text().replace(text, changed))
+    # Operators are registered once for each process.
+    told = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"YAFSDP_SOAK": "", "YAFSDP_SIMT_KERNELS": str(kernels)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 1, told.stdout
+    assert re.search(finding, told.stdout), told.stdout
+
+
+def encode(ops: simt.Emulated, name: str, block: int, n: int, seed: int = -1, stream: int = 0) -> torch.Tensor:
+    message = torch.zeros(1, codec_of(name, block).message_bytes(n), dtype=torch.uint8)
+    number = NAMES.index(name)
+    ops.encode(torch.ones(1, n), message, number, block, None, None, None, 1.0, 1.0, 1.0, seed, 0, stream)
+    return message
+
+
+def test_every_kernel_is_launched(ops: simt.Emulated) -> None:
+    """All that ``test_nvrtc.py`` compiles, and no other."""
+    names = set()
+
+    def call(operator: str, *arguments: Any) -> None:
+        getattr(ops, operator)(*arguments, 0)
+        names.add(ops.launched()[0])
+
+    for block in (64, 128, 256, 512):
+        for name in NAMES:
+            for seed in (-1, 1):
+                message = encode(ops, name, block, block, seed)
+                names.add(ops.launched()[0])
+            call("decode", message, NAMES.index(name), block, torch.empty(1, block))
+        call("accumulate", torch.ones(1, block), torch.ones(1, block), torch.ones(1, 0), block, 1.0)
+    weights, gradients, momenta = ([torch.ones(8)] for _ in range(3))
+    call("update", 0, weights, gradients, momenta, [], torch.ones(1, 3))
+    call("update_lamb", 0, weights, gradients, momenta, [torch.ones(8)], [], torch.ones(1, 13), torch.ones(3, 1, 1))
+    assert names == set(ops.kernels())
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "thread_blocks"),
+    [
+        # 16 thread blocks fit on each of 4 multiprocessors, of which three are taken.
+        ("", 16 * 8 * 7, 3 * 16),
+        ("1", 16 * 8 * 7, 16),
+        ("9", 16 * 8 * 7, 4 * 16),
+        # A thread block has 8 teams of 16 threads.
+        ("", 8, 1),
+        ("", 9, 2),
+    ],
+)
+def test_the_grid_is_what_fits(
+    built: simt.Emulated, monkeypatch: pytest.MonkeyPatch, asked: str, blocks: int, thread_blocks: int
+) -> None:
+    monkeypatch.setenv("YAFSDP_CC_CUDA_SMS", asked)
+    encode(built, "int8", 64, 64 * blocks, stream=5)
+    kernel, grid, threads, stream, contexts, option = built.launched()
+    assert kernel == "encode_kernel<Int8<false>, 1, false>"
+    assert (int(grid), threads, stream) == (thread_blocks, "128", "5")
+    assert contexts == "0"  # the caller's context is as it was
+    assert option == "-arch=sm_90"
 
 
 def test_nothing_to_do(checks: KernelChecks) -> None:

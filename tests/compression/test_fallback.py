@@ -18,7 +18,14 @@ from yafsdp_cc import Compression
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.codecs import OneBit
-from yafsdp_cc.compression.error_feedback import CompressionError, Recursion, Residual, lost_share
+from yafsdp_cc.compression.error_feedback import (
+    SAMPLES,
+    SUMS,
+    CompressionError,
+    Recursion,
+    Residual,
+    lost_share,
+)
 from yafsdp_cc.optim import OneBitAdam
 
 WIDTH = 256
@@ -201,6 +208,30 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
     truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
     torch.testing.assert_close(error.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
     assert (1 - truth[0] / truth[1]).item() == pytest.approx(1 - lost_share(name, 256), abs=0.02)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+def test_of_many_messages_a_sample_is_measured(monkeypatch: pytest.MonkeyPatch, stored: torch.dtype) -> None:
+    """As many kernels for 256 ranks as for 17; over ranks, the shares are those of all messages."""
+    torch.manual_seed(0)
+    codec, block, n, messages = codec_of("int4", 256), 256, 2048, 255
+    gradients = torch.randn(messages, n) * torch.linspace(0.1, 3, messages).unsqueeze(1)  # some ranks' are larger
+    message = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
+    residual = Residual.zeros(messages, n, stored, block, gradients.device)
+    error_feedback.encode(codec, gradients, message, residual=residual)
+    decoded, decode_sum = torch.empty_like(gradients), error_feedback.decode_sum
+    error_feedback.decode(codec, message, decoded)
+    truth = torch.stack([(gradients - decoded).square().sum(), gradients.square().sum(), decoded.square().sum()])
+    calls = []
+    monkeypatch.setattr(error_feedback, "decode_sum", lambda *args: calls.append(args) or decode_sum(*args))
+    total = torch.zeros(SUMS, dtype=torch.float64)
+    for rank in range(8):
+        error = CompressionError(gradients.device, 1.0, rank=rank)
+        error.observe(codec, message, residual)
+        torch.testing.assert_close(error.sums, truth.double(), rtol=0.15, atol=0.0)
+        total += error.sums
+    torch.testing.assert_close(total / 8, truth.double(), rtol=0.03, atol=0.0)
+    assert len(calls) == 8 * SAMPLES
 
 
 # What is said of it

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import ranks
+from tests.streams import Race, streams
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.error_feedback import PART
+from yafsdp_cc.compression.fsdp2 import exact_mean
 
 
 def fsdp2(compression: Any = None, **more: Any) -> tuple[nn.Module, Any]:
@@ -223,6 +225,44 @@ def test_torch_s_engines_with_compressed_communication() -> None:
         refused,
     ):
         body()
+
+
+class Bucket:
+    """A bucket of DDP, of one parameter."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def buffer(self) -> Tensor:
+        return self.total
+
+    def parameters(self) -> list[Tensor]:
+        return [self.total]
+
+    def index(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@ranks(2)
+def test_buckets_of_ddp_are_averaged_while_the_backward_goes_on(warmup: int) -> None:
+    with streams():
+        state = yafsdp_cc.CompressionHookState(Compression("int8", warmup_steps=warmup))
+        bucket: Any = Bucket(torch.empty(1024))
+        for step in range(3):
+            bucket.total.fill_(step + dist.get_rank())
+            future = yafsdp_cc.encoded_mean(state, bucket)
+            with pytest.raises(Race, match="on side stream 1 and read by aten::sum on compute"):
+                bucket.total.sum()  # nobody has waited
+            state.handle.wait()  # as DDP does for the future, by the event that this has recorded on CUDA
+            assert future.value().mean().item() == pytest.approx(step + 0.5, abs=0.1)
+
+
+@ranks(4)
+def test_exact_means_of_fp16_do_not_overflow() -> None:
+    total = torch.full((8,), 30_000.0 + 32 * dist.get_rank(), dtype=torch.float16)
+    exact_mean(total, dist.group.WORLD)
+    assert total.tolist() == [30_048.0] * 8
 
 
 @ranks(4)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.compression import definition
+from tests.internals import simd_levels
 from yafsdp_cc.compression import codecs, error_feedback  # noqa: F401 (codecs registers them)
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
@@ -26,21 +27,7 @@ if error_feedback.ops_for(CPU) is None:  # without a compiler there is nothing b
     pytest.skip("the native extension is not built", allow_module_level=True)  # nothing to hold against torch
 
 
-def levels() -> list[str]:
-    """Instruction sets that this machine has."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("scalar", "sse2", "avx2", "avx512", "neon"):
-            patch.setenv("YAFSDP_CC_SIMD", name)
-            try:
-                error_feedback.decode(codec_of("fp32"), torch.zeros(1, 1024, dtype=torch.uint8), torch.zeros(1, 256))
-            except RuntimeError:
-                continue
-            found.append(name)
-    return found
-
-
-LEVELS = levels()
+LEVELS = simd_levels()
 
 
 class Case(NamedTuple):

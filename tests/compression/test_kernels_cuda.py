@@ -128,6 +128,9 @@ class Run:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_run_on_the_stream_they_are_given(name: str) -> None:
     run, side = Run(name), torch.cuda.Stream()
+    run()  # which compiles
+    for each in (run.gradients, run.message, run.residual, run.total):
+        each.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)  # what follows on any other stream would find zeros

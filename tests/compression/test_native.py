@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.compression import simt
+from tests.internals import has_native_kernels
 from yafsdp_cc.compression import error_feedback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 CPU = torch.device("cpu")
+native = pytest.mark.skipif(not has_native_kernels(), reason="the native extension is not built")
 
 
 @pytest.fixture
-def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As where there was no compiler."""
-    monkeypatch.setattr(error_feedback, "LIBRARY", tmp_path / "_native.so")
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where nothing has been loaded yet."""
+    monkeypatch.delenv("YAFSDP_CC_NATIVE", raising=False)
     monkeypatch.setattr(error_feedback, "_load", error_feedback._load.__wrapped__)
     error_feedback._ops_for.cache_clear()
     yield
     error_feedback._ops_for.cache_clear()
 
 
+@pytest.fixture
+def unbuilt(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where there was no compiler."""
+    monkeypatch.setattr(error_feedback, "LIBRARY", tmp_path / "_native.so")
+
+
 @pytest.mark.usefixtures("unbuilt")
 def test_without_it_plain_torch_is_used_and_that_is_finite_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.delenv("YAFSDP_CC_NATIVE", raising=False)
     with caplog.at_level(logging.WARNING, "yafsdp_cc"):
         assert error_feedback.ops_for(CPU) is None
         assert error_feedback.ops_for(CPU) is None
@@ -53,6 +62,62 @@ def test_a_file_that_is_no_library_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "1")
     with pytest.raises(RuntimeError, match=r"cannot be loaded \("):
         error_feedback.ops_for(CPU)
+
+
+@native
+@pytest.mark.usefixtures("fresh")
+def test_an_old_build_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(error_feedback, "OPERATORS", (*error_feedback.OPERATORS, "added_since"))
+    with caplog.at_level(logging.WARNING, "yafsdp_cc"):
+        assert error_feedback.ops_for(CPU) is None
+    assert len(caplog.messages) == 1
+    for part in (str(error_feedback.LIBRARY), "older source, without added_since", "pip install --no-build-isolation"):
+        assert part in caplog.messages[0]
+
+
+@native
+@pytest.mark.usefixtures("fresh")
+def test_without_nvrtc_plain_torch_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(error_feedback, "NVRTC", tmp_path / "libcaffe2_nvrtc.so")
+    with caplog.at_level(logging.WARNING, "yafsdp_cc"):
+        assert error_feedback.ops_for(gpu) is None
+        assert error_feedback.ops_for(gpu) is None
+    assert len(caplog.messages) == 1
+    for part in ("by plain torch", "cannot be compiled for cuda:0", str(error_feedback.NVRTC), "No such file", "pip "):
+        assert part in caplog.messages[0]
+    monkeypatch.setattr(error_feedback, "NVRTC", error_feedback.LIBRARY)
+    monkeypatch.setenv("YAFSDP_CC_NATIVE", "1")
+    with pytest.raises(RuntimeError, match=r"=1, but kernels cannot .* there is no nvrtcGetNumSupportedArchs in what"):
+        error_feedback.ops_for(gpu)
+
+
+@native
+@pytest.mark.skipif(simt.compiler() is None, reason="no g++")
+@pytest.mark.timeout(900)  # it compiles
+@pytest.mark.usefixtures("fresh")
+def test_a_gpu_is_served_if_kernels_compile_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an NVRTC that knows the architectures 7.5, 8.0 and 9.0."""
+    emulator = simt.build(simt.KERNELS)
+    library = ctypes.CDLL(str(emulator))
+    library.simt_compiled_for.restype = ctypes.c_char_p
+    monkeypatch.setattr(error_feedback, "NVRTC", emulator)
+    monkeypatch.setenv("YAFSDP_CC_NATIVE", "1")
+    try:
+        for index, (capability, option) in enumerate([(80, b"sm_80"), (86, b"compute_80"), (121, b"compute_90")]):
+            library.simt_gpu(capability, None)
+            assert error_feedback.ops_for(torch.device("cuda", index)) is not None
+            assert library.simt_compiled_for() == b"-arch=" + option
+        library.simt_gpu(75, None)
+        with pytest.raises(RuntimeError, match=r"compute capability 8.0 and higher, this GPU has 7.5"):
+            error_feedback.ops_for(torch.device("cuda", 3))
+        library.simt_gpu(90, b"encode_kernel<Nothing, 4, false>")
+        with pytest.raises(RuntimeError, match=r"does not compile encode_kernel<Nothing.*=sm_90.*_NATIVE=0.*: refused"):
+            error_feedback.ops_for(torch.device("cuda", 4))
+    finally:
+        library.simt_gpu(90, None)
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DistributedSampler
@@ -14,6 +16,7 @@ import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
+from yafsdp_cc.report.page import read_run
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'frameworks')")
 
@@ -58,12 +61,20 @@ def _check_trainer(ran: dict[str, Any]) -> None:
     plain, losses = _truth(ran, shuffled=True)
     assert ran["model"].losses == pytest.approx(losses, rel=1e-5)
     same(whole(ran["model"].net), plain)
+    if dist.get_rank() == 0:
+        run = read_run(Path(ran["folder"]) / "metrics.jsonl")
+        assert [y for _, y in run.curve("loss")] == pytest.approx([losses[0], losses[-1]], rel=1e-5)
+        assert [x for x, _ in run.curve("gathered_bytes_per_step")] == [1, 4]
     saved = ran["trainer"].checkpoint_callback.best_model_path
     with torch.no_grad():
         for parameter in ran["model"].parameters():
             parameter.zero_()
     ran["trainer"].strategy.load_checkpoint(saved)
     same(whole(ran["model"].net), plain)
+    if dist.get_rank() == 0:
+        run = read_run(Path(ran["folder"]) / "metrics.jsonl")
+        assert [y for _, y in run.curve("loss")] == pytest.approx([losses[0], losses[-1]], rel=1e-5)
+        assert [x for x, _ in run.curve("gathered_bytes_per_step")] == [1, 4]
 
 
 @ranks(2)

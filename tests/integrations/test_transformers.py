@@ -13,6 +13,7 @@ import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
+from yafsdp_cc.report.page import read_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
@@ -46,6 +47,10 @@ def _check(ran: dict[str, Any]) -> None:
     losses = _truth(plain, ran["make_data"](), steps=4, micro=1, clip=0.5)
     assert ran["losses"] == pytest.approx(losses, rel=1e-5)  # two before the checkpoint, two after resuming from it
     same(whole(model), plain)
+    run = read_run(Path(ran["folder"][0]) / "metrics.jsonl")  # of two runs, the second of which resumed
+    assert run.curve("loss") == [(step, ran["losses"][step - 1]) for step in (1, 2, 3, 4)]
+    assert run.last("ranks") == 2
+    assert min(y for key in ("forward_s", "backward_s", "optimizer_s") for _, y in run.curve(key)) > 0
     saved = transformers.LlamaForCausalLM.from_pretrained(f"{ran['folder'][0]}/whole")
     same(dict(saved.named_parameters()), plain)
     assert ran["trainer"].model_wrapped is model  # nothing around it

@@ -61,8 +61,8 @@ class Rule:
         factor = (root / ((self.w / (1 - BETAS[1] ** self.step)).sqrt() + EPS)).max()
         share = min(1.0, float(bare.norm() / u.norm()))
         factor = min(max(float(factor) * share + 1 - share, 0.5), 4.0)
-        self.factor = min(max(factor, 0.9 * self.factor), 1.1 * self.factor)
         self.x = self.x - RATE * self.average * self.factor * u
+        self.factor = min(max(factor, 0.9 * self.factor), 1.1 * self.factor)  # of the next step
 
 
 @pytest.mark.parametrize("form", ["momentum", "gradient"])
@@ -134,6 +134,5 @@ def test_norms_of_all_parameters_are_one_all_reduce() -> None:
     for step in range(4):
         backward(model, step)
         optimizer.step()
-    # Weights and updates of six parameters; then updates of three without the decay, and the largest of these with
-    # their flags of NaN.
-    assert calls == [12, 12, 15, 6, 15, 6]
+    # Two sums for each of six parameters; then also the largest ratio of three, with their flags of NaN.
+    assert calls == [12, 12, 12, 6, 12, 6]

@@ -6,12 +6,12 @@ import gc
 import tempfile
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.internals import finish_all_gathers, first_weight_buffer, state_of
 from tests.models import WIDTH, Block, stack
@@ -61,18 +61,37 @@ class Marked(torch.autograd.Function):
         return gradient, None
 
 
+class Named(NamedTuple):
+    """An output that is looked into."""
+
+    loss: Tensor
+
+
+class Naming(nn.Module):
+    """Returns its loss by name, as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = stack()
+
+    def forward(self, x: Tensor) -> Named:
+        return Named(self.stack(x).square().mean())
+
+
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("named", [False, True])
 @ranks(1)
-def test_what_came_before_the_model_is_freed_with_its_output(backward: bool) -> None:
-    model, _ = twins(stack)
+def test_what_came_before_the_model_is_freed_with_its_output(named: bool, backward: bool) -> None:
+    model, _ = twins(Naming if named else stack)
     gc.collect()
     gc.disable()
     mark = Block()
     freed = weakref.ref(mark)
-    loss = square(model, Marked.apply(numbers(2, WIDTH, grad=True), mark))
+    x = Marked.apply(numbers(2, WIDTH, grad=True), mark)
+    loss = model(x).loss if named else square(model, x)
     if backward:
         loss.backward()
-    del loss, mark
+    del loss, x, mark
     assert freed() is None
 
 

@@ -62,8 +62,8 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, nbytes: int, device: torch.device) -> Buffers:
-        draws = torch.Generator().manual_seed(dist.get_rank())
-        whole = torch.randn(nbytes // 4, generator=draws).to(device)
+        draws = torch.Generator("cpu").manual_seed(dist.get_rank())
+        whole = torch.randn(nbytes // 4, generator=draws, device="cpu").to(device)
         return cls(whole, torch.zeros_like(whole), torch.zeros_like(whole[: len(whole) // dist.get_world_size()]))
 
     @property
@@ -144,6 +144,8 @@ def all_gather(buffers: Buffers, *, codec: str | None = None) -> Callable[[], ob
 
 class _Shard:
     """What all-gathers use of a ``FlatParam``."""
+
+    host_bytes = 0
 
     def __init__(self, buffers: Buffers) -> None:
         self.layout = buffers.layout

@@ -24,7 +24,7 @@ from yafsdp_cc.bench.common import table, times
 from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
 from yafsdp_cc.bench.trainers import make
 from yafsdp_cc.demo import data
-from yafsdp_cc.demo.train import CLIP, VALIDATION_WINDOWS, learning_rate, loss_of, mean_over_ranks
+from yafsdp_cc.demo.train import CLIP, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.netlab.links import UNSHAPED
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 
@@ -134,13 +134,13 @@ def learn(
         Losses on held-out text in nats per byte by step, the phase of each step, and the seconds that all took.
     """
     rank, ranks, length = dist.get_rank(), dist.get_world_size(), train.LENGTH
-    text, draws = data.read(None), torch.Generator().manual_seed(seed * ranks + rank)
+    text, draws = data.read(None), torch.Generator("cpu").manual_seed(seed * ranks + rank)
     held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, length, rank, ranks)
     losses: dict[int, float] = {}
     phases = []
     start = time.perf_counter()
     for step in range(1, steps + 1):
-        starts = torch.randint(len(text.train) - length, (sequences,), generator=draws)
+        starts = torch.randint(len(text.train) - length, (sequences,), generator=draws, device="cpu")
         optimizer = trainer.optimizer
         phases.append(optimizer.phase.value if isinstance(optimizer, OneBitOptimizer) else "")
         for group in optimizer.param_groups:
@@ -148,7 +148,9 @@ def learn(
         trainer.step(data.windows(text.train, starts, length), clip=CLIP)
         if step == steps or step % validate_every == 0:
             with torch.no_grad():
-                losses[step] = mean_over_ranks(loss_of(trainer.model, held_out))
+                loss = loss_of(trainer.model, held_out)
+            dist.all_reduce(loss)
+            losses[step] = loss.item() / dist.get_world_size()
     return {"losses": losses, "phases": phases, "seconds": time.perf_counter() - start}
 
 

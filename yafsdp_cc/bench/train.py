@@ -134,10 +134,13 @@ def _on_rank(
     trainers, draws = {}, {}
     for name, contestant in contestants.items():
         torch.manual_seed(0)
-        trainers[name], draws[name] = make(contestant), torch.Generator().manual_seed(dist.get_rank())
+        trainers[name], draws[name] = make(contestant), torch.Generator("cpu").manual_seed(dist.get_rank())
 
     def turn(name: str, count: int) -> Turn:
-        batches = [torch.randint(VOCABULARY, (sequences, LENGTH + 1), generator=draws[name]) for _ in range(count)]
+        batches = [
+            torch.randint(VOCABULARY, (sequences, LENGTH + 1), generator=draws[name], device="cpu")
+            for _ in range(count)
+        ]
         rank, sent_bytes = dist.get_rank(), trainers[name].sent_bytes
         dist.barrier()
         before, counted = lab.traffic()[rank], sent_bytes() if sent_bytes else 0

@@ -194,7 +194,7 @@ def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterat
     """Yield the tensors of a checkpoint's model, one after the other."""
     for name, stored in part.items():
         if isinstance(stored, TensorStorageMetadata):  # others are what a module's get_extra_state gave
-            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             read_into({MODEL: {name: tensor}}, reader, ())
             yield name, tensor
 

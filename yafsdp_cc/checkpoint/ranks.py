@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 
-from yafsdp_cc.engine.mesh import all_gather_objects, check_settings, group_once
+from yafsdp_cc.engine.mesh import all_gather_objects, check_settings, group_once, new_group, timeout_of
 from yafsdp_cc.engine.module import ShardedModule, ranks_of_model, require_state
 
 if TYPE_CHECKING:
@@ -43,22 +43,12 @@ def ranks_of(model: nn.Module) -> Ranks:
         members = ranks_of_model(require_state(model))
     world = dist.group.WORLD
     assert world is not None
-    is_part = len(members) < dist.get_world_size()
-    patience = _timeout_of(world)
+    patience = timeout_of(world) or default_pg_timeout
 
     def group(use: str, timeout: timedelta) -> Group:
-        make = partial(dist.new_group, members, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
-        return (group_once(world, (use, *members), make),)
+        return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
 
     return Ranks(group("front", patience), group("back", max(patience, default_pg_timeout)))
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return default_pg_timeout
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:

@@ -75,7 +75,7 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
             continue
         stored, value = contents.state_dict_metadata[key], None
         if isinstance(stored, TensorStorageMetadata):
-            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             if path[1] == "state" and path[-1] != "step" and stored.size == (parameter := parameters[path[2]]).shape:
                 value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
         set_element(empty, path, value)

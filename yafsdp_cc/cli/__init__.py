@@ -7,9 +7,14 @@ import importlib
 import sys
 
 COMMANDS = {
-    "launch": "run a training script on several ranks, with torchrun's own flags",
+    "config": "write, show or check a run file, or make one from Accelerate's",
+    "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
+    "env": "describe this machine and installation, for a report of a problem",
     "convert": "write a checkpoint's model as safetensors",
     "demo": "train a small language model on two ranks of this machine",
+    "estimate": "tell what a training job will hold, send and take, before it runs",
+    "profile": "record some steps of a training script, by torch.profiler or Nsight Systems",
+    "report": "show traces and runs as tables and as a page of HTML",
     "bench": "measure training over a slow network, beside torch's own engines",
 }
 """What each does; its module has ``main(argv) -> exit status``."""

@@ -9,15 +9,16 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     """Check the flags once, then launch; return the exit status of the job."""
-    ranks = parser().parse_args(argv).ranks
+    asked = parser().parse_args(argv)
 
     import torch  # not before the flags are known to be good: it takes seconds
 
     from yafsdp_cc.cli import launch
 
-    if torch.cuda.device_count() < ranks:
+    if torch.cuda.device_count() < asked.ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks cannot share a GPU under NCCL: train on the CPU
-    return launch.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "yafsdp_cc.demo.train", *argv])
+    flags = ["--standalone", f"--nproc-per-node={asked.ranks}", f"--name={asked.name}"]
+    return launch.main([*flags, "-m", "yafsdp_cc.demo.train", *argv])
 
 
 def parser() -> argparse.ArgumentParser:

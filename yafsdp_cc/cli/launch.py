@@ -1,68 +1,146 @@
-"""``yafsdp-cc launch [torchrun's own flags] script.py ...``: torchrun, with failures one can read, and with restarts.
+"""``yafsdp-cc launch [torchrun's own flags] script.py ...``: a training script on several ranks, with a run file.
 
-Every rank runs the script through ``runner``, which keeps its traceback in a file instead of printing it. When a rank
-fails, the launcher prints the one that failed first, whole and last. Ctrl-C ends every rank, in silence; a second one
-does not wait for them.
+This module settles the options: flags, environment, run file, in this order. ``elastic`` runs the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
-import signal
-import sys
-import tempfile
-import threading
-import uuid
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
-
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistError
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import elastic_launch
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+    from collections.abc import Callable, Mapping
 
-T = TypeVar("T")
-_PATIENCE = 3
-"""Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
-# What these two warn of (signals passed on, which process failed) this launcher reports once, at the end.
+    from yafsdp_cc.config import Settings
+
+# What these two warn of (signals passed on, which process failed) the launcher reports once, at the end.
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
+SLURM = ("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
+USAGE = "yafsdp-cc launch [--config FILE] [--set NAME=VALUE] [--name NAME] [torchrun's flags] script.py ..."
+ABOUT = """\
+Runs a training script on several ranks. Flags before the script are torchrun's own, all of them (torchrun --help), and
+these. Rank 0 is shown; the output of every rank is in runs/NAME/logs/rank-N.log, attempt after attempt. When a rank
+fails, its last lines and its traceback come last. Under srun with one task per machine, machines find each other."""
 
 
 def main(argv: list[str]) -> int:
     """Run the script on all ranks of this node; return its exit status."""
-    parser = torchrun.get_args_parser()
-    parser.prog = "yafsdp-cc launch"
-    parser.usage = "%(prog)s [torchrun's flags] script.py ..."
-    parser.description = "Runs a training script on several ranks. The flags are torchrun's own."
-    options = parser.parse_args(argv)
-    # Report once, here, what every rank would report by a traceback.
+    ours = argparse.ArgumentParser(
+        "yafsdp-cc launch", USAGE, ABOUT, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ours.add_argument("--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
+    setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
+    ours.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=setting)
+    ours.add_argument("--name", help="of the run, and so of its folder (that of the script)")
+    if argv[:1] in (["-h"], ["--help"]):
+        print(ours.format_help())
+        return 0
+
+    from torch.distributed import run as torchrun  # not before: it takes seconds
+
+    from yafsdp_cc.cli import elastic
+
+    base = torchrun.get_args_parser()
+    parser = argparse.ArgumentParser(
+        ours.prog,
+        USAGE,
+        ABOUT,
+        parents=[ours, base],
+        conflict_handler="resolve",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = vars(parser.parse_args(["script"]))  # what PET_... say among them
+    left_out = object()
+    parser.set_defaults(**dict.fromkeys(defaults.keys() - {"set"}, left_out))
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
+    settings = _settings(parser, given)
+    options = argparse.Namespace(**_by_precedence(defaults, given, settings, _from_slurm(parser)))
+    ranks = _check(parser, options, torchrun.determine_local_world_size)
+    # Each rank has its share of the cores. (torchrun gives one thread to each, and warns.)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if "LOGLEVEL" not in os.environ:
+        for name in REPEATED_BY_US:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    script = options.training_script
+    name = options.name or (script.rpartition(".")[2] if options.module else Path(script).stem)
+    folder = Path(options.log_dir or Path("runs", name, "logs"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
+    title = " ".join([options.training_script, *options.training_script_args])
+    if not (options.no_python or options.run_path):
+        form = ["-m"] if options.module else []
+        options.training_script_args = [*form, options.training_script, *options.training_script_args]
+        options.training_script, options.module = "yafsdp_cc.cli.runner", True
+    return elastic.run(options, parser, folder, title)
+
+
+def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
+    """Read the run file and its like; leave what concerns the engine to the ranks."""
+    from yafsdp_cc.compression.config import compression_of_run
+    from yafsdp_cc.config import RUN, read, to_environment
+
+    try:
+        settings = read(given.get("config"), given["set"])
+        if any(not name.startswith("launch.") for name in settings):
+            os.environ[RUN] = to_environment(settings)
+        compression_of_run()
+    except ValueError as error:
+        parser.exit(2, f"yafsdp-cc launch: nothing is started with these settings\n{error}\n")
+    return settings
+
+
+def _by_precedence(
+    defaults: Mapping[str, Any], given: Mapping[str, Any], settings: Settings, slurm: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return torchrun's options: of the command line, else of the environment, of the run file, or their defaults."""
+    from yafsdp_cc.config import SET
+
+    of: dict[str, dict[str, Any]] = {"--set": {}, SET: {}, "file": {}}
+    for name, one in settings.items():
+        section, _, option = name.partition(".")
+        if section == "launch":
+            value = str(one.value) if isinstance(defaults[option], str) else one.value  # torchrun's are text
+            of[one.source if one.source in of else "file"][option] = value
+    environment = {name: value for name, value in defaults.items() if f"PET_{name.upper()}" in os.environ}
+    above = {**of[SET], **environment, **of["--set"], **given}
+    chosen = {**defaults, **of["file"], **above}
+    if chosen["standalone"] or chosen["rdzv_endpoint"] or chosen["rdzv_backend"] != "static":
+        return chosen  # they meet in their own way
+    return {**chosen, **slurm, **above}
+
+
+def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return how this machine finds the others of a step that srun has started on several."""
+    nodes, tasks = (int(os.environ.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
+    if tasks > nodes:
+        parser.error(
+            f"srun has started {tasks} of these launchers on {nodes} machines: start one on each, srun "
+            "--ntasks-per-node=1, and name its ranks by --nproc-per-node"
+        )
+    if nodes == 1 or any(name not in os.environ for name in SLURM):
+        return {}
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ["SLURM_STEP_NODELIST"])  # of node[01-04,07],login
+    job = int(os.environ["SLURM_JOB_ID"]) * 64 + int(os.environ["SLURM_STEP_ID"])
+    return {
+        "nnodes": str(nodes),
+        "node_rank": int(os.environ["SLURM_NODEID"]),
+        "master_addr": re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group() if first else ""),
+        "master_port": 20000 + job % 12000,  # below the ports that systems hand out, and another one for each step
+    }
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
+    """Report once, here, what every rank would report by a traceback; return the ranks of this node."""
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():
         parser.error(f"no such script: {options.training_script}")
     try:
-        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+        ranks = ranks_of(options.nproc_per_node)
     except ValueError as error:
         parser.error(f"--nproc-per-node: {error}")
     if ranks < 1:
@@ -74,224 +152,4 @@ def main(argv: list[str]) -> int:
         )
     if not re.fullmatch(r"0*[1-9]\d*(:\d+)?", options.nnodes):
         parser.error(f"--nnodes must be a number of nodes, or MIN:MAX of at least 1, got {options.nnodes}")
-    # Each rank has its share of the cores. (torchrun gives one thread to each, and warns.)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if "LOGLEVEL" not in os.environ:
-        for name in REPEATED_BY_US:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    if not (options.no_python or options.run_path):
-        form = ["-m"] if options.module else []
-        options.training_script_args = [*form, options.training_script, *options.training_script_args]
-        options.training_script, options.module = "yafsdp_cc.cli.runner", True
-    try:
-        with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as folder:
-            options.log_dir = options.log_dir or folder  # torchrun would leave one in /tmp at every start
-            return _launch(options, parser)
-    except SignalException as stopped:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left but to leave
-        return 128 + stopped.sigval
-
-
-def _launch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the ranks with parsed flags until they end; return the exit status."""
-    if options.standalone or (
-        options.rdzv_backend == "static"
-        and (options.nnodes, options.rdzv_endpoint, options.master_port) == ("1", "", None)
-    ):
-        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
-    options.master_port = options.master_port or 29500
-    try:
-        config, command, arguments = torchrun.config_from_args(options)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
-    rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
-    config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
-    handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
-    config.signals_to_handle = ",".join(handled)
-    signal.signal(signal.SIGINT, _stop_ranks)
-    try:
-        elastic_launch(config, command)(*arguments)
-    except ChildFailedError as failed:
-        return _report(failed, "" if config.max_nodes == 1 else " on this node")
-    except argparse.ArgumentError as error:
-        parser.error(str(error))
-    except (RendezvousError, DistError) as error:
-        print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Ctrl-C: have torch's agent interrupt the ranks and wait for them to end, for 30 seconds."""
-    signal.signal(signal.SIGINT, _kill_ranks)
-    waits = threading.Timer(_PATIENCE, os.write, (2, b"yafsdp-cc: waiting for the ranks to end; Ctrl-C kills them\n"))
-    waits.daemon = True
-    waits.start()
-    raise SignalException("interrupted", signal.SIGINT)
-
-
-def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
-    """Ctrl-C again: leave the ranks no more time. The agent, which waits for them, then ends as after the first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
-    for pid in children:
-        for kill in (os.killpg, os.kill):  # with what a rank has started, where it has a session of its own
-            with suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-    os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
-
-
-class FreshStores(RendezvousHandler):
-    """Meet the other nodes by one of torch's backends; give the ranks of each attempt a store that is empty.
-
-    ``init_process_group`` reads the addresses of its peers under keys that are the same in every attempt, and torch's
-    backends keep one store for all. So a rank that is started again finds what ranks that are gone left there, and
-    connects to nobody.
-
-    Args:
-        params: ``--rdzv-...``; ``meets_by`` in its config is the backend.
-    """
-
-    BACKEND = "yafsdp_cc"
-
-    def __init__(self, params: RendezvousParameters) -> None:
-        backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
-        inner = RendezvousParameters(
-            backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
-        )
-        # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._is_static = backend == "static"
-        self._place = params.endpoint
-        self._attempt = 0
-        self._server: TCPStore | None = None
-        try:
-            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
-            self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
-        except ValueError as error:
-            raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
-
-    def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
-        """Return what ``others`` returns, or raise a ``RendezvousError`` of one line that names the place.
-
-        It runs in a thread: Ctrl-C does not reach torch while that waits for other nodes, for a quarter of an hour, nor
-        its own time-out while it waits for the answer of a program that is no store.
-        """
-        met: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                met.set_result(others())
-            except Exception as error:
-                met.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        try:
-            return met.result(seconds)
-        except RendezvousGracefulExitError:
-            raise
-        except RendezvousClosedError as error:
-            raise RendezvousError("the launcher of another node has given up: see its output") from error
-        except FutureTimeoutError as error:
-            reason = f"what listens there has not answered in {seconds} s; is it another program?"
-            raise RendezvousError(f"{self._place}: {reason}") from error
-        except (RendezvousError, DistError) as error:
-            reason = _first_line(error.__cause__ or error)
-            if "EADDRINUSE" in reason:
-                reason = "another program listens on this port; name another, or none if this is the only node"
-                raise RendezvousError(f"{self._place}: {reason}") from error
-            raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        attempt, self._attempt = self._attempt, self._attempt + 1
-        info = self._meet(lambda: self._next(attempt))
-        if attempt:
-            print(f"yafsdp-cc: starting the ranks again ({attempt})", file=sys.stderr)
-        return info
-
-    def _next(self, attempt: int) -> RendezvousInfo:
-        info = self._inner.next_rendezvous()
-        place = info.bootstrap_store_info
-        if place is None or (self._is_static and not attempt):
-            return info  # at the address that the user gave
-        # The other backends have a prefix for each round, and a node that came later has counted fewer attempts.
-        store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
-        port = None
-        if info.rank == 0:
-            self._server = TCPStore(place.master_addr, 0, is_master=True, wait_for_workers=False)
-            port = self._server.port
-        place = RendezvousStoreInfo.build(info.rank, store, place.master_addr, port)
-        return RendezvousInfo(store, info.rank, info.world_size, place)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return self.BACKEND
-
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-class Failure(NamedTuple):
-    """How a rank ended; what it has not written itself (killed, or not run by our runner) has no time or traceback."""
-
-    time_ns: int
-    rank: int
-    exit_code: int
-    summary: str
-    traceback: str
-
-
-def _report(failed: ChildFailedError, where: str) -> int:
-    """Print how the job failed ``where``, the first failing rank's traceback last; return the exit status."""
-    first, *later = _in_order(failed)
-    for failure in later:
-        print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
-    print(f"yafsdp-cc: rank {first.rank} failed first{where}: {first.summary}", file=sys.stderr)
-    if first.traceback:
-        print(f"\n{first.traceback}", file=sys.stderr)
-    return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
-
-
-def _in_order(failed: ChildFailedError) -> list[Failure]:
-    """Return this node's failures, the first one first. (torch goes by whole seconds, and forgets who wrote why.)"""
-    written = [Path(failure.error_file) for failure in failed.failures.values() if failure.error_file]
-    wrote = []
-    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
-        message = json.loads(file.read_text())["message"]
-        extra = message["extraInfo"] if isinstance(message, dict) else {}
-        if "time_ns" in extra:
-            summary = message["message"].partition("\n")[0]
-            story = extra["py_callstack"]
-            wrote.append(Failure(int(extra["time_ns"]), extra["rank"], extra["exit_code"], summary, story))
-    known = {failure.rank for failure in wrote}
-    silent = []
-    for rank, failure in failed.failures.items():
-        if rank not in known:
-            code = failure.exitcode
-            memory = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
-            summary = f"exit status {code}" if code >= 0 else f"killed by signal {-code}{memory}"
-            silent.append(Failure(0, rank, code, summary, ""))
-    # Whoever was killed wrote nothing, and the others then lost their connection to it. But SIGTERM is how the launcher
-    # itself ends the ranks that still run.
-    killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
-    left = [failure for failure in silent if failure.exit_code > 0]
-    return [*killed, *sorted(wrote), *left] or silent
+    return ranks

@@ -7,13 +7,17 @@ file, for the launcher to print. Ctrl-C leaves in silence with status 130. And n
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
+import re
 import runpy
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -27,6 +31,10 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, _interrupt_once)
+    if "YAFSDP_CC_LOG" in os.environ:
+        log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (as long as this process is there)
+        # Where this rank was when another one's failure ended it; Python itself might not come to tell.
+        faulthandler.register(signal.SIGTERM, file=log, chain=True)
     try:
         _run_and_record(sys.argv[1:])
     except KeyboardInterrupt:
@@ -36,6 +44,7 @@ def main() -> None:
 def _run_and_record(argv: list[str]) -> None:
     try:
         _run(argv)
+        _warn_of_unused_settings()
         # A gloo group left open at the interpreter's shutdown aborts the process about every other time.
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
@@ -55,7 +64,22 @@ def _run_and_record(argv: list[str]) -> None:
         sys.exit(1)
 
 
+def _warn_of_unused_settings() -> None:
+    """Say that nothing has asked for the run's settings: training may have gone on unsharded."""
+    config = sys.modules.get("yafsdp_cc.config")
+    if os.environ.get("YAFSDP_CC_RUN", "{}") == "{}" or (config is not None and config.parsed.cache_info().currsize):
+        return
+    if os.environ.get("RANK", "0") == "0":
+        names = ", ".join(json.loads(os.environ["YAFSDP_CC_RUN"]))
+        told = f"the script has called neither shard, fully_shard nor compress, so nothing was done with {names}"
+        print(f"yafsdp-cc: {told}", file=sys.stderr)
+
+
 def _run(argv: list[str]) -> None:
+    if wanted := os.environ.pop("YAFSDP_CC_PROFILE", ""):
+        from yafsdp_cc.cli.capture import capture
+
+        capture(wanted)
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -68,13 +92,13 @@ def _run(argv: list[str]) -> None:
 
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with what distinguishes the first failure from its consequences."""
+    faulthandler.unregister(signal.SIGTERM)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    # Only the last attempt's error files reach the launcher.
-    last_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    if path is None or not last_attempt:
-        print(story, end="", file=sys.stderr)
     if path is None:
+        print(story, end="", file=sys.stderr)
         return
+    if re.search(r"tim(ed|e)[- ]?out", story, re.IGNORECASE):
+        _dump_collectives()
     now = time.time_ns()
     extra = {
         "py_callstack": story,
@@ -88,6 +112,17 @@ def _record(error: BaseException, story: str, exit_code: int) -> None:
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(f"{path}.part", path)
+
+
+def _dump_collectives() -> None:
+    """Write the flight recorder's trace, as torch does by itself for NCCL alone."""
+    dist, prefix = sys.modules.get("torch.distributed"), os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if dist is None or prefix is None or not dist.is_initialized() or "nccl" in str(dist.get_backend_config()):
+        return
+    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # a private name
+    if trace is not None:
+        with suppress(OSError, RuntimeError):  # the failure itself is what matters
+            Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
 
 
 def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:

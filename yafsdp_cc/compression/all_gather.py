@@ -13,7 +13,8 @@ What a message loses is in the next difference: the kept weights are the memory 
 (Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All add the same numbers to the
 same numbers, so what they keep is equal to the bit, and near the optimizer's weights.
 
-A chunk is sent in parts, each a message of its own, so that the memory for a difference is bounded:
+A chunk is sent in parts, each a message of its own. One part of all ranks is decoded and added at once, so memory for
+differences is bounded, and the number of kernels depends on the number of weights, not on that of ranks:
 
     message of one rank    | part 0 | part 1 | ... |        the last one of what is left
 """
@@ -31,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.error_feedback import PART, CompressionError, lost_share
+from yafsdp_cc.compression.error_feedback import CompressionError, lost_share
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _UNKNOWN, _BEHIND = -2, -1
 """Versions that no shard has: of no weights, and of weights that were resumed some steps behind their shard."""
+
+_ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
+"""Elements of all ranks that are decoded at once: what stays in a processor's cache, and 128 MiB, which is worth the
+launch of kernels."""
+
+_MEASURED = 4
+"""Parts of a chunk whose loss is measured at once."""
 
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
@@ -83,7 +91,7 @@ class RoundedAllGather(ExactAllGather):
         if scratch is None or not self._rounds:
             return super().start(output, held, scratch, async_op)
         comm, shard = self.context.comm, self.flat.sharded
-        if shard.device.type != output.device.type:
+        if self.flat.host_bytes:
             shard = self.flat.send_buffer(comm.own_chunk(output), in_place=True)
         own = comm.own_chunk(scratch)
         error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
@@ -124,8 +132,12 @@ class DeltaAllGather(ExactAllGather):
         self.compression_error: CompressionError | None = None
         """Observes messages while it is there."""
         self._codec = codec
-        self._part = PART * (16 if flat.device.type == "cuda" else 1)
-        """Elements of a part: on a CPU what stays in its cache, else what is worth a kernel's launch."""
+        unit = 5 * codec.block  # ternary packs five blocks together
+        most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
+        self._part = max(most // unit, 1) * unit
+        """Elements of a part."""
+        self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
+        """Whether operations on fp32 and kept weights would allocate."""
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
         self._sends_delta = False
@@ -138,10 +150,10 @@ class DeltaAllGather(ExactAllGather):
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        count = min(self._part, self.flat.layout.chunk)
-        context.scratch.reserve(_DIFFERENCE, 4 * count)
-        if self.flat.compute_dtype != torch.float32:
-            context.scratch.reserve(_CAST, 4 * count)
+        numel = min(self._part, self.flat.layout.chunk) * self.flat.layout.world
+        context.scratch.reserve(_DIFFERENCE, 4 * numel)
+        if self._casts:
+            context.scratch.reserve(_CAST, 4 * numel)
 
     def scratch_bytes(self) -> int:
         return self.flat.layout.world * sum(size for *_, size in self._parts())
@@ -188,8 +200,9 @@ class DeltaAllGather(ExactAllGather):
     def _send_delta(self, output: Tensor, scratch: Tensor, async_op: bool) -> Works:
         comm, room = self.context.comm, self.context.scratch
         kept, message = comm.own_chunk(output), comm.own_chunk(scratch)
-        error, block = self.compression_error, self._codec.block
-        for start, count, offset, size in self._parts():
+        error, block, parts = self.compression_error, self._codec.block, list(self._parts())
+        measured = parts[:: -(-len(parts) // _MEASURED)]
+        for start, count, offset, size in parts:
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)
             difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
@@ -199,9 +212,10 @@ class DeltaAllGather(ExactAllGather):
             counts = None if self._counts is None else self._counts.narrow(1, start // block, count // block)
             part = message.narrow(0, offset, size).unsqueeze(0)
             error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)
-            if error is not None:
+            if error is not None and (start, count, offset, size) in measured:
                 error_feedback.decode(self._codec, part, decoded := torch.empty_like(difference).unsqueeze(0))
-                error.add(difference - decoded[0], difference, decoded[0])
+                share = sum(each[1] for each in measured) / self.flat.layout.chunk
+                error.add(difference - decoded[0], difference, decoded[0], share=share)
         self.context.record("delta", self.flat.name)
         self.sent_bytes = comm.peer_bytes(scratch.nbytes)
         return comm.all_gather(scratch, message, async_op)
@@ -210,20 +224,21 @@ class DeltaAllGather(ExactAllGather):
         if scratch is None or not self._sends_delta:
             return
         world = self.context.comm.world
-        for message, chunk in zip(scratch.view(world, -1), output.view(world, -1), strict=True):
-            for start, count, offset, size in self._parts():
-                kept, part = chunk.narrow(0, start, count), message.narrow(0, offset, size).unsqueeze(0)
-                in_place = kept.is_cpu and kept.dtype == torch.float32
-                fresh = kept if in_place else self.context.scratch.take(_DIFFERENCE, count, torch.float32)
-                error_feedback.decode_sum(self._codec, part, count, kept, 0, fresh)
-                if not in_place:
-                    kept.copy_(fresh)
+        messages, weights = scratch.view(world, -1), output.view(world, -1)
+        for start, count, offset, size in self._parts():
+            decoded = self.context.scratch.take(_DIFFERENCE, world * count, torch.float32).view(world, count)
+            error_feedback.decode(self._codec, messages.narrow(1, offset, size), decoded)
+            kept = weights.narrow(1, start, count)
+            if self._casts:
+                kept.copy_(decoded.add_(self._in_fp32(kept)))
+            else:
+                kept.add_(decoded)
 
     def _in_fp32(self, kept: Tensor) -> Tensor:
-        """Return kept weights in fp32, cast by hand: a mixed operation would allocate."""
-        if kept.dtype == torch.float32:
+        """Return kept weights in fp32, or as they are where operations on both allocate nothing."""
+        if not self._casts:
             return kept
-        return self.context.scratch.take(_CAST, kept.numel(), torch.float32).copy_(kept)
+        return self.context.scratch.take(_CAST, kept.numel(), torch.float32).view(kept.shape).copy_(kept)
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield of each part of a chunk: its first element and their number, its first byte and their number."""

@@ -216,7 +216,7 @@ _SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
     """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 where it would be denormal."""
-    scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32)
+    scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32, device="cpu")
     scale = torch.where(scale < _SMALLEST, 0.0, scale)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
 
@@ -234,7 +234,7 @@ def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 def counts_of(layout: Layout, block: int, device: torch.device) -> Tensor | None:
     """Return how many elements of parameters each block of a buffer has, [world, blocks] int32; None: each is full."""
-    starts = torch.arange(0, layout.numel, block)
+    starts = torch.arange(0, layout.numel, block, device="cpu")
     counts = torch.zeros_like(starts)
     for extent in layout.extents:  # each begins with a block of its own
         inside = (starts >= extent.offset) & (starts < extent.end)

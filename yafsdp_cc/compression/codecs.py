@@ -139,7 +139,7 @@ class Ternary(Scaled):
     @staticmethod
     def _kept(blocks: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         magnitudes = blocks.abs()
-        threshold = block_sum(magnitudes) / sizes(blocks, counts) * torch.tensor(0.7, dtype=torch.float32)
+        threshold = block_sum(magnitudes) / sizes(blocks, counts) * torch.tensor(0.7, dtype=torch.float32, device="cpu")
         kept = magnitudes > threshold.unsqueeze(-1)
         total, count = block_sum(magnitudes * kept), kept.sum(-1).clamp(min=1).to(torch.float32)
         return torch.where(threshold.isfinite(), total / count, threshold), kept
@@ -273,7 +273,7 @@ class TopK(Codec):
                     # -0.0 becomes 0.0: a sum must not depend on whether a message holds an element that is zero.
                     numbers[row].copy_(tile[chosen]).add_(0.0)
                 else:
-                    positions[row].copy_(torch.arange(kept, dtype=torch.int32).to(torch.uint16))
+                    positions[row].copy_(torch.arange(kept, dtype=torch.int32, device=tile.device).to(torch.uint16))
                     numbers[row].fill_(float("nan"))
 
     def decode(self, message: Tensor, values: Tensor) -> None:

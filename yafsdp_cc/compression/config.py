@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import field, fields
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import wraps
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from yafsdp_cc.compression.codec import BLOCK, Codec, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import Codec, Scaled, codec_of, kind_of
+from yafsdp_cc.config import CompressionFields, run_settings
 
 EXACT = "fp32"
 """Stands for no codec at all; the engine sums in fp32."""
@@ -26,11 +27,8 @@ AUTO = "auto"
 ROUNDING = ("int8", "fp8")
 """Codecs precise enough for weights themselves; others encode only how weights have changed."""
 
-_CANDIDATES = ("int8", "int4")
 _RENAMED = {"guard": "fallback"}
 """Arguments of earlier versions, and what they are called now."""
-
-Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 
 _T = TypeVar("_T")
 
@@ -76,48 +74,12 @@ def _line_of(kind: type, error: Any) -> str:
 
 @_in_plain_words
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Compression:
+class Compression(CompressionFields):
     """How gradients and weights are encoded for the network.
 
     Raises:
         ValueError: a name is no codec's, or the combination cannot work; the message names it.
     """
-
-    gradients: str = "int8"
-    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix.
-
-    ``"auto"``: for each unit the least lossy of ``candidates`` that hides its reduce under the backward, chosen anew as
-    training goes.
-    """
-    weights: str | None = None
-    """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
-    them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
-    scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
-    feedback: bool = True
-    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
-    rounding is stochastic where the codec can do that."""
-    residual: Literal["fp32", "bf16", "int8"] = "bf16"
-    """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
-    carry: float = 1.0
-    """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
-    scope: Scope = "auto"
-    """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
-    warmup_steps: int = 0
-    """Optimizer steps before anything is encoded."""
-    block: int = BLOCK
-    """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
-    matrix_rank: int = 8
-    """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
-    candidates: tuple[str, ...] = _CANDIDATES
-    """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
-    error_budget: float | None = None
-    """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
-    for all has 0.00005, int4 for all 0.016. None: unbounded."""
-    fallback: bool = True
-    """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
-    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
 
     @field_validator("gradients", "overrides")
     @classmethod
@@ -171,7 +133,9 @@ class Compression:
             raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
         if self.error_budget is not None and not 0 < self.error_budget <= 1:
             raise ValueError(f"error_budget={self.error_budget}: a share of gradients' squares: more than 0, up to 1")
-        if AUTO not in self.named and (self.error_budget is not None or self.candidates != _CANDIDATES):
+        if AUTO not in self.named and (
+            self.error_budget is not None or self.candidates != CompressionFields.candidates
+        ):
             idle = "error_budget" if self.error_budget is not None else "candidates"
             raise ValueError(
                 f"{idle}={getattr(self, idle)!r} limits what 'auto' chooses, and gradients="
@@ -249,6 +213,16 @@ def check_name(name: str, argument: str) -> None:
             kind_of(name)
         except ValueError as error:
             raise ValueError(f"{argument}: {error}") from None
+
+
+def compression_of_run() -> Compression | None:
+    """Return the compression that the run's settings ask for, which the script may leave out; None for none."""
+    mine = {name: one for name, one in run_settings().items() if name.startswith("compression.")}
+    try:
+        return Compression(**{name.partition(".")[2]: one.value for name, one in mine.items()}) if mine else None
+    except ValueError as error:
+        sources = ", ".join(dict.fromkeys(one.source for one in mine.values()))
+        raise ValueError(f"compression ({sources}): {error}") from None
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:

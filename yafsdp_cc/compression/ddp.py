@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from yafsdp_cc.compression.config import AUTO, Compression, compression_of
 from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean
+from yafsdp_cc.engine.streams import CommHandle, CommStream, comm_stream
 
 
 class CompressionHookState(CompressedCommunication):
@@ -47,27 +48,41 @@ class CompressionHookState(CompressedCommunication):
         """The sums of buckets, by the parameters of each in its order."""
         self.steps = 0
         """Backwards that have begun."""
+        self.stream: CommStream | None = None
+        """Where buckets are averaged, from the first one on."""
+        self.handle: CommHandle
+        """The last average."""
 
 
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by encoded messages that every rank sends to all others: a DDP communication hook.
 
-    Buckets are put together anew after the first step; residuals start then.
+    Buckets are put together anew after the first step; residuals start then. On CUDA all of this is on a side stream,
+    and the backward goes on meanwhile.
     """
     total, parameters = bucket.buffer(), bucket.parameters()
-    state.steps += bucket.index() == 0
-    if state.is_exact(state.steps):
-        exact_mean(total, state.group)
-    else:
-        key = tuple(map(id, parameters))
-        if key not in state.sums:
-            for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
-                del state.sums[stale]
-        places, start = [], 0
-        for parameter in parameters:
-            places.append((start, parameter.shape))
-            start += parameter.numel()
-        state.all_reduce_mean(total, state.group, f"ddp/{bucket.index()}/{total.numel()}", key, places)
-    future = torch.futures.Future[Any]()
-    future.set_result(total)
+    index, key = bucket.index(), tuple(map(id, parameters))
+    state.steps += index == 0
+    future = torch.futures.Future[Any](devices=[total.device] if total.is_cuda else [])
+
+    def average(async_op: bool) -> tuple[()]:
+        if state.is_exact(state.steps):
+            exact_mean(total, state.group)
+        else:
+            if key not in state.sums:
+                for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
+                    del state.sums[stale]
+            places, start = [], 0
+            for parameter in parameters:
+                places.append((start, parameter.shape))
+                start += parameter.numel()
+            state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)
+        future.set_result(total)  # records an event on this stream, for DDP to wait for at the end of the backward
+        return ()
+
+    if state.stream is None:
+        state.stream = comm_stream(total.device)
+        state.handle = state.stream.handle()
+    state.stream.wait_for_caller()
+    state.stream.issue(state.handle, average)
     return future

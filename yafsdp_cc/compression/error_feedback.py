@@ -13,13 +13,15 @@ could not hold, because something in it was not finite, keeps the E that it had.
 
 ``encode``, ``accumulate``, ``decode_sum`` and ``decode`` do this in one pass by native kernels where there are any;
 what follows in each is the definition in plain torch, of the same bits. The native extension is ``_native.so`` beside
-this file, built from ``csrc`` by ``setup.py``; it registers operators as ``torch.ops.yafsdp_cc``, for CPU and, where it
-was built with it, for CUDA. ``YAFSDP_CC_NATIVE=0`` chooses plain torch; ``1`` raises where the extension is not built;
-``auto``, the default, logs a warning there, once.
+this file, built from ``csrc`` by ``setup.py``; it registers operators as ``torch.ops.yafsdp_cc``, for CPU and CUDA.
+Kernels for CUDA are compiled when they are first launched, by the NVRTC that comes with torch. ``YAFSDP_CC_NATIVE=0``
+chooses plain torch; ``1`` raises where the extension is not built, or cannot compile for a GPU; ``auto``, the default,
+logs a warning there, once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -233,8 +235,8 @@ def _stream(tensor: Tensor) -> int:
 def lost_share(codec: str, block: int) -> float:
     """Return the share of the squares of normal noise that a message loses: 0.36 by onebit, 0.016 by int4."""
     made = codec_of(codec, block)
-    values = torch.randn(1, 64 * block, generator=torch.Generator().manual_seed(0))
-    message = torch.zeros(1, made.message_bytes(values.shape[1]), dtype=torch.uint8)
+    values = torch.randn(1, 64 * block, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    message = torch.zeros(1, made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")
     made.encode(values, None, message)
     decoded = torch.empty_like(values)
     made.decode(message, decoded)
@@ -242,6 +244,10 @@ def lost_share(codec: str, block: int) -> float:
 
 
 SUMS = 3
+SAMPLES = 16
+"""Parts of messages, of ``PART`` elements, that are measured at once."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples are spread evenly between whole numbers, however many there are."""
 
 
 class CompressionError:
@@ -260,10 +266,12 @@ class CompressionError:
         device: of the messages.
         kept: the share of noise that messages keep.
         recursion: of their residuals.
+        rank: of the sender; ranks take their samples from different parts of the gradients.
     """
 
-    def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC) -> None:
+    def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC, rank: int = 0) -> None:
         self.recursion = recursion
+        self._shift = rank * _GOLDEN % 1
         self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
         """The share that messages have to keep for residuals not to grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
@@ -273,25 +281,35 @@ class CompressionError:
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
-        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``."""
-        self.seen = True
-        n = residual.values.shape[1]
+        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``.
+
+        Of more than ``SAMPLES`` parts of messages a sample, always the same one, whose sums stand for those of all:
+        each part takes a kernel to decode, and there are as many messages as ranks.
+        """
+        n, block = residual.values.shape[1], residual.block
         step = n if ops_for(messages.device, codec) is None else min(PART, n)
-        scratch = torch.empty(step, dtype=torch.float32, device=messages.device)
-        for row, message in enumerate(messages):
-            left_of_row = residual.rows(row, row + 1)
-            for start in range(0, n, step):
-                decoded = scratch[: min(step, n - start)]
-                decode_sum(codec, message.unsqueeze(0), n, None, 0, decoded, start)
-                left = left_of_row.columns(start, start + len(decoded)).load()[0]
-                lost = left.sub_(decoded, alpha=1 - self.recursion.taken)
-                self.add(lost, lost + decoded, decoded)
+        parts = [(row, start, min(start + step, n)) for row in range(len(messages)) for start in range(0, n, step)]
+        count = max(1, SAMPLES * PART // max(step, PART))  # without native kernels parts are whole messages
+        if len(parts) > count:
+            parts = [parts[int((place + self._shift) * len(parts) / count)] for place in range(count)]
+        taken = [residual.rows(row, row + 1).columns(start, end) for row, start, end in parts]
+        left = Residual(
+            torch.cat([each.values for each in taken], 1), torch.cat([each.scales for each in taken], 1), block
+        )
+        lost = left.load()[0]
+        decoded = torch.empty_like(lost)
+        sizes = [end - start for _, start, end in parts]
+        for (row, start, _), part in zip(parts, decoded.split(sizes), strict=True):
+            decode_sum(codec, messages[row : row + 1], n, None, 0, part, start)
+        lost.sub_(decoded, alpha=1 - self.recursion.taken)
+        self.add(lost, lost + decoded, decoded, share=len(lost) / residual.values.numel())
 
     @torch.no_grad()
-    def add(self, *parts: Tensor) -> None:
-        """Take in what was lost, what was due, and what was decoded."""
+    def add(self, *parts: Tensor, share: float = 1.0) -> None:
+        """Take in what was lost, what was due, and what was decoded, in a ``share`` of the elements."""
         self.seen = True
-        self.sums += torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square()
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        self.sums.addcmul_(norms, norms, value=1 / share)
 
 
 # Encoders of whole buffers -----------------------------------------------------------------------------------------
@@ -391,11 +409,16 @@ def other_chunks(buffer: Tensor, world: int, rank: int) -> list[tuple[int, Tenso
 
 LIBRARY = Path(__file__).with_name("_native.so")
 MODES = ("0", "1", "auto")
-OPERATORS = ("encode", "accumulate", "decode_sum", "decode")
+NVRTC = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
+"""The library by which torch itself finds NVRTC and CUDA's driver; of a torch without CUDA there is none."""
+OPERATORS = ("encode", "accumulate", "decode_sum", "decode", "update", "update_lamb")
 
 _NUMBERS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4, "ternary": 5, "onebit": 6, "topk": 7}
 """The codecs that native kernels know, by number."""
-_BUILD = "YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, or --editable ."
+_BUILD = (
+    "to build: YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, "
+    "or --editable ."
+)
 
 _logger = logging.getLogger("yafsdp_cc")
 
@@ -409,42 +432,51 @@ def ops_for(device: torch.device, codec: Codec | None = None) -> Any:
     """
     if codec is not None and codec.name not in _NUMBERS:
         return None
-    return _ops_for(device.type, os.environ.get("YAFSDP_CC_NATIVE", "auto"))
+    return _ops_for(device, os.environ.get("YAFSDP_CC_NATIVE", "auto"))
 
 
 @cache
-def _ops_for(device_type: str, mode: str) -> Any:
+def _ops_for(device: torch.device, mode: str) -> Any:
     if mode not in MODES:
         raise ValueError(f"YAFSDP_CC_NATIVE={mode}: {', '.join(MODES)} are known")
     if mode == "0":
         return None
-    missing = _load() or _lacks(device_type)
+    missing = _load() or _lacks(device)
     if not missing:
         return torch.ops.yafsdp_cc
     if mode == "1":
-        raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}; to build: {_BUILD}")
-    factor = "10 to 90 times " if device_type == "cpu" else ""  # by codec, as measured by bench/kernels.py
-    _logger.warning("gradients are encoded by plain torch, %sslower: %s; to build: %s", factor, missing, _BUILD)
+        raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}")
+    factor = "10 to 90 times " if device.type == "cpu" else ""  # by codec, as measured by bench/kernels.py
+    _logger.warning("gradients are encoded by plain torch, %sslower: %s", factor, missing)
     return None
 
 
 @cache
 def _load() -> str:
-    """Load the library; return why not, or nothing."""
+    """Load the library; return why not and what to do about it, or nothing."""
     if not LIBRARY.exists():
-        return "the native extension is not built"
+        return f"the native extension is not built; {_BUILD}"
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
-        return f"the native extension cannot be loaded ({error})"
+        return f"the native extension cannot be loaded ({error}); {_BUILD}"
+    missing = [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]
+    if not hasattr(ctypes.CDLL(str(LIBRARY)), "yafsdp_cc_cuda_lacks"):
+        missing.append("yafsdp_cc_cuda_lacks")
+    if missing:
+        return f"{LIBRARY} is of an older source, without {', '.join(missing)}; {_BUILD}"
     for name in OPERATORS:
         torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # all of them return nothing
     return ""
 
 
-def _lacks(device_type: str) -> str:
-    """Return why the loaded library does not serve a device, or nothing."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    if key is not None and torch._C._dispatch_has_kernel_for_dispatch_key("yafsdp_cc::encode", key):
+def _lacks(device: torch.device) -> str:
+    """Return why the loaded library does not serve a device, or nothing; of a GPU, after it has compiled for it."""
+    if device.type == "cpu":
         return ""
-    return f"the native extension was built without kernels for {device_type}"
+    if device.type != "cuda":
+        return f"the native extension has no kernels for {device.type}"
+    lacks = ctypes.CDLL(str(LIBRARY)).yafsdp_cc_cuda_lacks
+    lacks.restype = ctypes.c_char_p
+    why = lacks(bytes(NVRTC), torch.cuda.current_device() if device.index is None else device.index)
+    return f"kernels cannot be compiled for {device}: {why.decode(errors='replace')}" if why else ""

@@ -138,6 +138,9 @@ class CodecFallback(CompressionObserver):
         if not any(each.error.seen for each in awaited):
             return
         self._past = measured = self._stop_measuring()
+        for each in measured:
+            if isinstance(each.collective, DeltaAllGather):  # nobody may have waited for an all-gather of a prefetch
+                each.flat.group.gathered(each.flat)
         # By the scale that they were measured with: on CUDA, what is read below is of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
         loss = torch.as_tensor(self._loss, dtype=torch.float64, device=state.context.device).view(1)

@@ -24,10 +24,12 @@ from torch.nn.functional import pad
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
-from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of
+from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.error_feedback import PlainBuffer
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.config import run_settings
+from yafsdp_cc.engine.collectives import sum_scale
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.dtensor import all_gather_single
 from yafsdp_cc.engine.layout import Extent, Layout, align
@@ -44,7 +46,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def compress(
-    model: nn.Module, compression: Compression | str, *, replicas: dist.ProcessGroup | None = None
+    model: nn.Module, compression: Compression | str | None = None, *, replicas: dist.ProcessGroup | None = None
 ) -> CompressedCommunication:
     """Compress the communication of a model that torch's ``fully_shard`` has sharded.
 
@@ -52,8 +54,8 @@ def compress(
 
     Args:
         model: with modules that ``fully_shard`` was called on.
-        compression: as of ``shard``. ``overrides`` are not for this: a group's parameters are sent together. Steps of a
-            warm-up are backwards that reduce gradients, here.
+        compression: as of ``shard``; left out, that of the run file. ``overrides`` are not for this: a group's
+            parameters are sent together. Steps of a warm-up are backwards that reduce gradients, here.
         replicas: a group over which gradients are averaged besides, encoded: the ranks that hold the same shard, of a
             model that ``fully_shard`` was given the mesh of one replica only. Reduce-scatters are exact then.
 
@@ -62,12 +64,18 @@ def compress(
             be done here.
         TypeError: an argument is of the wrong type.
     """
-    config = compression_of(compression)
+    config = compression_of(compression) or compression_of_run()
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if any(isinstance(module, ShardedModule) for module in modules):
         raise ValueError("compress() on a model of this package: pass shard(model, compression=...)")
     if config is None:
         raise TypeError("compress() takes a Compression or the name of a codec such as 'int8', got None")
+    for name, one in run_settings().items():
+        if not name.startswith("compression."):
+            raise ValueError(
+                f"{name} ({one.source}) does not reach a model of torch's fully_shard, which compress() was called on: "
+                "leave it out and pass it there, or call yafsdp_cc.shard(model) instead"
+            )
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(f"replicas takes a process group, such as mesh['replicate'].get_group(); got {replicas!r}")
     if not modules:
@@ -237,8 +245,9 @@ class CompressedCommunication:
 
 def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite ``total`` with its mean over ``group``."""
-    dist.all_reduce(total, group=group)
-    total.div_(group.size())
+    scale = sum_scale(total.dtype, group.size())
+    dist.all_reduce(total if scale == 1 else total.mul_(1 / scale), group=group)
+    total.div_(group.size() / scale)
 
 
 # Hooks of one module -----------------------------------------------------------------------------------------------

@@ -136,10 +136,10 @@ class LowRank:
 
     def restart(self) -> None:
         """Go back to the factors of the beginning."""
-        draws = torch.Generator().manual_seed(zlib.crc32(self._name.encode()))
+        draws = torch.Generator("cpu").manual_seed(zlib.crc32(self._name.encode()))
         for pair in self._pairs:
             for factor in pair:
-                drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32)
+                drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32, device="cpu")
                 factor.copy_(torch.linalg.qr(drawn).Q)
         self.sends_right = False
 

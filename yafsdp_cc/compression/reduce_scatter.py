@@ -111,6 +111,8 @@ class CompressedSum(Collective):
         """Observes messages while it is there."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
+        self._added: Tensor | None = None
+        """What the last sum has added of ``carried_over``: until the next one, as the stream may still read it."""
         self._messages = 0
         """Sums so far whose messages were rounded at random."""
         schedule.adopt(self)
@@ -130,6 +132,7 @@ class CompressedSum(Collective):
     @torch.inference_mode(False)  # backwards write to what is made here
     def bind(self, context: CommContext) -> None:
         super().bind(context)
+        self.schedule.reserve_norm(self.flat.name, self.flat.device)
         if self._encoder is None or self.schedule.may_be_exact:
             self._exact.bind(context)
         for name in self.schedule.config.candidates if self.is_tuned else ():
@@ -142,6 +145,7 @@ class CompressedSum(Collective):
     @torch.inference_mode(False)
     def bind_exact(self) -> None:
         """Prepare for exact sums before the next assembly does. Nothing is in flight."""
+        self.schedule.reserve_norm(self.flat.name, self.flat.device)
         if hasattr(self, "context"):
             self._exact.bind(self.context)
 
@@ -183,7 +187,8 @@ class CompressedSum(Collective):
     def watch(self) -> CompressionError:
         """Observe messages from the next one on, until ``compression_error`` is None again."""
         assert self._encoder is not None
-        self.compression_error = CompressionError(self.flat.device, self._encoder.kept, self.schedule.recursion)
+        recursion, rank = self.schedule.recursion, self.context.comm.rank
+        self.compression_error = CompressionError(self.flat.device, self._encoder.kept, recursion, rank)
         return self.compression_error
 
     @property
@@ -225,7 +230,7 @@ class CompressedSum(Collective):
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
         if self._is_momentum and self.flat.has_grad:
             self._refuse_second_sum()
-        self._adds_carried = encodes and self.carried_over is not None
+        self._adds_carried, self._added = encodes and self.carried_over is not None, None
         self._adds_exact = self.exact_mean is not None and self.flat.has_grad
         if schedule.clip is not None and (encodes or self._keeps_exact):
             schedule.clip_gradients(self.flat.name, grads)
@@ -263,7 +268,7 @@ class CompressedSum(Collective):
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
         if self._adds_carried:
-            self.carried_over = None
+            self._added, self.carried_over = self.carried_over, None
         if self._is_momentum and self.momentum is not None:
             self.momentum.mul_(self.schedule.beta)
             if own is not None:

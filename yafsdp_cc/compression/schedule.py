@@ -187,6 +187,11 @@ class CompressionSchedule(CompressionObserver):
         self.controller, self.phase, self.beta, self.share = weakref.ref(controller), Phase.EXACT, beta, share
         self.clip = LocalClip(max_grad_norm) if beta and max_grad_norm is not None else None
 
+    def reserve_norm(self, name: str, device: torch.device) -> None:
+        """Prepare to clip the gradients of the flat parameter ``name``."""
+        if self.clip is not None:
+            self.clip.reserve(name, device)
+
     def clip_gradients(self, name: str, grads: Tensor) -> None:
         """Clip the gradients of the flat parameter ``name`` in place, before they are encoded."""
         if self.clip is not None:
@@ -306,16 +311,26 @@ class LocalClip:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._norms: dict[str, Tensor] = {}
-        """Of what this rank has sent since it learned last, by flat parameter; 0: nothing. The communication stream
-        writes them, so each tensor stays."""
+        """Of what this rank has sent since it learned last, fp32, by flat parameter; 0: nothing. The communication
+        stream writes them, so each tensor stays."""
         self._shares: dict[str, Tensor] = {}
         """kappa of each flat parameter."""
         self.is_blind = True
         """Whether no kappa is known, and nothing is clipped; the same on all ranks."""
 
+    @torch.inference_mode(False)
+    def reserve(self, name: str, device: torch.device) -> None:
+        """Make what the norm of the flat parameter ``name`` is kept in, unless it is there.
+
+        On CUDA its memory is to be that of the caller's stream, where ``learn`` writes to it and the host frees it.
+        """
+        if name not in self._norms:
+            self._norms[name] = torch.zeros((), dtype=torch.float32, device=device)
+
     @torch.no_grad()
     def clip(self, name: str, grads: Tensor, loss_scale: float) -> None:
         """Clip the gradients of the flat parameter ``name`` in place."""
+        self.reserve(name, grads.device)
         wide = torch.promote_types(grads.dtype, torch.float32)
         norm = torch.linalg.vector_norm(grads, dtype=wide).to(torch.float32)
         if (share := self._shares.get(name)) is not None:
@@ -324,11 +339,7 @@ class LocalClip:
             if grads.device.type != "cpu" or float(factor) < 1:  # reading the factor would synchronize a GPU
                 grads.mul_(factor)
                 norm *= factor
-        norm = norm / loss_scale
-        if (kept := self._norms.get(name)) is None:
-            self._norms[name] = norm
-        else:
-            kept.copy_(norm)
+        torch.div(norm, loss_scale, out=self._norms[name])
 
     def learn(self, total: float) -> None:
         """Learn from the last step, in which the mean gradient had the norm ``total``."""
@@ -351,6 +362,6 @@ class LocalClip:
     def load_state(self, state: Mapping[str, float] | None, device: torch.device) -> None:
         """Go on from what ``state`` returned."""
         self.is_blind = state is None
-        self._shares = {name: torch.tensor(share, device=device) for name, share in (state or {}).items()}
+        self._shares = {name: torch.full((), share, device=device) for name, share in (state or {}).items()}
         for norm in self._norms.values():
             norm.zero_()

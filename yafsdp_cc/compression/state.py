@@ -110,7 +110,7 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
             "fits": _form(state, flat, compressed),
             "values": compressed.residual.values.cpu(),
             "scales": compressed.residual.scales.cpu(),
-            "owed": torch.zeros(0) if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
+            "owed": torch.zeros(0, device="cpu") if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
             "loss_scale": compressed.schedule.loss_scale,
             **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),
         }

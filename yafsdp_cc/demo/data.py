@@ -46,14 +46,18 @@ def read(path: Path | None) -> Text:
 
 def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
     """Return tokens [starts, length + 1] from each start: inputs, and the byte that follows each."""
-    return data[starts[:, None] + torch.arange(length + 1)].long()
+    return data[starts[:, None] + torch.arange(length + 1, device="cpu")].long()
 
 
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
     """Return this rank's ``count`` windows, where those of all ranks are spread evenly over ``data``."""
-    starts = torch.linspace(0, len(data) - length - 1, count * ranks).long()
+    starts = torch.linspace(0, len(data) - length - 1, count * ranks, device="cpu").long()
     return windows(data, starts[rank::ranks], length)
 
 
 def _tensor(content: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -7,19 +7,21 @@ buffers takes effect when the engine is assembled again, before the next forward
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.dtensor import sharded_as
+from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
-from yafsdp_cc.engine.mesh import backend_of, group_once, probe_links
+from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
@@ -31,6 +33,7 @@ from yafsdp_cc.plan.units import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -102,6 +105,7 @@ def assemble(model: nn.Module) -> FSDPState:
         _make_grad_buffers(context, role, members)
     replicated = _make_replicated(context, specs)
     state = FSDPState(model, specs, context.groups, root_group, replicated, collectives, context, leaf, transfers)
+    engines.add(state)
     _connect(state)
     for flat in state.flats:
         if flat.trainable or flat.sharded_grad is not None:  # frozen by now, it may have a residual yet
@@ -180,31 +184,38 @@ def _make_context(
         probe_links(group, reduce)
     gather_comm = Communicator(group, device)
     reduce_comm = Communicator(reduce, device) if separate else gather_comm
-    _check_trial_exchange(gather_comm, reduce_comm)
+    ranks = info.mesh.mesh.flatten().tolist()
+    trial = f"yafsdp_cc/trial/{zlib.crc32(repr(ranks).encode())}"
+    verdict = refused_over_store(_get_default_store(), trial, dist.get_rank(), len(ranks))
+    replicas = info.replicate_group
+    replica_comm = None if replicas is None else Communicator(replicas, device)
+    _check_trial_exchange(gather_comm, reduce_comm, replica_comm, verdict)
     gather_stream = streams.of("all-gather", device)
     reduce_stream = streams.of("reduce", device) if separate else gather_stream
-    replicas = info.replicate_group
-    replica, count = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+    replica, count = (0, 1) if replica_comm is None else (replica_comm.rank, replica_comm.world)
+    registers = any(spec.settings.allocates_from_group for spec in specs)
+    gather_scratch, reduce_scratch = (ScratchBuffers(device, each if registers else None) for each in (group, reduce))
     world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
     fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
-    scratch = ScratchBuffers(device)
     # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     context = GroupContext(
         info,
-        CommContext(gather_comm, ScratchBuffers(device), fingerprint.record),
-        CommContext(reduce_comm, scratch, fingerprint.record),
+        CommContext(gather_comm, gather_scratch, fingerprint.record),
+        CommContext(reduce_comm, reduce_scratch, fingerprint.record),
         gather_stream,
         reduce_stream,
         fingerprint,
         next((old.context.counters for old in retired if old.model is model), Counters()),
         leaf_node,
     )
-    if replicas is not None:
-        replica_context = CommContext(Communicator(replicas, device), scratch, fingerprint.record)
-        context.replicas = Replicas(replica_context, reduce_stream, context.counters.count_reduced)
+    if replica_comm is not None:
+        replica_scratch = ScratchBuffers(device, replicas if registers else None)
+        replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)
+        stream = streams.of("all-reduce", device)
+        context.replicas = Replicas(replica_context, stream, context.counters.count_reduced)
     return context, leaf
 
 
@@ -213,44 +224,108 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    # As long as the shard group waits for other ranks, where its backend tells, and not as torch does by default.
-    timeout = getattr(getattr(group._get_backend(info.device), "options", None), "_timeout", None)
-    is_part = size < dist.get_world_size()
-    return group_once(group, size, lambda: dist.new_group(members, timeout=timeout, use_local_synchronization=is_part))
+    timeout = timeout_of(group)  # as long as the shard group waits for other ranks, and not torch's default
+    return group_once(group, size, lambda: new_group(members, timeout))
 
 
-@torch.no_grad()
-def _check_trial_exchange(gather: Communicator, reduce: Communicator) -> None:
+def _check_trial_exchange(
+    gather: Communicator, reduce: Communicator, replicas: Communicator | None, verdict: AbstractContextManager[None]
+) -> None:
     """Send a few numbers the way that weights and gradients will go, where the backend is not sure to carry them.
 
     It also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
 
+    Args:
+        gather: of all-gathers.
+        reduce: of reduces.
+        replicas: of sums over replicas; None without replicas.
+        verdict: makes an error of one rank one of all ranks; unused where nothing is sent.
+
     Raises:
-        ValueError: it fails, or a wrong sum comes back.
+        ValueError: it fails, or wrong numbers come back, on this or another rank.
     """
-    device, world, n = gather.device, gather.world, 32
-    if device.type != "cuda" or world == 1:
+    if (gather.world == 1 and replicas is None) or (gather.is_gloo and gather.device.type == "cpu"):
         return
-    for dtype in (torch.float32, torch.bfloat16):
-        gathered = torch.zeros(world * n, dtype=dtype, device=device)
-        own = gather.own_chunk(gathered).fill_(float(gather.rank % 128 + 1))  # exact in bf16
-        ones = torch.ones(world * n, dtype=dtype, device=device)
-        trial = ExactReduceScatter(world * n, dtype)
-        trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
-        try:
-            # As on a stream: issued for the current one, and waited for where there is something to wait for.
-            for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(ones, async_op=False)):
-                work.wait()
-            found, total = gathered.view(world, n)[:, 0].tolist(), trial.finish_whole(ones).tolist()
-        except RuntimeError as error:
-            raise ValueError(
-                f"backend '{backend_of(gather.group, device)}' cannot carry {dtype} tensors of {device}: pass a mesh "
-                f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
-            ) from error
-        # NCCL sums in the dtype that is sent, and bf16 has no odd numbers above 256: every hop may round.
-        is_near = all(abs(each - world) <= 0.02 * world for each in total)
-        if found != [float(rank % 128 + 1) for rank in range(world)] or not is_near:
-            raise ValueError(f"a trial exchange of {dtype} over {world} ranks gave {total[:4]}…: a broken backend?")
+    with verdict:
+        # All of them, before a rank raises: the others would wait for it in the next one.
+        errors = [_try_exchange(gather, reduce, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        if replicas is not None:
+            errors.append(_try_all_reduce(replicas))
+        if any(errors):
+            raise ValueError("; ".join(filter(None, errors)) + ": a broken backend?")
+
+
+def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Return what this rank adds to a trial sum, and the sum, [world, n] fp32: a row for each chunk.
+
+    NCCL adds in the dtype that is sent, and bf16 has no odd numbers above 256, so that sums of ones over more ranks
+    round or stop growing. Here each element counts at most 256 ranks. Two more tell which chunk it is, in base 128,
+    and come from one rank each: from the one that receives it, and from the next one.
+    """
+    world, rank = comm.world, comm.rank
+    counters = 30 + world // 256
+    ranks = torch.arange(world, device="cpu")
+    totals = torch.zeros(world, counters + 2, dtype=torch.float32, device="cpu")
+    totals[:, :counters] = torch.bincount(ranks % counters, minlength=counters)
+    totals[:, -2:] = torch.stack([ranks % 128 + 1, ranks // 128 + 1], dim=1)
+    before = (rank - 1) % world
+    mine = torch.zeros_like(totals)
+    mine[:, rank % counters].fill_(1)
+    mine[rank, -2], mine[before, -1] = totals[rank, -2], totals[before, -1]
+    return mine, totals
+
+
+@torch.no_grad()
+def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
+    """Sum and gather numbers that are exact in whatever order and dtype the backend adds; return what is wrong."""
+    device, (mine, totals) = gather.device, _trial_numbers(gather)
+    grads = mine.to(device, dtype).view(-1)
+    gathered = torch.zeros_like(grads)
+    own = gather.own_chunk(gathered).copy_(totals[gather.rank])
+    trial = ExactReduceScatter(grads.numel(), dtype)
+    trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
+    try:
+        # As on a stream: issued for the current one, and waited for where there is something to wait for.
+        for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
+            work.wait()
+        total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
+    except RuntimeError as error:
+        raise _cannot_carry(gather, dtype, error) from error
+    wrong = _difference(gather, "sum", dtype, total, totals[gather.rank])
+    return wrong or _difference(gather, "all-gather", dtype, gathered, totals.view(-1))
+
+
+@torch.no_grad()
+def _try_all_reduce(replicas: Communicator) -> str:
+    """Sum such numbers over replicas, as partial sums are; return what is wrong."""
+    mine, totals = _trial_numbers(replicas)
+    total = mine.to(replicas.device)
+    try:
+        for work in replicas.all_reduce(total, async_op=False):
+            work.wait()
+        total = total.cpu()
+    except RuntimeError as error:
+        raise _cannot_carry(replicas, total.dtype, error) from error
+    return _difference(replicas, "sum over replicas", total.dtype, total.view(-1), totals.view(-1))
+
+
+def _cannot_carry(comm: Communicator, dtype: torch.dtype, error: RuntimeError) -> ValueError:
+    return ValueError(
+        f"backend '{backend_of(comm.group, comm.device)}' cannot carry {dtype} tensors of {comm.device}: pass a mesh "
+        f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
+    )
+
+
+def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor, truth: Tensor) -> str:
+    wrong = (found != truth).nonzero().view(-1).tolist()
+    return (
+        ""
+        if not wrong
+        else (
+            f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
+            f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
+        )
+    )
 
 
 def _make_groups(
@@ -302,7 +377,7 @@ def _make_weight_buffers(context: GroupContext, role: Role, members: Sequence[Pa
     nbytes = max(unsharded_bytes(group.flats) for group in members)
     depth = max((len(group.forward_prefetch) for group in sharing), default=0)
     count = min(max(2, 1 + depth) if role == "block" else 1, len(sharing))
-    pool = BufferPool(count, len(keeping), nbytes, device, stream)
+    pool = BufferPool(count, len(keeping), nbytes, device, stream, _allocator(members, context.gather))
     if sharing or keeping:
         context.weight_pools[role] = pool
     for index, group in enumerate(sharing):
@@ -320,9 +395,16 @@ def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[Para
         return
     most = max(group.spec.settings.grad_buffers for group in members)
     count = min(most if role == "block" else 1, len(members))
-    context.grad_pools[role] = BufferPool(count, 0, nbytes, context.device, context.reduce_stream)
+    allocator = _allocator(members, context.reduce)
+    context.grad_pools[role] = BufferPool(count, 0, nbytes, context.device, context.reduce_stream, allocator)
     for group in members:
         group.is_alone_in_grad_buffer = count == len(members)
+
+
+def _allocator(members: Sequence[ParamGroup], context: CommContext) -> dist.ProcessGroup | None:
+    """Return the group whose memory the buffers of ``members`` are to be; None: none's."""
+    registers = any(group.spec.settings.allocates_from_group for group in members)
+    return context.comm.group if registers else None
 
 
 def _make_replicated(context: GroupContext, specs: Sequence[ParamGroupSpec]) -> ReplicatedParams:

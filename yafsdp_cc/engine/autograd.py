@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -101,12 +102,14 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if kind is dict:
         fresh = {key: map_tensors(value, change) for key, value in tree.items()}
         return tree if all(fresh[key] is tree[key] for key in fresh) else fresh
-    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple(tree):
-        leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    node = pytree.SUPPORTED_NODES.get(cast("Any", namedtuple) if pytree.is_namedtuple(tree) else kind)
+    if node is not None:
+        # Not by tree_flatten with is_leaf: its recursion is a cycle that holds the tree until garbage is collected.
+        leaves, spec = node.flatten_fn(tree)
         changed = [map_tensors(leaf, change) for leaf in leaves]
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return tree
-        return pytree.tree_unflatten(changed, spec)
+        return node.unflatten_fn(changed, spec)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return _map_dataclass(tree, change)
     return tree
@@ -123,14 +126,16 @@ def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree if fresh is None else fresh
 
 
-def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
-    """Return ``tree`` with every floating-point tensor in ``dtype``."""
-    return map_tensors(tree, lambda tensor: cast(tensor, dtype))
+def convert_inputs(tree: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """Return ``tree`` with tensors on ``device`` and floating-point ones in ``dtype``; None: as they are."""
+    return tree if dtype is None and device is None else map_tensors(tree, lambda each: convert(each, dtype, device))
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` in ``dtype`` if it is a floating-point one."""
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None = None) -> Tensor:
+    """Return ``tensor`` on ``device``, and in ``dtype`` if it is a floating-point one; None: as it is."""
+    if device is not None and tensor.device != device:
+        tensor = tensor.to(device, non_blocking=True)
+    return tensor if dtype in (None, tensor.dtype) or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def gate_tensors(

@@ -13,21 +13,27 @@ gets an overflow buffer of its own.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
+from yafsdp_cc.engine.mesh import allocate
+
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import Tensor
 
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
 
 
 class Buffer:
-    """Memory for the unsharded weights or gradients of one group at a time."""
+    """Memory for the unsharded weights or gradients of one group at a time, as of ``mesh.allocate``."""
 
-    def __init__(self, nbytes: int, device: torch.device, stream: CommStream) -> None:
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(
+        self, nbytes: int, device: torch.device, stream: CommStream, allocator: dist.ProcessGroup | None = None
+    ) -> None:
+        self.data = allocate(nbytes, device, allocator)
         self.address = self.data.data_ptr()
         self.owner: object | None = None
         """The group whose weights or gradients it holds or is about to hold; None: nobody's."""
@@ -41,6 +47,16 @@ class Buffer:
         """The last operation that fills or reads it."""
         self.last_use: StreamEvent | None = None
         """On CUDA: behind all uses so far, on whatever streams they were; a refill waits for it."""
+        self._home = stream.caller()
+
+    def __del__(self) -> None:
+        # The allocator hands it out again on the stream it was allocated on. That is to come after other users, and
+        # after a prefetch that nobody has waited for, which may still write here and read shards freed with the model.
+        if self._home is not None and not sys.is_finalizing():
+            with torch.cuda.stream(self._home):
+                self.handle.wait()
+            if self.last_use is not None:
+                self._home.wait_event(self.last_use.event)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""
@@ -54,12 +70,21 @@ class BufferPool:
         count: buffers that groups take in turn.
         dedicated: buffers that one group each has to itself.
         nbytes: of each buffer.
+        allocator: the group whose memory they are; None: ordinary memory.
     """
 
-    def __init__(self, count: int, dedicated: int, nbytes: int, device: torch.device, stream: CommStream) -> None:
+    def __init__(
+        self,
+        count: int,
+        dedicated: int,
+        nbytes: int,
+        device: torch.device,
+        stream: CommStream,
+        allocator: dist.ProcessGroup | None,
+    ) -> None:
         self.buffer_bytes = nbytes
-        self.shared = [Buffer(nbytes, device, stream) for _ in range(count)]
-        self.dedicated = [Buffer(nbytes, device, stream) for _ in range(dedicated)]
+        self.shared = [Buffer(nbytes, device, stream, allocator) for _ in range(count)]
+        self.dedicated = [Buffer(nbytes, device, stream, allocator) for _ in range(dedicated)]
 
     def assigned(self, index: int) -> Buffer:
         """Return the buffer of the ``index``-th group that shares."""

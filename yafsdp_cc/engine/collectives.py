@@ -24,6 +24,11 @@ _SUM_PART = 1 << 19
 """Elements summed at once on a CPU: 2 MiB of fp32, which stays in the processor's cache."""
 
 
+def sum_scale(dtype: torch.dtype, world: int) -> int:
+    """Return a power of two to divide summands by: about √N in fp16, where sums overflow and gradients/N underflow."""
+    return 1 << ((world - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 1
+
+
 class ExactAllGather(AllGather):
     """An all-gather of the shards in the dtype of the forward."""
 
@@ -49,19 +54,22 @@ class ExactReduceScatter(ReduceScatter):
     Args:
         numel: elements of the unsharded gradients, world * chunk.
         dtype: of the unsharded gradients.
+        casts: whether ``finish`` yields fp32 where NCCL leaves bf16, which a CUDA device divides in fp32 as it is.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self._numel = numel
-        self._dtype = dtype
+    def __init__(self, numel: int, dtype: torch.dtype, *, casts: bool = True) -> None:
+        self._numel, self._dtype, self._casts = numel, dtype, casts
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
         comm, chunk = context.comm, self._numel // context.comm.world
+        self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1  # the sum in fp32
+        self._received_numel = chunk if comm.world == 2 else self._numel
         if not comm.reduces_in_place:
-            peers = 1 if comm.world == 2 else comm.world
-            context.scratch.reserve("received chunks", peers * chunk * self._dtype.itemsize)
-        if self._dtype not in _SUMMED_DTYPES:
+            context.scratch.reserve("received chunks", self._received_numel * self._dtype.itemsize)
+        is_left = comm.reduces_in_place and self._dtype == torch.bfloat16 and not self._casts
+        self._sums_as_sent = is_left or self._dtype in _SUMMED_DTYPES
+        if not self._sums_as_sent:
             count = chunk if comm.reduces_in_place else 2 * min(chunk, _SUM_PART)
             context.scratch.reserve("fp32 sum", 4 * count)
 
@@ -74,7 +82,7 @@ class ExactReduceScatter(ReduceScatter):
         if comm.world == 1:
             return ()
         if comm.reduces_in_place:
-            return comm.reduce_scatter(grads, async_op)
+            return comm.reduce_scatter(grads if self._scale == 1 else grads.mul_(1 / self._scale), async_op)
         return comm.all_to_all(self._received(), grads, async_op)
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -89,26 +97,21 @@ class ExactReduceScatter(ReduceScatter):
         return self._sum(self._summands(grads))
 
     def _received(self) -> Tensor:
-        world = self.context.comm.world
-        numel = self._numel // 2 if world == 2 else self._numel
-        return self.context.scratch.take("received chunks", numel, self._dtype)
+        return self.context.scratch.take("received chunks", self._received_numel, self._dtype)
 
     def _summands(self, grads: Tensor) -> Sequence[Tensor]:
         """Return the chunks to sum, in rank order."""
         comm = self.context.comm
-        chunk = self._numel // comm.world
-        own = grads.narrow(0, comm.rank * chunk, chunk)
+        own = comm.own_chunk(grads)
         if comm.reduces_in_place:
             return (own,)
-        received = self._received()
-        if comm.world == 2:
-            return (own, received) if comm.rank == 0 else (received, own)
-        chunks = received.chunk(comm.world)
-        return (*chunks[: comm.rank], own, *chunks[comm.rank + 1 :])
+        chunks = self._received().split(own.numel())
+        others = chunks if comm.world == 2 else (*chunks[: comm.rank], *chunks[comm.rank + 1 :])
+        return (*others[: comm.rank], own, *others[comm.rank :])
 
     def _sum(self, summands: Sequence[Tensor]) -> Tensor:
         total, count = summands[0], summands[0].numel()
-        if total.dtype in _SUMMED_DTYPES:
+        if self._sums_as_sent:
             for other in summands[1:]:
                 total.add_(other)
             return total
@@ -116,4 +119,4 @@ class ExactReduceScatter(ReduceScatter):
         total = scratch.narrow(0, 0, count).copy_(total)
         for other in summands[1:]:  # cast by hand: a mixed add would allocate
             total.add_(scratch.narrow(0, count, count).copy_(other))
-        return total
+        return total if self._scale == 1 else total.mul_(self._scale)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.engine.mesh import backend_of, has_slow_link
+from yafsdp_cc.engine.mesh import allocate, backend_of, has_slow_link
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; none where the current stream orders them."""
@@ -51,7 +51,7 @@ class Communicator:
         self.rank: int = group.rank()
         backend = backend_of(group, device)
         self.is_gloo = backend == "gloo"
-        self.reduces_in_place = self.world == 1 or (device.type == "cuda" and backend == "nccl")
+        self.reduces_in_place = self.world == 1 or backend == "nccl"
         """Whether ``reduce_scatter`` is to be had; elsewhere a sum is an ``all_to_all`` and a local sum."""
         self._is_slow = has_slow_link(group)
         self._gather_options = AllgatherOptions()
@@ -120,6 +120,8 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, async_op: bool) -> Works:
         """Sum ``tensor`` over ranks, in place."""
+        if self.world == 1:
+            return ()
         self._reduce_options.asyncOp = async_op
         return _works(self.group.allreduce([tensor], self._reduce_options))
 
@@ -155,15 +157,15 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
 class ScratchBuffers:
     """Buffers that the collectives of one stream share, one operation at a time. They grow and never shrink."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, allocator: dist.ProcessGroup | None = None) -> None:
+        self._place = device, allocator
         self._buffers: dict[str, Tensor] = {}
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Make the buffer ``name`` at least ``nbytes`` long. Nothing that uses it may be in flight."""
         known = self._buffers.get(name)
         if known is None or known.numel() < nbytes:
-            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[name] = allocate(nbytes, *self._place)
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype`` from the start of the buffer ``name``; their values are undefined."""

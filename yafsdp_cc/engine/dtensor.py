@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
+from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -119,6 +121,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        _follow_reduces()
         return _handler_of(func)(func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -129,6 +132,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         Args:
             grad_placements: as of ``full_tensor``; they matter where several ranks hold the same elements.
         """
+        _follow_reduces()
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
         return _to_local(self, _reduction_of(self.shard_spec, grad_placements))
@@ -149,6 +153,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
 
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
+        _follow_reduces()
         spec, local = self.shard_spec, self._local_tensor
         whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
         if spec.tensor_parallel is not None:
@@ -258,6 +263,42 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
                 return self._local_tensor.view(-1)[first : first + numel].view(chunk.sizes)
             first += numel
         raise ValueError(f"no chunk at {index.offset} on this rank: {self.shard_spec}")
+
+
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every ``FSDPState``. Their reduces add to gradients on streams of their own."""
+
+
+def _follow_reduces() -> None:
+    """Have the caller come after reduces in flight outside of a backward, which one that raised has left behind.
+
+    It has no end at which the engine could wait: not before somebody reads a gradient, or sets it to zero.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return
+    for engine in engines:
+        context = engine.context
+        if context.last_reduce is not None and context.reduce_stream.is_ordered:  # on a CPU, the caller adds
+            context.last_reduce.wait()
+            if context.replicas is not None:
+                context.replicas.wait()
+            engine.wait_for_transfers()
+
+
+def _call_dispatch_of_subclasses() -> None:
+    """Have torch before 2.12 call ``__torch_dispatch__`` of our subclasses of DTensor, which it never does.
+
+    It takes them for DTensor itself, whose operations are in C++ (pytorch/pytorch#177716); but first it looks for a
+    rule that the operator has for the class of the tensor.
+    """
+    holder: Any = simple_registry.GenericTorchDispatchRuleHolder
+    known = holder.find
+    rules = {kind: vars(kind)["__torch_dispatch__"].__func__ for kind in (FlatDTensor, LazyReduction)}
+    holder.find = lambda self, kind: rules.get(kind) or known(self, kind)
+
+
+if torch.__version__ < "2.12":
+    _call_dispatch_of_subclasses()
 
 
 def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
@@ -686,10 +727,11 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
     def of_locals(locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return [local.sum(dtype=torch.float64) / count for local in locals_]
 
-    return reductions.reduce_lazily([_summand(flat, dtype)], reductions.SUM, of_locals)[0]
+    return reductions.reduce_lazily([summand_of(flat, dtype)], reductions.SUM, of_locals)[0]
 
 
-def _summand(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
+def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
+    """Return what a reduction over all elements of a sharded tensor is made of."""
     spec = flat.shard_spec
     counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
@@ -722,7 +764,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         order, dtype = found
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
         of_locals = functools.partial(reductions.local_norms, order)
-    summands = [_summand(x, dtype or x.dtype) for x in tensors if type(x) is FlatDTensor]
+    summands = [summand_of(x, dtype or x.dtype) for x in tensors if type(x) is FlatDTensor]
     lazy = iter(reductions.reduce_lazily(summands, kind, of_locals))
     results = [next(lazy) if type(x) is FlatDTensor else of_one(x) for x in tensors]
     return results if tensors is args[0] else results[0]

@@ -4,6 +4,9 @@ With replicas, what the ranks of a shard have summed is summed once more over th
 
     gradient buffer ── reduce-scatter over the shard ──► partial sum ── all-reduce over replicas ──► divided, ``.grad``
 
+On CUDA the all-reduce has a stream of its own: the next reduce-scatters and all-gathers, and whoever takes the gradient
+buffer next, wait for the copy to the partial sum, and not for the network between replicas.
+
 Partial sums stay and grow until a backward that is to sum over replicas (``set_requires_all_reduce``), so that
 micro-batches before it cross the slow network once.
 
@@ -85,7 +88,9 @@ class PartialReduceOutput:
                 target.add_(part)
         self.used = list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
         if self._replicas.sums:
-            self._replicas.stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
+            stream = self._replicas.stream
+            stream.wait_for_caller()  # the reduce stream, which has just written the sum
+            stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
             self._replicas.count_bytes(self.all_reduce.sent_bytes)
 
     def _finish(self) -> None:
@@ -102,7 +107,7 @@ class Replicas:
     context: CommContext
     """Of the replicas' communicator."""
     stream: CommStream
-    """Of the reduces."""
+    """Of the sums over replicas alone."""
     count_bytes: Callable[[int], None]
     """Is called with the bytes that this rank sends."""
     sums: bool = True
@@ -139,7 +144,7 @@ class Replicas:
     @property
     def nbytes(self) -> int:
         """Bytes of the partial sums and their scratch."""
-        return sum(output.nbytes for output in self._outputs)
+        return self.context.scratch.nbytes + sum(output.nbytes for output in self._outputs)
 
 
 class SecondaryAllGather(AllGather):

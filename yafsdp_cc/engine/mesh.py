@@ -52,6 +52,15 @@ def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [shard_group(mesh), *([] if replicas is None else [replicas])]
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a group waits for its ranks; None where its backends do not tell."""
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
     """A mesh and this rank's device on it."""
@@ -137,6 +146,27 @@ def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist
     return group
 
 
+def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group of these global ranks, this one among them. A collective of its members alone.
+
+    Where ``init_process_group`` was given a ``device_id``, torch splits NCCL's communicators of new groups off that of
+    all ranks, and ``ncclCommSplit`` waits for every one of these. So that binding is hidden while a group of some ranks
+    is made: it gets a communicator of its own, at its first collective.
+    """
+    everybody = dist.distributed_c10d._get_default_group()
+    is_part = len(members) < everybody.size()
+    bound = everybody.bound_device_id
+    if is_part:
+        everybody.bound_device_id = None
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(members), backend=backend, timeout=timeout, use_local_synchronization=is_part
+        )
+    finally:
+        everybody.bound_device_id = bound
+    return group
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that carries tensors of ``device`` in ``group``, in lower case.
 
@@ -150,6 +180,17 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
             f"the mesh is of {device.type} devices, but its process group has no backend for them: start it with "
             f'init_process_group("cpu:gloo,cuda:nccl"), or shard before any mesh is made ({error})'
         ) from error
+
+
+def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return uninitialised memory; with a ``group``, from the allocator of its backend where that has one.
+
+    NCCL's registers the memory with the group's communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
+    """
+    if group is not None and nbytes and (backend := group._get_backend(device)).supports_tensor_alloc(device):
+        memory: Tensor = backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+        return memory
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 # What ranks agree on: checks that one rank alone may fail are made collective before anyone raises -------------------
@@ -183,6 +224,41 @@ def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
     for rank, text in enumerate(refusals):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
+
+
+@contextmanager
+def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
+    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
+
+    Args:
+        store: of all ranks.
+        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
+        rank: this rank's number among those that use the store.
+        world: how many ranks take part.
+
+    Raises:
+        ValueError: on the other ranks, with the message of a rank that refuses.
+        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
+    """
+    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+        store.set(key, f"rank {rank}: {error}")
+    else:
+        if store.add(f"{key}/passed", 1) == world:
+            store.set(key, "")
+        store.wait([key])
+        if text := store.get(key).decode():
+            refusal = ValueError(text)
+    if refusal is not None:
+        if store.add(f"{key}/read", 1) == world:
+            store.set(f"{key}/over", "")
+        with suppress(RuntimeError):  # the process that raises first may hold the store
+            store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
+        raise refusal
 
 
 def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:

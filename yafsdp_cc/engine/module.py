@@ -133,8 +133,12 @@ class ShardedModule(FSDPModule, nn.Module):
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream."""
-        current_state(self).post_optim_event = event
+        """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream.
+
+        Where weights are changed after this call, they wait for both.
+        """
+        state = current_state(self)
+        state.post_optim_event = event, [group.versions() for group in state.groups]
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +204,15 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         _check_bool("enable", enable)
         self._change_setting(recurse, "separate_reduce_group", enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Set whether buffers are allocated by the process group, which registers them with NCCL.
+
+        Of all units that share buffers with this module, from the next forward on. Overflow buffers and the shards,
+        which all-gathers without a cast send from, are ordinary memory. Not run on a GPU so far.
+        """
+        _check_bool("enable", enable)
+        self._change_setting(False, "allocates_from_group", enable)
 
     def reset_iter_state(self) -> None:
         """Drop what a forward or backward that raised has left behind, gradients not reduced yet with it.
@@ -301,8 +314,7 @@ _REFUSED = {
     "set_custom_all_gather": "weights are gathered from buffer to buffer, without the copies it is handed",
     "set_custom_reduce_scatter": "the engine sums in place; what changes the bytes sent is a codec",
     "set_all_reduce_hook": "pass a 2-D mesh (replicate, shard) for a sum over replicas",
-    "set_allocate_memory_from_process_group_for_comm": "buffers are allocated once, by torch",
-    "set_symm_mem_for_comm": "buffers are allocated once, by torch",
+    "set_symm_mem_for_comm": "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL",
     "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",
 }
 """Methods of FSDP2's that have no meaning here, and why."""

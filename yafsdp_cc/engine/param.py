@@ -157,8 +157,11 @@ class Divisor:
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = factor
-        self.of = {dtype: torch.tensor(factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
-        """By the sum's dtype, 0-d: a Python number, or another dtype, would become a new tensor in every division."""
+        self.casts = device.type == "cuda"
+        """Whether a division casts in its own kernel; elsewhere it would allocate."""
+        of = {dtype: torch.full((1,), factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
+        self.of = of | {torch.bfloat16: of[torch.float32]}
+        """By the sum's dtype, [1]: a number would become a new tensor in every division, 0-d not have bf16 cast."""
         self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
         """Where multiplying by it is as exact as dividing."""
 
@@ -237,16 +240,18 @@ class ShardedGrad:
         return torch.zeros_like(self.buffer)
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
-        if grad.dtype == total.dtype:
+        if grad.dtype == total.dtype or divisor.casts:
             torch.div(total, divisor.of[total.dtype], out=grad)
         else:
             grad.copy_(total.div_(divisor.of[total.dtype]))
 
     def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
-        if grad.dtype == total.dtype and divisor.inverse is not None:
-            grad.add_(total, alpha=divisor.inverse)
-        else:
+        if grad.dtype != total.dtype and not divisor.casts:
             grad.add_(total.div_(divisor.of[total.dtype]))
+        elif divisor.inverse is None:  # one pass over memory, with the bits of two: the quotient is rounded, too
+            grad.addcdiv_(total, divisor.of[total.dtype])
+        else:
+            grad.add_(total, alpha=divisor.inverse)
 
 
 def _viewers(buffer: Tensor) -> int:
@@ -408,15 +413,12 @@ class UnshardedParams:
         self.buffer = buffer
         sizes = _weight_sizes(flats)
         offsets, _ = _offsets(sizes)
-        count = len(flats)
-        self.flat = [
-            buffer.view(offset, flat.layout.numel, flat.compute_dtype)
-            for offset, flat in zip(offsets[:count], flats, strict=True)
-        ]
+        places = zip(offsets[: len(flats)], flats, strict=True)
+        self.flat = [buffer.view(start, flat.layout.numel, flat.compute_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""
         self.scratch = [
             buffer.view(offset, size, torch.uint8) if size else None
-            for offset, size in zip(offsets[count:], sizes[count:], strict=True)
+            for offset, size in zip(offsets[len(flats) :], sizes[len(flats) :], strict=True)
         ]
         """Of each one's all-gather."""
         self._aliases = [whole.data for whole in self.flat]
@@ -439,10 +441,8 @@ class UnshardedGrads:
         self.flats = flats
         self.params = [param for flat in flats for param in flat.params]
         offsets, _ = _offsets([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])
-        self.flat = [
-            buffer.view(offset, flat.layout.numel, flat.reduce_dtype)
-            for offset, flat in zip(offsets, flats, strict=True)
-        ]
+        places = zip(offsets, flats, strict=True)
+        self.flat = [buffer.view(start, flat.layout.numel, flat.reduce_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""
         self.views = _views(flats, self.flat)
         self._padding = [
@@ -452,11 +452,7 @@ class UnshardedGrads:
         ]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero what nobody has written, for the buffer holds another group's gradients there.
-
-        Returns:
-            For each ``FlatParam``, which of its parameters this rank has written.
-        """
+        """Zero what nobody has written, another group's gradients; return which parameters were, by ``FlatParam``."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:
                 view.zero_()

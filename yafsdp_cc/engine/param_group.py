@@ -130,6 +130,8 @@ class GroupContext:
         """Wait for all reduces and deferrals so far; the stream has done those before the last one."""
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
+            if self.replicas is not None:
+                self.replicas.wait()
             self.last_reduce = None
             self.in_flight.clear()
 
@@ -308,7 +310,7 @@ class ParamGroup:
         """Let go of what ``hold`` has gathered."""
         held, self.held = self.held, None
         if held is not None:
-            held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
+            held.buffer.handle.wait()  # on a CPU: its all-gather may write to an overflow buffer, which is freed here
             self.release(held)
         if self.registers_held:
             self.registers_held = False
@@ -537,9 +539,8 @@ class ParamGroup:
         if self.registered:
             del self.registered[1:]
             self.register_sharded()
-        if self.held is not None:
-            self.held.buffer.handle.wait()  # an overflow buffer is freed here: not under its all-gather
-        self.held, self.registers_held = None, False
+        self.registers_held = False  # the modules see none of them any more
+        self.release_held()
         grads, self.grads = self.grads, None
         if grads is not None:
             grads.buffer.owner = None

@@ -105,9 +105,10 @@ class ReduceScatter(Collective):
 
     @abstractmethod
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the sum over ranks [chunk] in parts: the offset of each, and the part, fp32 or fp64, not divided.
+        """Yield the sum over ranks [chunk] in parts: the offset of each, and the part, not divided.
 
-        A part may be changed by whoever gets it, and is valid until the next one.
+        Parts are fp32 or fp64, and exact ones on CUDA perhaps bf16. A part may be changed by whoever gets it, and is
+        valid until the next one.
         """
 
     def defer(self, grads: Tensor) -> None:

@@ -13,7 +13,7 @@ import itertools
 import zlib
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -50,8 +50,8 @@ class ReplicatedFlatParam(FlatParam):
     def use_sharded(self, sharded: Tensor) -> None:
         super().use_sharded(sharded)
         copies = self._new_copies()
-        self._has_copies = copies is not None
-        self._copied = self._seen = -1
+        self.has_copies = copies is not None
+        self.copied_version = self.seen_version = -1
         self.computed = sharded.detach() if copies is None else copies
         """[numel], in the dtype of the forward."""
         self.leaves = [param.local_range(self.computed) for param in self.params]
@@ -62,17 +62,10 @@ class ReplicatedFlatParam(FlatParam):
         is_same = self.sharded.dtype == self.compute_dtype
         return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
-    def refresh(self) -> None:
-        """Bring the copies up to date."""
-        if self._has_copies and self._copied != self.sharded._version:
-            self.read(self.computed)
-            self._copied = self.sharded._version
-        self._seen = self.computed._version
-
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the copies."""
-        if self._has_copies and self.computed._version != self._seen:
-            self._copied = -1  # they are made anew
+        if self.has_copies and self.computed._version != self.seen_version:
+            self.copied_version = -1  # they are made anew
             names = ", ".join(f"'{param.spec.name}'" for param in self.params[:3])
             raise RuntimeError(
                 f"a forward has written in place to one of {names}, ..., whose values in {self.computed.dtype} are "
@@ -81,7 +74,7 @@ class ReplicatedFlatParam(FlatParam):
 
     @property
     def copied_bytes(self) -> int:
-        return self.computed.nbytes if self._has_copies else 0
+        return self.computed.nbytes if self.has_copies else 0
 
     @property
     def device_bytes(self) -> int:
@@ -117,13 +110,12 @@ class ReplicatedParams:
         self._flags = array("d", bytes(8 * flags))
         self._flags_tensor = torch.frombuffer(self._flags, dtype=torch.float64)
         size = align(self._elements + flags, VECTOR * self._comm.world)
-        double = any(flat.sharded.dtype == torch.float64 for flat in flats)
-        device = self._comm.device
-        self._summands = torch.zeros(size, dtype=torch.float64 if double else torch.float32, device=device)
-        self._totals = torch.zeros_like(self._summands) if self._comm.world > 1 else self._summands
+        dtype = torch.float64 if any(flat.sharded.dtype == torch.float64 for flat in flats) else torch.float32
+        self._summands = torch.zeros(size, dtype=dtype, device=self._comm.device)
+        self._totals = self._summands if self._comm.reduces_in_place else torch.zeros_like(self._summands)
         self._totals_by_flat = self._totals[: self._elements].split(sizes)
-        self._readback = PinnedReadback(flags, self._summands.dtype, device)
-        self._reduce_scatter = ExactReduceScatter(size, self._summands.dtype)
+        self._readback = PinnedReadback(flags, dtype, self._comm.device)
+        self._reduce_scatter = ExactReduceScatter(size, dtype)
         self._reduce_scatter.bind(context)
         for flat, grads in zip(flats, self._summands[: self._elements].split(sizes), strict=True):
             for param in flat.params:
@@ -137,8 +129,9 @@ class ReplicatedParams:
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends in one reduction."""
         nbytes = self._summands.nbytes
-        over_replicas = 0 if self._replicas is None else self._replicas.all_reduce_bytes(nbytes // self._comm.world)
-        return 2 * self._comm.peer_bytes(nbytes) + over_replicas
+        part = nbytes if self._comm.reduces_in_place else nbytes // self._comm.world
+        over_replicas = 0 if self._replicas is None else self._replicas.all_reduce_bytes(part)
+        return self._comm.all_reduce_bytes(nbytes) + over_replicas
 
     @property
     def device_bytes(self) -> int:
@@ -153,17 +146,23 @@ class ReplicatedParams:
 
     def refresh(self) -> None:
         """Bring the copies in the dtype of the forward up to date."""
+        stale = [flat for flat in self.flats if flat.has_copies and flat.copied_version != flat.version]
+        if near := [flat for flat in stale if not flat.host_bytes]:  # in one kernel
+            torch._foreach_copy_([flat.computed for flat in near], [flat.sharded for flat in near])
+        for flat in stale:
+            if flat.host_bytes:
+                flat.read(flat.computed)
+            flat.copied_version = flat.version
         for flat in self.flats:
-            flat.refresh()
+            flat.seen_version = flat.computed._version
 
     def trainable(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """Return the parameters that require a gradient, and what forwards see of them."""
         params, leaves = [], []
         for param, leaf in zip(self.params, self._leaves, strict=True):
-            requires_grad = param.parameter.requires_grad
-            if leaf.requires_grad is not requires_grad:
-                leaf.requires_grad_(requires_grad)
-            if requires_grad:
+            if leaf.requires_grad is not param.parameter.requires_grad:
+                leaf.requires_grad_(param.parameter.requires_grad)
+            if leaf.requires_grad:
                 params.append(param)
                 leaves.append(leaf)
         return params, leaves
@@ -189,8 +188,13 @@ class ReplicatedParams:
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
+        fresh = {p: g for p, g in zip(params, grads, strict=True) if g is not None and not (p.written or g.is_sparse)}
+        if fresh:  # in one kernel
+            torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
         for param, grad in zip(params, grads, strict=True):
-            if grad is not None:
+            if param in fresh:
+                param.written = True
+            elif grad is not None:
                 param.accumulate_grad(grad)
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.grad is not None:  # from ops that reentrant checkpointing ran again
@@ -199,10 +203,8 @@ class ReplicatedParams:
 
     def all_reduce(self, flags: Sequence[float]) -> Tensor:
         """Sum the gradients and ``flags`` over all ranks; return the summed flags, on the device."""
-        for param in self.params:
-            if not param.written:
-                assert param.unsharded_grad is not None
-                param.unsharded_grad.zero_()
+        if unwritten := [param.unsharded_grad for param in self.params if not param.written]:
+            torch._foreach_zero_(cast("list[Tensor]", unwritten))
         self._flags[:] = array("d", flags)
         self._readback.send(self._flags_tensor, self._summands.narrow(0, self._elements, len(flags)))
         if self._comm.world > 1 or self._replicas is not None:
@@ -212,16 +214,16 @@ class ReplicatedParams:
         return self._totals.narrow(0, self._elements, len(flags))
 
     def _exchange(self, async_op: bool) -> Works:
-        for work in self._reduce_scatter.start(self._summands, async_op):
+        comm, in_place = self._comm, self._comm.reduces_in_place  # NCCL's all-reduce: as it is in fp32, the same sum
+        for work in (comm.all_reduce if in_place else self._reduce_scatter.start)(self._summands, async_op):
             work.wait()
-        total = self._reduce_scatter.finish_whole(self._summands)
+        total = self._summands if in_place else self._reduce_scatter.finish_whole(self._summands)
         if self._replicas is not None:
             for work in self._replicas.all_reduce(total, async_op):
                 work.wait()
-        own = self._comm.own_chunk(self._totals)
-        if own.data_ptr() != total.data_ptr():
-            own.copy_(total)
-        return self._comm.all_gather(self._totals, own, async_op)
+        if in_place:
+            return ()
+        return comm.all_gather(self._totals, comm.own_chunk(self._totals).copy_(total), async_op)
 
     def add_to_grads(self) -> None:
         """Add the summed gradients, divided, to ``.grad``."""
@@ -249,8 +251,7 @@ def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[
     """
     flags = [0.0] * count
     for param, was_written in reduced.items():
-        parameter = param.parameter
-        if was_written or (parameter.requires_grad and parameter.grad is None and is_fed(param)):
+        if was_written or (param.parameter.requires_grad and param.parameter.grad is None and is_fed(param)):
             flags[param.index] = 1.0
     return flags
 
@@ -300,12 +301,10 @@ class CollectiveFingerprint:
     """How many numbers ``sums`` has."""
 
     def __init__(self, rank: int, world: int, first: int) -> None:
-        self._rank = rank
-        self._world = world
+        self._rank, self._world = rank, world
         self._store = _get_default_store()
         self._key = f"yafsdp_cc/fingerprint/{first}/{next(_fingerprints)}"
-        self._count = 0
-        self._hash = 0
+        self._count = self._hash = 0
         self._last: deque[str] = deque(maxlen=_SHOWN)
 
     def record(self, kind: str, name: str) -> None:

@@ -80,7 +80,7 @@ class Collectives:
 
     def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
         """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
-        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
+        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype, casts=flat.device.type != "cuda")
 
     def all_reduce(self, flat: FlatParam) -> AllReduce:
         """Make the all-reduce of the partial sums of ``flat`` over replicas."""
@@ -104,12 +104,15 @@ EXACT = Collectives()
 
 
 class CommStreams:
-    """The streams of all-gathers and of reduces, each made when it is first asked for. Roots may share them."""
+    """The streams of all-gathers, of reduces and of sums over replicas, each made when it is first asked for.
+
+    Roots may share them.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[str, CommStream] = {}
 
-    def of(self, kind: Literal["all-gather", "reduce"], device: torch.device) -> CommStream:
+    def of(self, kind: Literal["all-gather", "reduce", "all-reduce"], device: torch.device) -> CommStream:
         if kind not in self._streams:
             self._streams[kind] = comm_stream(device)
         return self._streams[kind]
@@ -134,6 +137,8 @@ class GroupSettings:
     grad_buffers: int = 2
     """How many gradient buffers groups of this role take in turn."""
     separate_reduce_group: bool = False
+    allocates_from_group: bool = False
+    """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: CommStreams = field(default_factory=CommStreams)
 
     @property

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
-from yafsdp_cc.engine.autograd import cast, cast_tensors, gate, gate_tensors, map_tensors, narrow
+from yafsdp_cc.engine.autograd import convert, convert_inputs, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
@@ -92,6 +92,7 @@ class FSDPState:
     def __post_init__(self) -> None:
         policy = self.specs[-1].policy if self.specs[-1].modules == (self.model,) else None
         self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
+        self._input_device = None if self.context.device.type == "cpu" else self.context.device
         self._output_dtype = None if policy is None else policy.output_dtype
         sharded = [param for group in self.groups for param in group.params]
         self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
@@ -103,8 +104,8 @@ class FSDPState:
         """Whether there was another assembly since."""
         self.interrupted = False
         """Whether a forward was given up before it could be entered in full."""
-        self.post_optim_event: torch.Event | None = None
-        """What the all-gathers of the next iteration wait for, instead of the caller's stream."""
+        self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
+        """What the next all-gathers wait for, not the caller's stream, while weights have these versions."""
         self.iteration: IterationState | None = None
         """The forward under way."""
         self.entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = {}
@@ -173,8 +174,8 @@ class FSDPState:
         iteration = None
         if _graph_task() == -1:
             iteration = self.begin_iteration(called)
-            if self._input_dtype is not None:
-                args, kwargs = cast_tensors((args, kwargs), self._input_dtype)
+            if (self._input_dtype, self._input_device) != (None, None):
+                args, kwargs = convert_inputs((args, kwargs), self._input_dtype, self._input_device)
             if torch.is_grad_enabled():
                 args, kwargs = gate_tensors(iteration.gate, args, kwargs)
         forward = None
@@ -195,8 +196,7 @@ class FSDPState:
             return output
 
         def finish(tensor: Tensor) -> Tensor:
-            if dtype is not None:
-                tensor = cast(tensor, dtype)
+            tensor = tensor if dtype is None else convert(tensor, dtype)
             if has_gate and tensor.requires_grad:
                 tensor.register_hook(partial(self._reach, iteration))
             return tensor
@@ -221,11 +221,11 @@ class FSDPState:
         if not torch.is_grad_enabled():
             self.replicated.trainable()
             self.replicated.register_unsharded()
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is None:
+        stepped, self.post_optim_event = self.post_optim_event, None
+        if stepped is not None:
+            context.gather_stream.wait_event(stepped[0])
+        if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # and so for the optimizer's step
-        else:
-            context.gather_stream.wait_event(event)
         self._caller = _Caller()  # first: an interrupt from here on is found by it
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
@@ -278,9 +278,10 @@ class FSDPState:
             _, _, borrowed = self.pre_forward(self.root_group, (), {})
         unsharded = group.unshard()
         self._prefetch_after(group)
-        policy = group.spec.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
+        policy, device = group.spec.policy, self._input_device if is_outermost else None
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        if (dtype, device) != (None, None):
+            args, kwargs = convert_inputs((args, kwargs), dtype, device)
         call: GroupCall | None = None
         views: Sequence[Tensor] = unsharded.views
         if torch.is_grad_enabled():
@@ -293,8 +294,7 @@ class FSDPState:
         return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
-        """After a forward of a group's module: the buffer may be refilled, and outputs tell when the backward
-        begins."""
+        """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
         if entered.span is not None:
             group.forward_span.end(entered.span)
         group.register_sharded()
@@ -350,8 +350,7 @@ class FSDPState:
             is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
             if is_plain and tensor.untyped_storage().data_ptr() == address:
                 tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
-            if dtype is not None:
-                tensor = cast(tensor, dtype)
+            tensor = tensor if dtype is None else convert(tensor, dtype)
             if hook is not None and tensor.requires_grad:
                 tensor.register_hook(hook)
             return tensor
@@ -460,8 +459,6 @@ class FSDPState:
         for observer in context.observers:
             observer.after_backward()
         context.wait_for_reduces()
-        if context.replicas is not None:
-            context.replicas.wait()
         reduced: dict[FSDPParam, bool] = {}
         for flat, used in context.reduced:
             for param, was_written in zip(flat.params, used, strict=True):
@@ -521,12 +518,11 @@ class FSDPState:
         for flat in self.flats:
             flat.reset_collectives()
         self.wait_for_transfers()
-        for group in self.groups:
-            group.unsharded.buffer.users = 0
         context.gather_stream.wait_for_caller()  # users that left no event
         self._active_calls.clear()
         for group in self.groups:
             group.reset()
+            group.unsharded.buffer.users = 0
         for param in self.params:
             param.is_withheld = False
         self.replicated.reset()
@@ -534,10 +530,8 @@ class FSDPState:
         for iteration in self._iterations:
             iteration.reset()
         self.entered.clear()
-        self.iteration = self._caller = None
-        context.in_forward = False
-        self._task = -1
-        self.interrupted = False
+        self._task, self.iteration, self._caller = -1, None, None
+        context.in_forward = self.interrupted = False
 
 
 class GroupForward(NamedTuple):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from yafsdp_cc.integrations.accelerate import accept_sharded
+from yafsdp_cc.metrics import Metrics
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
@@ -51,3 +53,35 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     trainer.save_model = save_model
     return trainer
+
+
+def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
+    """Return a callback for ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
+
+    It reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
+
+    Args:
+        folder: of the run.
+        options: of ``yafsdp_cc.Metrics``, except ``every``.
+    """
+    from transformers import TrainerCallback
+
+    class WriteMetrics(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}
+            self.metrics = Metrics(model, folder, **options | made)
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            self.metrics.step()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+            figures = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+            if "loss" in figures:
+                self.metrics.report(**figures)
+            elif "eval_loss" in figures:
+                self.metrics.record(val_loss=figures.pop("eval_loss"), **figures)
+
+        def on_train_end(self, *_: object, **__: object) -> None:
+            self.metrics.close()
+
+    return WriteMetrics()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.adamw import adamw
 
 from yafsdp_cc.compression.schedule import Phase
 from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
+from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,45 +103,53 @@ class OneBitAdam(OneBitOptimizer):
         return Phase.BOTH if new else phase
 
     def _update_variance(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        if not gradients:
+            return
         beta2 = self.param_groups[0]["betas"][1]
-        for parameter, gradient in gradients:
-            self._local(parameter, "exp_avg_sq").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        squares = [self._local(parameter, "exp_avg_sq") for parameter, _ in gradients]
+        exact = [gradient for _, gradient in gradients]
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, exact, exact, value=1 - beta2)
+        for parameter, _ in gradients:
             self.state[parameter]["variance_step"] += 1
 
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        rows = []
+        if not parameters:
+            return
+        rows, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
             if self._is_encoded(parameter) and state["variance_step"] != state["step"]:  # long after the warm-up
-                gradient = grad_of(parameter)
-                self._update_variance([(parameter, gradient)])
-                self._move(group, parameter, self._local(parameter, "exp_avg").lerp_(gradient, 1 - group["betas"][0]))
+                late.append(parameter)
                 continue
             if self._is_encoded(parameter):
                 state["variance_step"] += 1
-            moments = self._local(parameter, "exp_avg"), self._local(parameter, "exp_avg_sq")
+            moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
             rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
         # The fused kernel does not count what it changes. What a rank has nothing of has changed, too: all ranks are to
         # all-gather it anew.
-        increment_version([local_of(parameter) for parameter in parameters])
+        increment_version([row[0] for row in rows])
         # As AdamW(fused=True), to the bit; on a GPU that would read the steps, which are in host memory, there.
         adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
+        self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
+        self._move(group, late, Rule.ADAM_GRADIENT)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            moment = grad_of(parameter)
-            if self.form == "gradient":
-                moment = self._local(parameter, "exp_avg").lerp_(moment, 1 - group["betas"][0])
-            self._move(group, parameter, moment)
+        self._move(group, parameters, Rule.ADAM_GRADIENT if self.form == "gradient" else Rule.ADAM_MOMENTUM)
 
-    def _move(self, group: dict[str, Any], parameter: Tensor, moment: Tensor) -> None:
-        """Make Adam's step by a first moment, and a second one that has seen as many gradients as it has."""
-        state = self.state[parameter]
-        state["step"] += 1
-        if not state["variance_step"]:
-            return  # trained for the first time: the next step brings an exact gradient
-        root = root_of(self._local(parameter, "exp_avg_sq"), float(state["variance_step"]), group)
-        move(local_of(parameter), bounded_update(moment, root, float(state["step"]), group), group)
+    def _move(self, group: dict[str, Any], parameters: list[Tensor], rule: Rule) -> None:
+        """Make Adam's step by what was decoded, and a second moment that has seen as many gradients as it has."""
+        rows = []
+        for parameter in parameters:
+            state, gradient = self.state[parameter], local_of(parameter.grad)
+            state["step"] += 1
+            moment = local_of(state["exp_avg"]) if rule is Rule.ADAM_GRADIENT else None
+            if seen := float(state["variance_step"]):
+                settings = adam_settings(group, float(state["step"]), seen)
+                rows.append(Row(local_of(parameter), gradient, moment, local_of(state["exp_avg_sq"]), settings))
+            elif moment is not None:  # trained for the first time: the next step brings an exact gradient
+                moment.lerp_(gradient.to(moment.dtype), 1 - group["betas"][0])
+        update(rule, rows)
 
 
 def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fused: bool) -> None:
@@ -173,24 +183,3 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
         for before, after in ((weight, updated[0]), (moment, updated[2]), (square, updated[3])):
             if before is not after:
                 before.copy_(after)
-
-
-def root_of(square: Tensor, seen: float, group: dict[str, Any]) -> Tensor:
-    """Return √v̂ + ε of a second moment that has seen so many gradients."""
-    root: Tensor = (square / (1 - group["betas"][1] ** seen)).sqrt_().add_(group["eps"])
-    return root
-
-
-def bounded_update(moment: Tensor, root: Tensor, steps: float, group: dict[str, Any]) -> Tensor:
-    """Return m̂ / ``root``, which is overwritten, of a first moment that so many steps have made.
-
-    No element is larger than exact Adam's can be (Kingma & Ba, "Adam", 2015, section 2.1).
-    """
-    beta1, beta2 = group["betas"]
-    furthest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-    return (moment / root.mul_(1 - beta1**steps)).clamp_(-furthest, furthest)
-
-
-def move(weights: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-    """Decay the weights, and subtract the update, which is overwritten."""
-    weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.dtensor import flat_dtensor
-from yafsdp_cc.optim.adam import OneBitAdam, bounded_update, root_of
+from yafsdp_cc.engine import reductions
+from yafsdp_cc.engine.dtensor import summand_of
+from yafsdp_cc.engine.reductions import Across, Partials, Reduction
+from yafsdp_cc.optim.adam import OneBitAdam
+from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.one_bit import grad_of, local_of
+from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
     from yafsdp_cc.compression.schedule import Phase
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.optim.one_bit import Form
 
 _REMEMBERED = 0.9
 """β₃: how much of the average trust ratio a step of the warm-up keeps."""
 _LEAST, _MOST, _CHANGE = 0.5, 4.0, 0.1
 """What the average is multiplied by after the warm-up: bounds, and how far that may move in a step, relatively."""
+_LARGEST = Reduction(math.inf)
 
 
-class Ready(NamedTuple):
-    """A parameter whose update waits for norms."""
+class Job(NamedTuple):
+    """A parameter to be updated."""
 
     parameter: Any
     group: dict[str, Any]
-    update: Tensor
-    """This rank's range of m̂ / (√v̂ + ε) + λ·x."""
-    largest: Any = None
-    """The largest √v̂ / √v̂_fresh, still spread over ranks; None where gradients are exact."""
-    bare: Any = None
-    """The norm of the update without λ·x, still spread over ranks; None where there is no λ or gradients are exact."""
+    row: LambRow
+
+
+Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
+"""Lists of parameters whose updates are made and reduced alike; the last of a key is whether they are replicated."""
 
 
 class OneBitLamb(OneBitAdam):
@@ -60,12 +63,13 @@ class OneBitLamb(OneBitAdam):
     - v is refreshed as ``OneBitAdam`` does it, so √v / √w compares with what v is now;
     - both moments are corrected for their start at zero, as LAMB's are, and the average of ratios by starting at the
       first; a parameter that is all zero counts with a ratio of 1, and not in the average;
+    - a factor is that of the step before: it moves by a tenth at most, and a step can so update w and the weights in
+      one pass over memory, in which the next factor's norms are summed up;
     - norms are those of whole parameters: a step makes one all-reduce of a few numbers for each parameter, and after
       the warm-up a second one for the largest ratios.
 
-    Parameters that are never encoded go through exact LAMB throughout. A step holds the updates of all parameters at
-    once, 4 bytes for each element of a rank's shard; the state is that of ``torch.optim.AdamW``, w and m₋₁, which is
-    4 to 8 bytes more.
+    Parameters that are never encoded go through exact LAMB throughout. The state is that of ``torch.optim.AdamW``, w
+    and m₋₁, which is 4 to 8 bytes more for each element of a rank's shard.
 
     Args:
         params, lr, betas, weight_decay, warmup_steps, form, refreshes, max_grad_norm: as of ``OneBitAdam``; the weight
@@ -111,114 +115,125 @@ class OneBitLamb(OneBitAdam):
         state = self.state[parameter]
         if not self._is_encoded(parameter):
             return
-        state.setdefault("trust", torch.tensor(0.0))
-        state.setdefault("factor", torch.tensor(1.0))
+        state.setdefault("trust", torch.tensor(0.0, device="cpu"))
+        state.setdefault("factor", torch.tensor(1.0, device="cpu"))
         state.setdefault("exp_avg_sq_fresh", state["exp_avg_sq"].clone())
         if self.form == "momentum":
             state.setdefault("exp_avg_before", state["exp_avg"].clone())
 
     def _update_all(self, phase: Phase) -> None:
-        ready = []
-        for group, exact, encoded in self._split(self._parameters, phase):
-            ready += [self._ready_exactly(group, each) for each in exact]
-            ready += [self._ready(group, each) for each in encoded]
-        if not ready:
-            return
-        weights = torch._foreach_norm([each.parameter for each in ready])
-        updates = torch._foreach_norm([_like(each.parameter, each.update) for each in ready])
-        bare = [each.bare for each in ready if each.bare is not None]
-        norms = iter(_known([*weights, *updates, *bare]))
-        largest = [each.largest for each in ready if each.largest is not None]
-        ratios = iter(_known(largest))
-        of_weights, of_updates = [next(norms) for _ in ready], [next(norms) for _ in ready]
-        for each, weight, update in zip(ready, of_weights, of_updates, strict=True):
-            if each.largest is None:
-                coefficient = self._trust_of(each.parameter, weight, update)
-            else:
-                of_bare = update if each.bare is None else next(norms)
-                share = min(1.0, of_bare / update) if update else 1.0
-                coefficient = self._adapted_trust_of(each.parameter, next(ratios) * share + 1 - share)
-            each.update.mul_(each.group["lr"] * coefficient)
-        moves = {id(each.parameter): each.update for each in ready}
+        rows: dict[int, Row] | None = None
         for members in self._by_param_group():
-            for parameter in members:
-                if id(parameter) in moves:
-                    local_of(parameter).sub_(moves[id(parameter)])
+            if rows is None:  # the weights' versions before the step are noted by now
+                rows = self._update_moments(phase)
+            update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
-    def _ready_exactly(self, group: dict[str, Any], parameter: Tensor) -> Ready:
-        """Adam's moments, and LAMB's update (You et al., 2020, algorithm 2)."""
-        beta1, beta2 = group["betas"]
-        state, gradient = self.state[parameter], grad_of(parameter)
-        encoded = self._is_encoded(parameter)
+    def _update_moments(self, phase: Phase) -> dict[int, Row]:
+        """Update what needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
+
+        Returns:
+            By id of a parameter with an exact gradient, its step.
+        """
+        jobs: Jobs = defaultdict(list)
+        learned: list[Tensor] = []
+        for group, exact, encoded in self._split(self._parameters, phase):
+            learned += [each for each in exact if self._is_encoded(each)]
+            for rule, job in [self._job_of_exact(group, each) for each in exact] + [
+                self._job_of_decoded(group, each) for each in encoded
+            ]:
+                summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
+                # Not by what counts on this rank: numbers are in one order on all of them.
+                jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
+        norms = _norms_of(jobs)
+        if self.steps >= self.warmup_steps and self.form == "momentum":
+            for parameter in learned:
+                self.state[parameter]["exp_avg_before"].copy_(self.state[parameter]["exp_avg"])
+        if self.steps == self.warmup_steps:
+            for parameter in learned:
+                self.state[parameter]["exp_avg_sq_fresh"].copy_(self.state[parameter]["exp_avg_sq"])
+        rows = {}
+        for (rule, *_), members in jobs.items():
+            for (parameter, group, row), found in zip(members, norms, strict=False):
+                if rule is not LambRule.EXACT:
+                    self._adapt_factor(parameter, *found)
+                    continue
+                trust, step = self._trust_of(parameter, *found[:2]), float(self.state[parameter]["step"])
+                settings = adam_settings(group, step, step, trust)
+                unbounded = (*settings[:5], math.inf, *settings[6:])
+                rows[id(parameter)] = Row(row.weights, row.moment, None, row.square, unbounded)
+        return rows
+
+    def _job_of_exact(self, group: dict[str, Any], parameter: Tensor) -> tuple[LambRule, Job]:
+        """LAMB's step (You et al., 2020, algorithm 2); long after the warm-up one with the average ratio."""
+        state, encoded = self.state[parameter], self._is_encoded(parameter)
+        if encoded and self.steps > self.warmup_steps:
+            self._update_variance([(parameter, grad_of(parameter))])
+            return self._job_of_decoded(group, parameter, LambRule.GRADIENT)
         state["step"] += 1
-        moment = self._local(parameter, "exp_avg").lerp_(gradient, 1 - beta1)
-        square = self._local(parameter, "exp_avg_sq").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if encoded:
             state["variance_step"] += 1
-        if encoded and self.steps >= self.warmup_steps and self.form == "momentum":
-            state["exp_avg_before"].copy_(state["exp_avg"])
-        if encoded and self.steps > self.warmup_steps:  # once more, long after the warm-up
-            return self._ready_with(group, parameter, moment, gradient)
-        if encoded and self.steps == self.warmup_steps:
-            state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
-        steps = int(state["step"])
-        update = (moment / (1 - beta1**steps)).div_(root_of(square, steps, group))
-        return Ready(parameter, group, update.add_(local_of(parameter), alpha=group["weight_decay"]))
+        step = float(state["step"])
+        settings = lamb_settings(group, 1.0, step, step)
+        return LambRule.EXACT, Job(parameter, group, _row_of(parameter, state, "exp_avg", None, settings))
 
-    def _ready(self, group: dict[str, Any], parameter: Tensor) -> Ready:
-        """The moment, and the gradient by which it has changed."""
-        beta1, _ = group["betas"]
-        state, decoded = self.state[parameter], grad_of(parameter)
+    def _job_of_decoded(
+        self, group: dict[str, Any], parameter: Tensor, rule: LambRule | None = None
+    ) -> tuple[LambRule, Job]:
+        """1-bit LAMB's step (Li et al., 2021, algorithm 1)."""
+        state = self.state[parameter]
         state["step"] += 1
-        if self.form == "gradient":
-            moment = self._local(parameter, "exp_avg").lerp_(decoded, 1 - beta1)
-            gradient = decoded
-        else:
-            moment, before = decoded, self._local(parameter, "exp_avg_before")
-            gradient = moment.sub(before, alpha=beta1).div_(1 - beta1)
-            before.copy_(moment)
-        return self._ready_with(group, parameter, moment, gradient)
-
-    def _ready_with(self, group: dict[str, Any], parameter: Tensor, moment: Tensor, gradient: Tensor) -> Ready:
-        """The update of 1-bit Adam, and what the factor is made of (Li et al., 2021, algorithm 1)."""
-        beta2, state = group["betas"][1], self.state[parameter]
-        fresh = self._local(parameter, "exp_avg_sq_fresh").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if not state["variance_step"]:  # trained for the first time: the next step brings an exact gradient
-            return Ready(parameter, group, torch.zeros_like(moment))
-        root = root_of(self._local(parameter, "exp_avg_sq"), float(state["variance_step"]), group)
-        largest = torch.linalg.vector_norm(_like(parameter, root / root_of(fresh, self.steps, group)), math.inf)
-        update = bounded_update(moment, root, self.steps, group)
-        bare = None
-        if group["weight_decay"]:
-            bare = torch.linalg.vector_norm(_like(parameter, update))
-            update.add_(local_of(parameter), alpha=group["weight_decay"])
-        return Ready(parameter, group, update, largest, bare)
+        rule = rule or (LambRule.GRADIENT if self.form == "gradient" else LambRule.MOMENTUM)
+        # What is trained for the first time stays as it is: the next step brings an exact gradient.
+        trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
+        settings = lamb_settings(group, trust, float(self.steps), seen)
+        moment = "exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"
+        return rule, Job(parameter, group, _row_of(parameter, state, moment, "exp_avg_sq_fresh", settings))
 
     def _trust_of(self, parameter: Tensor, weight: float, update: float) -> float:
-        """‖x‖ / ‖update‖, which the average takes in where there is one."""
+        """‖x‖ / ‖update‖, of their squares, which the average takes in where there is one."""
         if not weight or not update:
             return 1.0
-        ratio = min(max(weight / update, self.trust[0]), self.trust[1])
+        ratio = min(max(math.sqrt(weight) / math.sqrt(update), self.trust[0]), self.trust[1])
         if (average := self.state[parameter].get("trust")) is not None:
-            average.copy_(average.lerp(torch.tensor(ratio), 1 - _REMEMBERED) if average else ratio)
+            average.lerp_(torch.full_like(average, ratio), 1 - _REMEMBERED if average else 1.0)
         return ratio
 
-    def _adapted_trust_of(self, parameter: Tensor, factor: float) -> float:
-        """The average ratio of the warm-up, times a factor that moves towards ``factor``."""
+    def _adapt_factor(self, parameter: Tensor, bare: float, update: float, largest: float) -> None:
+        """Move the factor of the next step towards what this one's second moments make it."""
         state = self.state[parameter]
-        last = float(state["factor"])
-        bounded = min(max(factor, _LEAST), _MOST)
+        if not state["variance_step"]:
+            return
+        share = min(1.0, math.sqrt(bare) / math.sqrt(update)) if update else 1.0
+        last, bounded = float(state["factor"]), min(max(largest * share + 1 - share, _LEAST), _MOST)
         state["factor"].fill_(min(max(bounded, last * (1 - _CHANGE)), last * (1 + _CHANGE)))
-        return (float(state["trust"]) or 1.0) * float(state["factor"])
 
 
-def _known(norms: Sequence[Any]) -> list[float]:
-    """Return norms that are still spread over ranks, by one all-reduce."""
-    if not norms:
-        return []
-    joined = torch.stack(list(norms))
-    return list((joined.full_tensor() if isinstance(joined, DTensor) else joined).tolist())
+def _row_of(
+    parameter: Any, state: dict[str, Any], moment: str, fresh: str | None, settings: tuple[float, ...]
+) -> LambRow:
+    return LambRow(
+        local_of(parameter),
+        local_of(parameter.grad),
+        local_of(state[moment]),
+        local_of(state["exp_avg_sq"]),
+        None if fresh is None else local_of(state[fresh]),
+        settings,
+    )
 
 
-def _like(parameter: Any, local: Tensor) -> FlatDTensor:
-    return flat_dtensor(local, parameter.shard_spec)
+def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
+    """Make all updates; return an iterator over what ``update_lamb`` returns, of whole parameters.
+
+    By one all-reduce of sums, one of what is the largest, and one transfer.
+    """
+    partials: list[tuple[Partials, Partials]] = []
+    for (rule, across, *_), members in jobs.items():
+        found = update_lamb(rule, [each.row for each in members])
+        if not summand_of(members[0].parameter, found.dtype).counts:  # another rank counts the same elements
+            found.zero_()
+        sums, largest = found[:, :2], found[:, 2:]
+        known = largest if rule is LambRule.EXACT else None
+        partials.append((Partials(sums, reductions.SUM, across), Partials(largest, _LARGEST, across, known)))
+    reductions.reduce([each for pair in partials for each in pair])
+    rows = [torch.cat([cast("Tensor", each.reduced) for each in pair], 1) for pair in partials]
+    return iter(torch.cat(rows).tolist() if rows else ())

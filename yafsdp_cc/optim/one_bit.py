@@ -70,21 +70,31 @@ def check_settings(defaults: dict[str, Any]) -> None:
 
 def check_alike(optimizer: Optimizer, setting: str) -> None:
     """Raise a ``ValueError`` where groups of parameters differ in a setting of the momentum that ranks share."""
-    first, *others = (torch.tensor(group[setting], dtype=torch.float64) for group in optimizer.param_groups)
+    first, *others = (
+        torch.tensor(group[setting], dtype=torch.float64, device="cpu") for group in optimizer.param_groups
+    )
     if not all(each.equal(first) for each in others):
         name = type(optimizer).__name__
         raise ValueError(f"{name} takes the same {setting} in all groups: ranks share one momentum")
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Give ``optimizer`` the state that it has ``loaded`` as it is: torch has cast it to the parameters' dtypes."""
+    """Give ``optimizer`` the state that it has ``loaded`` as it is: torch has cast it to the parameters' dtypes.
+
+    Numbers such as counts of steps stay in host memory, where they are read: torch has moved them to the parameters.
+    """
     indices = (index for group in loaded["param_groups"] for index in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for index, parameter in zip(indices, parameters, strict=True):
         for name, value in loaded["state"].get(index, {}).items():
             found = optimizer.state[parameter][name]
-            if torch.is_tensor(value) and value.dtype != found.dtype:
-                optimizer.state[parameter][name] = torch.empty_like(found, dtype=value.dtype).copy_(value)
+            if not torch.is_tensor(value):
+                continue
+            device = found.device if value.ndim or isinstance(found, DTensor) else torch.device("cpu")
+            if value.dtype != found.dtype or device != found.device:
+                optimizer.state[parameter][name] = torch.empty_like(found, dtype=value.dtype, device=device).copy_(
+                    value
+                )
 
 
 class OneBitOptimizer(Optimizer):
@@ -269,7 +279,7 @@ class OneBitOptimizer(Optimizer):
     def _init_state(self, parameter: Tensor) -> None:
         """Make what a parameter's state lacks, sharded like it; compressed sums use the momentum where it is sent."""
         state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
+        state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in self.moments:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)

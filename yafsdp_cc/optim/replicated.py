@@ -13,8 +13,9 @@ from yafsdp_cc.compression.all_reduce import CompressedMean
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum
-from yafsdp_cc.optim.adam import adamw_step, bounded_update, move, root_of
+from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.one_bit import check_alike, check_settings, keep_dtypes
+from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,7 +195,7 @@ class ReplicatedOneBitAdam(Optimizer):
         for name, moments in (("exp_avg", self._moment), ("exp_avg_sq", self._square)):
             for parameter, part in self._parts(moments).items():
                 state = self.state[parameter]
-                state.setdefault("step", torch.tensor(0.0))
+                state.setdefault("step", torch.tensor(0.0, device="cpu"))
                 if name in state:
                     part.copy_(state[name])
                 state[name] = part
@@ -271,8 +272,9 @@ class ReplicatedOneBitAdam(Optimizer):
     def _update(self) -> None:
         """Make the step along the momentum."""
         for group in self.param_groups:
+            settings, rows = adam_settings(group, self.steps, self.warmup_steps), []
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] += 1
-                root = root_of(state["exp_avg_sq"], self.warmup_steps, group)
-                move(parameter, bounded_update(state["exp_avg"], root, self.steps, group), group)
+                rows.append(Row(parameter, state["exp_avg"], None, state["exp_avg_sq"], settings))
+            update(Rule.ADAM_MOMENTUM, rows)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim.sgd import sgd
 
+from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
+from yafsdp_cc.optim.update import Row, Rule, sgd_settings, update
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,20 +93,16 @@ class OneBitSGD(OneBitOptimizer):
             nesterov=False,
             maximize=False,
         )
+        # Not every foreach kernel counts what it changes. All ranks are to all-gather it anew.
+        increment_version([local_of(parameter) for parameter in parameters])
         for parameter, updated in zip(parameters, wide, strict=True):
             if updated.dtype != parameter.dtype:
                 local_of(parameter).copy_(updated)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        decay = group["weight_decay"]
+        settings, rows = sgd_settings(group), []
         for parameter in parameters:
             self.state[parameter]["step"] += 1
-            local, buffer = local_of(parameter), self._local(parameter, "momentum_buffer")
-            decoded = grad_of(parameter)
-            if decay:
-                decoded = decoded.add(local, alpha=decay)
-            if self.form == "gradient":
-                decoded = buffer.mul_(group["momentum"]).add_(decoded)
-            elif decay:
-                buffer.add_(local, alpha=decay)  # the owner's part of the momentum, which the compressed sum carries on
-            local.sub_(decoded, alpha=group["lr"])
+            moment = self._local(parameter, "momentum_buffer")
+            rows.append(Row(local_of(parameter), local_of(parameter.grad), moment, None, settings))
+        update(Rule.SGD_GRADIENT if self.form == "gradient" else Rule.SGD_MOMENTUM, rows)

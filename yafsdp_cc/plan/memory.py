@@ -13,10 +13,14 @@ from yafsdp_cc.plan.report import (
     PlannedCommunication,
     PlannedHost,
     PlannedReplicated,
+    PlannedTraffic,
     PlannedUnit,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
     from yafsdp_cc.plan.units import Role
@@ -28,6 +32,7 @@ def plan_for(state: FSDPState) -> Plan:
     flats = list(state.flats)
     trainable = [flat for flat in flats if flat.trainable]
     on_device = [flat for flat in flats if not isinstance(flat, HostFlatParam)]
+    traffic = _traffic(state)
     held: Counter[str] = Counter()
     for flat in flats:
         for collective in (flat.all_gather, flat.reduce_scatter, flat.all_reduce):
@@ -42,7 +47,8 @@ def plan_for(state: FSDPState) -> Plan:
             elements=sum(param.extent.numel for param in replicated.params),
             bytes=replicated.device_bytes,
         ),
-        communication=_communication(state),
+        communication=_communication(state, traffic.values()),
+        traffic=tuple(traffic.values()),
         parameter_shard_bytes=sum(flat.sharded.nbytes for flat in on_device),
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),
         replica_bytes=0 if replicas is None else replicas.nbytes,
@@ -68,29 +74,42 @@ def regathered(state: FSDPState) -> list[ParamGroup]:
     ]
 
 
-def _communication(state: FSDPState) -> PlannedCommunication:
-    """Return what one step sends where groups run in module order."""
+def _traffic(state: FSDPState) -> dict[ParamGroup, PlannedTraffic]:
+    """Return what one step sends for each group where groups run in module order."""
     users = Counter(id(group.unsharded.buffer) for group in state.groups)
-    forward = backward = secondary = 0
-    for group in state.groups:
-        for flat in group.flats:
+    again = regathered(state)
+    return {
+        group: PlannedTraffic(
             # Frozen weights with a buffer to themselves stay where the first step has gathered them.
-            if users[id(group.unsharded.buffer)] > 1 or flat.trainable:
-                forward += flat.all_gather.planned_bytes()
-    for group in regathered(state):
-        for flat in group.flats:
-            if isinstance(flat.all_gather, SecondaryAllGather):
-                secondary += flat.all_gather.secondary_bytes()
-            else:
-                backward += flat.all_gather.planned_bytes()
+            gather_forward=sum(
+                flat.all_gather.planned_bytes()
+                for flat in group.flats
+                if users[id(group.unsharded.buffer)] > 1 or flat.trainable
+            ),
+            gather_backward=sum(map(_again_bytes, group.flats)) if group in again else 0,
+            reduce=sum(flat.reduce_scatter.planned_bytes() for flat in group.flats if flat.trainable),
+        )
+        for group in state.groups
+        if group.flats
+    }
+
+
+def _again_bytes(flat: FlatParam) -> int:
+    gather = flat.all_gather
+    return gather.secondary_bytes() if isinstance(gather, SecondaryAllGather) else gather.planned_bytes()
+
+
+def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> PlannedCommunication:
+    """Return what one step sends in all."""
+    again = (flat for group in regathered(state) for flat in group.flats)
     replicas = state.context.replicas
     return PlannedCommunication(
-        gather_forward=forward,
-        gather_backward=backward + secondary,
-        reduce=sum(flat.reduce_scatter.planned_bytes() for flat in state.flats if flat.trainable),
+        gather_forward=sum(each.gather_forward for each in traffic),
+        gather_backward=sum(each.gather_backward for each in traffic),
+        reduce=sum(each.reduce for each in traffic),
         replicated=state.replicated.sent_bytes(),
         replicas=0 if replicas is None else replicas.planned_bytes(),
-        secondary=secondary,
+        secondary=sum(_again_bytes(flat) for flat in again if isinstance(flat.all_gather, SecondaryAllGather)),
     )
 
 

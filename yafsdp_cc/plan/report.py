@@ -87,6 +87,15 @@ class PlannedReplicated(RenamedFields):
 
 
 @dataclass(frozen=True)
+class PlannedTraffic:
+    """Bytes one rank sends in one step for one unit."""
+
+    gather_forward: int
+    gather_backward: int
+    reduce: int
+
+
+@dataclass(frozen=True)
 class PlannedCommunication(RenamedFields):
     """Bytes one rank sends in one step (as many arrive). The first step also gathers frozen weights that then stay, and
     gathers exactly what is updated by delta all-gathers later."""
@@ -135,6 +144,19 @@ class PlannedHost(RenamedFields):
 
 
 @dataclass(frozen=True)
+class PlannedArgument:
+    """An argument that is no default, or a setting of a run file that stands for one, and where it is from."""
+
+    name: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        value = self.value if len(self.value) <= 60 else f"{self.value[:58]}.."
+        return f"  {self.name} = {value}  ({self.source})"
+
+
+@dataclass(frozen=True)
 class Plan(RenamedFields):
     """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
 
@@ -147,6 +169,8 @@ class Plan(RenamedFields):
     gradient_shard_bytes: int
     receive_bytes: int
     adamw_bytes: int
+    traffic: tuple[PlannedTraffic, ...] = ()
+    """Of each unit; ``communication`` has the sums."""
     replicas: int = 1
     """How often the ``world`` ranks of one shard are there."""
     replica_bytes: int = 0
@@ -163,6 +187,8 @@ class Plan(RenamedFields):
     """What is offloaded."""
     chosen: str = ""
     """What ``compression="auto"`` has chosen so far, in words; communication and residuals above are those of it."""
+    arguments: tuple[PlannedArgument, ...] = ()
+    """Where arguments are from, if some are from a run file or its like."""
 
     @property
     def parameters(self) -> int:
@@ -232,6 +258,8 @@ class Plan(RenamedFields):
         if self.host is not None:
             parts.append(_table(_byte_rows("offloaded to host memory", self.host.memory)))
             optimizer += f", {human(self.host.adamw)} of it in host memory"
+        if self.arguments:
+            parts.append(["arguments that are no defaults", *map(str, self.arguments)])
         parts.append([f"{optimizer}."])
         if self.chosen:
             parts[-1] += [f"Chosen now: {self.chosen}."]

@@ -1,8 +1,8 @@
 // int8 and fp8: a byte an element (compression/codecs/int8.py and fp8.py); and the whole steps that int4 shares.
 #pragma once
 
-#include "../place.cuh"
-#include "../scales.cuh"
+#include "place.cuh"
+#include "scales.cuh"
 
 namespace yafsdp_cc {
 

@@ -1,8 +1,8 @@
 // fp32 and bf16: the numbers themselves, or rounded (compression/codecs/floats.py).
 #pragma once
 
-#include "../place.cuh"
-#include "../scales.cuh"
+#include "place.cuh"
+#include "scales.cuh"
 
 namespace yafsdp_cc {
 

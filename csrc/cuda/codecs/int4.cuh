@@ -1,7 +1,7 @@
 // int4: 15 levels, elements half a block apart in one byte (compression/codecs/int4.py).
 #pragma once
 
-#include "bytes.cuh"
+#include "codecs/bytes.cuh"
 
 namespace yafsdp_cc {
 

@@ -1,8 +1,8 @@
 // No message: what is due stays due (feedback.accumulate).
 #pragma once
 
-#include "../place.cuh"
-#include "../scales.cuh"
+#include "place.cuh"
+#include "scales.cuh"
 
 namespace yafsdp_cc {
 

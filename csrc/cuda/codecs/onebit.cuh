@@ -1,7 +1,7 @@
 // onebit: signs, and the mean magnitude (compression/codecs/onebit.py).
 #pragma once
 
-#include "bytes.cuh"
+#include "codecs/bytes.cuh"
 
 namespace yafsdp_cc {
 

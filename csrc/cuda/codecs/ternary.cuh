@@ -1,13 +1,13 @@
 // ternary: -scale, 0 or scale, the digits of five blocks in one byte (compression/codecs/ternary.py).
 #pragma once
 
-#include "bytes.cuh"
+#include "codecs/bytes.cuh"
 
 namespace yafsdp_cc {
 
 // What rounding to nearest and at random have in common: digits, and their place in the message.
 struct Digits : Codec<int> {
-    static constexpr unsigned TOGETHER = 5;
+    static constexpr unsigned TOGETHER = TERNARY_TOGETHER;
     float scale;
     unsigned words[4] = {}; // of blocks of one patch, until the five are complete
     unsigned weight = 0;    // of this block's digits: 1, 3, 9, 27, 81

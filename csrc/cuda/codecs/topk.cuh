@@ -7,12 +7,12 @@
 //     3. what is left of each block, as after any other codec (block.cuh).
 #pragma once
 
-#include "../block.cuh"
+#include "block.cuh"
 
 namespace yafsdp_cc {
 
-constexpr int TOPK_THREADS = 512, TOPK_WARPS = TOPK_THREADS / 32;
-constexpr unsigned TILE = 65536, SHARE = 100;
+constexpr int TOPK_WARPS = TOPK_THREADS / 32;
+constexpr unsigned SHARE = 100;
 constexpr unsigned BUCKETS = 2048, SHIFT = 20, COPIES = 4, FIRST_INFINITE = (INFINITE >> SHIFT) - 1;
 
 struct Tile {
@@ -186,10 +186,11 @@ __global__ void __launch_bounds__(TOPK_THREADS) encode_topk_kernel(const EncodeJ
 // put where their elements are, in an array of zeros, and all of it is added, zeros too, as the definition does: it
 // makes 0 of a sum that is -0.
 
-constexpr unsigned STRETCH = 4096, STRETCH_ROWS = STRETCH / (4 * TOPK_THREADS);
+constexpr unsigned STRETCH_ROWS = STRETCH / (4 * TOPK_THREADS);
 
 struct Spread {
-    float at[2][STRETCH]; // in turns: one is added, and zeroed, while the other is filled
+    // In turns: one is added, and zeroed, while the other is filled. Read as float4, which want more than a float's own.
+    alignas(16) float at[2][STRETCH];
 };
 
 __global__ void __launch_bounds__(TOPK_THREADS) decode_topk_kernel(const DecodeJob job) {

@@ -10,4 +10,8 @@ STABLE_TORCH_LIBRARY(yafsdp_cc_simt, m) {
     m.def("decode_sum(Tensor messages, int codec, int block, int n, Tensor? own, int place, Tensor(a!) total, "
           "int start, int stream) -> ()");
     m.def("decode(Tensor messages, int codec, int block, Tensor(a!) values, int stream) -> ()");
+    m.def("update(int rule, Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] squares, "
+          "Tensor settings, int stream) -> ()");
+    m.def("update_lamb(int rule, Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor(c!)[] squares, "
+          "Tensor(d!)[] fresh, Tensor settings, Tensor(e!) sums, int stream) -> ()");
 }

@@ -2,7 +2,13 @@
 //
 // Every thread of a thread block is a fibre with a stack of its own. It runs until it meets others, in a shuffle or at
 // a barrier, and all that meet there have to come: threads that do not are a deadlock, which is reported, as is a warp
-// whose threads meet in different places. Who runs first is drawn anew every time, so that a missing barrier shows.
+// whose threads meet in different places. Which thread and which thread block runs first, and how many thread blocks
+// there are, is drawn anew every time.
+//
+// Every load and store of a kernel is checked (check.cpp): it lies in a tensor of the call, or in shared memory; shared
+// memory was written by this thread block before; and what two threads access, one of them to write, has a barrier
+// between. Accesses of 16 bytes at odd addresses, indices out of an array and overflows are errors. Shared memory and
+// local variables hold a pattern until they are written.
 //
 // Arithmetic is the CPU's, with -ffp-contract=off: one IEEE rounding for each operation, denormals kept. Of NaNs only
 // that they are is told; their bits are not those of a GPU.
@@ -15,7 +21,9 @@
 
 #define __device__
 #define __global__
-#define __shared__ static // one thread block at a time
+// One thread block runs at a time. These variables are the only ones of a thread in this library, so its segment of
+// them is the shared memory: its bounds are known, and it can be filled.
+#define __shared__ static thread_local
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -57,6 +65,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline int simt_int(float whole) {
     return std::isnan(whole) ? 0 : whole >= 0x1p31f ? INT32_MAX : whole <= -0x1p31f ? INT32_MIN : int(whole);
 }
@@ -72,36 +81,26 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 
 // Small floats, from their definitions: a double holds what is halfway between two of them exactly.
 
-struct __nv_bfloat162 {
-    unsigned short x, y;
-};
-inline unsigned short simt_bf16(float x) {
+inline unsigned simt_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
-    return std::isnan(x) ? 0x7fff : (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
-inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) { return {simt_bf16(low), simt_bf16(high)}; }
-
-struct __half {
-    unsigned short bits;
-};
-inline unsigned short __half_as_ushort(__half x) { return x.bits; }
-inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
-inline float __half2float(__half x) {
-    const int exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+inline float simt_of_fp16(unsigned bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     const double size = exponent == 31 ? (mantissa ? NAN : INFINITY)
                         : exponent     ? std::ldexp(1024 + mantissa, exponent - 25)
                                        : std::ldexp(mantissa, -24);
-    return float(x.bits >> 15 ? -size : size);
+    return float(bits >> 15 ? -size : size);
 }
-inline __half __float2half_rn(float x) {
+inline unsigned simt_fp16(float x) {
     const unsigned sign = __float_as_uint(x) >> 16 & 0x8000u;
     const double size = std::fabs(double(x));
-    if (std::isnan(x)) return {0x7fff};
-    if (size >= 65520) return {(unsigned short)(sign | 0x7c00u)};
+    if (std::isnan(x)) return 0x7fff;
+    if (size >= 65520) return sign | 0x7c00u;
     const int exponent = size < 0x1p-14 ? -14 : std::ilogb(size);
     // In units of the last place; a carry into the exponent comes out right by itself.
     const unsigned steps = unsigned(std::nearbyint(std::ldexp(size, 10 - exponent)));
-    return {(unsigned short)(sign | (unsigned(exponent + 14) * 1024 + steps))};
+    return sign | (unsigned(exponent + 14) * 1024 + steps);
 }
 
 // Meeting
@@ -129,27 +128,25 @@ inline unsigned __shfl_sync(unsigned, unsigned word, int from) {
 inline void __syncwarp() { simt_meet(Meeting::warp, 0, 0); }
 inline void __syncthreads() { simt_meet_block(); }
 
-inline unsigned atomicAdd(unsigned* at, unsigned by) { return (*at += by) - by; }
-inline void atomicOr(unsigned* at, unsigned bits) { *at |= bits; }
+void simt_atomic(const void* at, unsigned bytes);
+
+[[gnu::no_sanitize("thread")]] inline unsigned atomicAdd(unsigned* at, unsigned by) {
+    simt_atomic(at, 4);
+    return (*at += by) - by;
+}
+[[gnu::no_sanitize("thread")]] inline void atomicOr(unsigned* at, unsigned bits) {
+    simt_atomic(at, 4);
+    *at |= bits;
+}
 
 // Launching
 
-const char* simt_run(unsigned grid, unsigned threads, void (*body)(const void*), const void* context);
+// Runs 1 to ``most`` thread blocks, seldom as many as there is work for: then each goes round its loop several times.
+const char* simt_run(unsigned long long most, unsigned threads, void (*body)(const void*), const void* context);
 
-namespace yafsdp_cc {
-
-// Few thread blocks, so that each goes round its loop more than once.
-template <class Job>
-const char* launch(void (*kernel)(Job), const Job& job, unsigned long long most, int threads, void*) {
-    struct Context {
-        void (*kernel)(Job);
-        const Job& job;
-    } const context{kernel, job};
-    const auto body = [](const void* at) {
-        const Context& it = *static_cast<const Context*>(at);
-        it.kernel(it.job);
-    };
-    return simt_run(unsigned(std::min<unsigned long long>(most, 3)), unsigned(threads), body, &context);
-}
-
-} // namespace yafsdp_cc
+template <auto KERNEL> struct Emulated;
+template <class Job, void (*KERNEL)(Job)> struct Emulated<KERNEL> {
+    [[gnu::no_sanitize("thread")]] static void run(const void* job) { // which is not in a tensor
+        KERNEL(*static_cast<const Job*>(job));
+    }
+};

@@ -1,0 +1,80 @@
+// Which kernel a job takes, and of how many thread blocks at most: as many as there is work for.
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+
+#include "jobs.h"
+
+namespace yafsdp_cc {
+namespace {
+
+// The classes of a codec (encode.cuh, decode.cuh), by its number, and how many of its blocks share their bytes.
+constexpr struct {
+    const char *codec, *at_random, *reader;
+    unsigned together;
+} CLASSES[] = {
+    {"Float<false>", "Float<false>", "FloatReader<false>", 1},
+    {"Float<true>", "Float<true>", "FloatReader<true>", 1},
+    {"FP8", "FP8", "ByteReader<true>", 1},
+    {"Int8<false>", "Int8<true>", "ByteReader<false>", 1},
+    {"Int4<false>", "Int4<true>", "Int4Reader", 1},
+    {"Ternary<false>", "Ternary<true>", "TernaryReader", TERNARY_TOGETHER},
+    {"OneBit", "OneBit", "OneBitReader", 1},
+};
+static_assert(std::size(CLASSES) == int(CodecNumber::topk), "topk, the last, has kernels of its own");
+
+struct Name {
+    char text[64];
+
+    template <class... Values> explicit Name(const char* format, Values... values) {
+        std::snprintf(text, sizeof text, format, values...);
+    }
+};
+
+// Rows of a block, or of a patch of it, that a team has in registers.
+int rows_of(int block) { return std::min(block / int(LANES), 4); }
+const char* is_many(int block) { return block > 4 * int(LANES) ? "true" : "false"; }
+
+unsigned long long rounded_up(unsigned long long n, unsigned long long to) { return (n + to - 1) / to; }
+
+void encode_blocks(const EncodeJob& job, const char* codec, unsigned together, Stream stream) {
+    const Name name("encode_kernel<%s, %d, %s>", codec, rows_of(job.block), is_many(job.block));
+    const unsigned long long units = rounded_up(job.n / job.block, together) * job.messages;
+    launch("encode.cuh", name.text, &job, rounded_up(units * TEAM, ENCODE_THREADS), ENCODE_THREADS, stream);
+}
+
+} // namespace
+
+void encode(const EncodeJob& job, CodecNumber codec, Stream stream) {
+    if (codec == CodecNumber::topk) {
+        const Name name("encode_topk_kernel<%d, %s>", rows_of(job.block), is_many(job.block));
+        return launch("codecs/topk.cuh", name.text, &job, rounded_up(job.n, TILE) * job.messages, TOPK_THREADS, stream);
+    }
+    const auto& of = CLASSES[int(codec)];
+    encode_blocks(job, job.noisy ? of.at_random : of.codec, of.together, stream);
+}
+
+void accumulate(const EncodeJob& job, Stream stream) { encode_blocks(job, "Nothing", 1, stream); }
+
+void decode(const DecodeJob& job, CodecNumber codec, Stream stream) {
+    const unsigned rows_out = job.sum ? 1 : job.messages;
+    if (codec == CodecNumber::topk)
+        return launch("codecs/topk.cuh", "decode_topk_kernel", &job, rounded_up(job.count, STRETCH) * rows_out,
+                      TOPK_THREADS, stream);
+    const auto& of = CLASSES[int(codec)];
+    const int rows = rows_of(job.block);
+    const Name name("decode_kernel<%s, %d, %u>", of.reader, rows, of.together);
+    const unsigned long long blocks = rounded_up(job.count / job.block, of.together) * of.together;
+    const unsigned long long units = blocks * (job.block / (rows * LANES)) * rows_out;
+    launch("decode.cuh", name.text, &job, rounded_up(units * TEAM, DECODE_THREADS), DECODE_THREADS, stream);
+}
+
+void update(const UpdateJob& job, Stream stream) {
+    launch("update.cu", "update_kernel", &job, job.of[job.count - 1].end, UPDATE_THREADS, stream);
+}
+
+void update_lamb(const LambJob& job, Stream stream) {
+    launch("lamb.cu", "lamb_kernel", &job, job.of[job.count - 1].end, LAMB_THREADS, stream);
+}
+
+} // namespace yafsdp_cc

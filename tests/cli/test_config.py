@@ -1,0 +1,353 @@
+"""The run file: all mistakes at once, precedence, defaults that are the functions' own; and ``yafsdp-cc config``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import yafsdp_cc
+import yafsdp_cc.cli as cli
+from tests.cli.command import ROOT
+from tests.ranks import ranks
+from yafsdp_cc import config
+from yafsdp_cc.compression import Compression
+from yafsdp_cc.compression.codec import Scaled, kind_of
+
+WRONG = """\
+launch:
+  nproc_per_node: many
+  nnodes: 0
+  max_restart: 3
+shard:
+  zero_stage: true
+  zero_stage: 2
+  gradients: int8
+precision:
+  param: bf15
+compression:
+  candidates: [int8, int3]
+  feedback: maybe
+  overrides: {"embed*": inT8}
+precsion: 3
+"""
+TOLD = """\
+run.yaml:2: launch.nproc_per_node: "many" cannot be; it takes a whole number of at least 1, or auto, gpu, cpu or xpu
+run.yaml:3: launch.nnodes: 0 cannot be; it takes a whole number of at least 1, or text such as 2:4
+run.yaml:4: there is no setting launch.max_restart; did you mean launch.max_restarts?
+run.yaml:6: shard.zero_stage: true cannot be; it takes a whole number from 1 to 3
+run.yaml:7: zero_stage is there already, in line 6
+run.yaml:8: there is no setting shard.gradients; did you mean compression.gradients?
+run.yaml:10: precision.param: "bf15" cannot be; it takes fp32, bf16, fp16 or fp64, or null (did you mean bf16?)
+run.yaml:12: compression.candidates: ["int8", "int3"] cannot be; it takes a list, each bf16, fp8, int4, int8, onebit, \
+ternary or topk (did you mean int8?)
+run.yaml:13: compression.feedback: "maybe" cannot be; it takes true or false
+run.yaml:14: compression.overrides: {"embed*": "inT8"} cannot be; it takes a mapping from text to auto, bf16, fp32, \
+fp8, int4, int8, onebit, powersgd, ternary or topk (did you mean int8?)
+run.yaml:15: there is no setting precsion; did you mean precision?
+YAFSDP_CC_SET: there is no setting shard.zero_stagge; did you mean shard.zero_stage?
+--set: 'zero_stage' sets nothing: write NAME=VALUE, such as shard.zero_stage=2"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_all_mistakes_are_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text(WRONG)
+    monkeypatch.setenv(config.SET, "shard.zero_stagge=2")
+    with pytest.raises(config.RunFileError) as refused:
+        config.read("run.yaml", ["zero_stage"])
+    assert str(refused.value) == TOLD
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("shard:\n  zero_stage: [2\n", "run.yaml:3: cannot be read as YAML: expected ',' or ']', but got"),
+        ("- shard\n", "run.yaml:1: holds no settings; it has sections: launch, shard, precision, compression"),
+        ("shard: 2\n", "run.yaml:1: shard: 2 is no setting; it has zero_stage, replicate,"),
+        ("shard: !!python/name:os.system\n", "run.yaml:1: cannot be read as YAML: could not determine a constructor"),
+        (b"\xff\xfe", "run.yaml: is not UTF-8 text"),
+        (None, "run.yaml: No such file or directory; yafsdp-cc config writes a run file"),
+    ],
+)
+def test_what_is_no_run_file(folder: Path, text: str | bytes | None, told: str) -> None:
+    if text is not None:
+        Path("run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(config.RunFileError, match=re.escape(told)):
+        config.read("run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("launch:\n  log_dir: !!binary aGVsbG8=\n", "run.yaml:2"),
+        ("shard:\n  zero_stage: !!timestamp abc\n", "run.yaml:2"),
+        ("compression:\n  overrides:\n    a: int8\n    a: fp32\n", "run.yaml:3: cannot be read as YAML: a key"),
+        (f"compression:\n  warmup_steps: {'9' * 5000}\n", "run.yaml: cannot be read"),
+        (f"shard:\n  units: {'[' * 3000 + ']' * 3000}\n", "run.yaml: cannot be read"),
+    ],
+)
+def test_values_that_are_none(folder: Path, text: str, told: str) -> None:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(config.RunFileError, match=re.escape(told)):
+        config.read("run.yaml")
+
+
+def test_values_are_what_is_written(folder: Path) -> None:
+    """YAML 1.1 reads 1:4 as 64, 010 as 8 and a date as no text at all."""
+    Path("run.yaml").write_text(
+        "launch: {name: 2026-01-01, master_addr: 010}\ncompression: {carry: 5e-1, error_budget: .5}\n"
+    )
+    found = config.read("run.yaml", ["launch.nnodes=1:4"])
+    assert [one.value for one in found.values()] == ["2026-01-01", "010", 0.5, 0.5, "1:4"]
+
+
+def test_quotes_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.SET, "shard.units='a b")
+    with pytest.raises(config.RunFileError, match=r"^YAFSDP_CC_SET: No closing quotation$"):
+        config.read(None)
+
+
+def test_the_nearer_place_wins_setting_by_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text("shard: {zero_stage: 1, replicate: 2}\ncompression:\n  gradients: int4\n  block: 64\n")
+    monkeypatch.setenv(config.CONFIG, "run.yaml")
+    monkeypatch.setenv(config.SET, "shard.zero_stage=2 compression=int8")
+    found = config.read(None, ["compression.overrides={'embed.*': fp32}"])
+    assert {name: tuple(one) for name, one in found.items()} == {
+        "shard.zero_stage": (2, "YAFSDP_CC_SET"),
+        "shard.replicate": (2, "run.yaml:1"),
+        "compression.gradients": ("int8", "YAFSDP_CC_SET"),
+        "compression.block": (64, "run.yaml:4"),
+        "compression.overrides": ({"embed.*": "fp32"}, "--set"),
+    }
+    assert not any(name.startswith("compression") for name in config.read(None, ["compression=null"]))
+
+
+def test_defaults_are_those_of_what_settings_stand_for() -> None:
+    from torch.distributed.run import get_args_parser
+
+    torchrun = vars(get_args_parser().parse_args(["script"]))
+    for name, one in config.LaunchSection():
+        assert name == "name" or str(one) == str(torchrun[name]).replace("1:1", "1"), name
+    arguments = inspect.signature(yafsdp_cc.shard).parameters
+    for name, one in config.ShardSection():
+        assert name in ("replicate", "cpu_offload") or one == arguments[name].default, name
+    policy, section = MixedPrecisionPolicy(), dict(config.PrecisionSection())
+    assert policy.cast_forward_inputs == section.pop("cast_forward_inputs")
+    assert all(getattr(policy, f"{name}_dtype") is one for name, one in section.items())
+    whole, theirs = config.CompressionSection(), Compression()
+    assert all(getattr(whole, each.name) == getattr(theirs, each.name) for each in fields(Compression))
+    for name in get_args(config.Codec):
+        Compression(gradients=name)
+    assert all(issubclass(kind_of(name), Scaled) for name in get_args(config.WeightCodec))
+
+
+def test_every_comment_of_a_written_file_is_a_setting() -> None:
+    text = config.to_yaml({})
+    assert yaml.safe_load(text) is None
+    whole = yaml.safe_load(re.sub(r"^(  )?# (?=\w+:( \S+$| \[|$))", r"\1", text, flags=re.MULTILINE))
+    found = {f"{section}.{name}": value for section, inner in whole.items() for name, value in inner.items()}
+    assert found.keys() == config.known().keys()
+    assert not any(config.mistake_in(name, value) for name, value in found.items())
+
+
+def test_the_documented_file_and_its_plan(folder: Path) -> None:
+    page = (ROOT / "docs/launch.md").read_text()
+    (written,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    Path("run.yaml").write_text(written)
+    found = config.read("run.yaml", ["compression.gradients=int4"])
+    lines = [f"  {name} = {one.value}  ({one.source})" for name, one in found.items() if "launch" not in name]
+    assert "\n".join(["arguments that are no defaults", *lines, "```"]) in page
+
+
+def yafsdp_cc_without_torch(*argv: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+    program = """
+import sys, yafsdp_cc.cli as cli
+try:
+    sys.exit(cli.main(sys.argv[1:]))
+finally:
+    assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", program, *argv]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, input=answers, capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_answers_become_a_run_file(folder: Path) -> None:
+    written = yafsdp_cc_without_torch("config", answers="4\n2\n10.0.0.1\n\nbf15\nbf16\n\n2\nint8\n\n")
+    assert written.returncode == 0, written.stderr
+    assert 'precision.param: "bf15" cannot be' in written.stdout
+    found = {name: one.value for name, one in config.read("run.yaml").items()}
+    assert found == {
+        "launch.nproc_per_node": 4,
+        "launch.nnodes": 2,
+        "launch.master_addr": "10.0.0.1",
+        "precision.param": "bf16",
+        "shard.replicate": 2,
+        "compression.gradients": "int8",
+    }
+    again = yafsdp_cc_without_torch("config")
+    assert (again.returncode, again.stderr) == (
+        1,
+        "run.yaml is there already: name another, --out=FILE, or remove it\n",
+    )
+    cut_short = yafsdp_cc_without_torch("config", "--out=other.yaml", answers="4\n")
+    assert cut_short.returncode == 1
+    assert not Path("other.yaml").exists()
+
+
+def test_forms_print_what_they_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("shard: {zero_stage: 2}\n")
+    shown = yafsdp_cc_without_torch("config", "show", "run.yaml", "--set=compression=int8")
+    assert re.search(r"^shard.zero_stage +2 +run.yaml:1$", shown.stdout, re.MULTILINE), shown.stderr
+    assert re.search(r'^compression.gradients +"int8" +--set$', shown.stdout, re.MULTILINE)
+    assert re.search(r"^launch.nnodes +1 +default$", shown.stdout, re.MULTILINE)
+    assert cli.main(["config", "show", "run.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"shard.zero_stage": [2, "run.yaml:1"]}
+    assert cli.main(["config", "--default"]) == 0
+    assert capsys.readouterr().out == config.to_yaml({})
+    assert cli.main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["compression"]["anyOf"][0]["enum"] == list(get_args(config.Codec))
+    assert all(one["description"] for kind in schema["$defs"].values() for one in kind["properties"].values())
+
+
+@pytest.mark.parametrize("command", ["config --help", "launch --help", "env --help", "env --json"])
+def test_help_and_env_do_without_torch(command: str) -> None:
+    shown = yafsdp_cc_without_torch(*command.split())
+    assert (shown.returncode, shown.stderr) == (0, "")
+    if command == "env --json":
+        found = json.loads(shown.stdout)
+        assert found["torch"] == torch.__version__
+        assert found["native kernels"]
+    else:
+        assert f"usage: yafsdp-cc {command.split()[0]}" in shown.stdout
+
+
+def test_a_file_of_accelerate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = pytest.importorskip("accelerate.commands.config.config_args")
+    plugin = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
+    plugin |= {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_activation_checkpointing": True}
+    known = {"num_processes": 16, "num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29501}
+    args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="FSDP",
+        mixed_precision="bf16",
+        use_cpu=False,
+        debug=False,
+        fsdp_config=plugin,
+        **known,
+    ).to_yaml_file("theirs.yaml")
+    assert cli.main(["config", "import", "theirs.yaml"]) == 0
+    told = capsys.readouterr().err
+    assert told == (
+        "left out: fsdp_activation_checkpointing: True  (torch.utils.checkpoint in the script, with "
+        "use_reentrant=False)\n"
+    )
+    assert {name: one.value for name, one in config.read("run.yaml").items()} == {
+        "launch.nproc_per_node": 8,
+        "launch.nnodes": 2,
+        "launch.master_addr": "10.0.0.1",
+        "launch.master_port": 29501,
+        "shard.units": ["LlamaDecoderLayer"],
+        "shard.reshard_after_forward": False,
+        "shard.cpu_offload": True,
+        "precision.param": "bf16",
+        "precision.reduce": "fp32",
+    }
+    Path("theirs.yaml").write_text("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n")
+    assert cli.main(["config", "import", "theirs.yaml", "--out=b.yaml"]) == 1
+    assert "num_processes: 3 is no multiple of num_machines: 2" in capsys.readouterr().err
+
+
+# In the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def left(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Leave settings as a launcher does; the source of each is its number."""
+    named = {
+        name.replace("__", "."): (value, f"run.yaml:{line}") for line, (name, value) in enumerate(settings.items())
+    }
+    monkeypatch.setenv(config.RUN, json.dumps(named))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80)) for _ in range(3)))
+
+
+@ranks(2)
+def test_arguments_that_the_script_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    told = {"zero_stage": 2, "mp_policy": policy, "compression": Compression("int4", residual="int8")}
+    explicit = yafsdp_cc.plan_of(yafsdp_cc.shard(blocks(), **told))
+    kinds = {"precision__param": "bf16", "precision__reduce": "fp32"}
+    left(monkeypatch, shard__zero_stage=2, **kinds, compression__gradients="int4", compression__residual="int8")
+    plan = yafsdp_cc.plan_of(yafsdp_cc.shard(blocks()))
+    assert (plan.units, plan.buffers, plan.communication, plan.memory) == (
+        explicit.units,
+        explicit.buffers,
+        explicit.communication,
+        explicit.memory,
+    )
+    assert "  shard.zero_stage = 2  (run.yaml:0)\n  precision.param = bf16  (run.yaml:1)" in str(plan)
+    assert "arguments" not in str(explicit)
+
+    plan = yafsdp_cc.plan_of(yafsdp_cc.shard(blocks(), zero_stage=3, compression=None))
+    assert plan.buffers[0].weight_buffers == 2
+    assert plan.residual_bytes == 0
+    assert "  zero_stage = 3  (the script)" in str(plan)
+    assert "  compression.gradients = int4  (run.yaml:3, but the script passes compression)" in str(plan)
+
+
+@ranks(2)
+def test_replicas_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.barrier()
+    left(monkeypatch, shard__replicate=2, shard__cpu_offload=True)
+    model = blocks()
+    for block in model:
+        yafsdp_cc.fully_shard(block)
+    yafsdp_cc.fully_shard(model)
+    model(torch.ones(1, 80)).sum().backward()
+    plan = yafsdp_cc.plan_of(model)
+    assert (plan.world, plan.replicas) == (1, 2)
+    assert plan.host_bytes > 0
+    left(monkeypatch, shard__replicate=3)
+    with pytest.raises(ValueError, match=r"shard.replicate=3 \(run.yaml:0\) does not divide the 2 ranks of this run"):
+        yafsdp_cc.shard(blocks())
+
+
+@ranks(2)
+def test_settings_that_would_do_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = torch_fully_shard(blocks())
+    left(monkeypatch, compression__gradients="int8")
+    assert yafsdp_cc.compress(theirs).config == Compression("int8")
+    left(monkeypatch, precision__param="bf16", compression__gradients="int8")
+    with pytest.raises(ValueError, match=r"precision.param \(run.yaml:0\) does not reach a model of torch's"):
+        yafsdp_cc.compress(torch_fully_shard(blocks()))
+    left(monkeypatch, shard__zero_stage=2)
+    with pytest.raises(ValueError, match=r"shard.zero_stage \(run.yaml:0\) is no argument of fully_shard\(\)"):
+        yafsdp_cc.fully_shard(blocks())
+    left(monkeypatch, compression__gradients="onebit", compression__feedback=False)
+    with pytest.raises(ValueError, match=r"compression \(run.yaml:0, run.yaml:1\): gradients='onebit' with feedback"):
+        yafsdp_cc.shard(blocks())
+    monkeypatch.setenv(config.RUN, "[]")
+    with pytest.raises(config.RunFileError, match="YAFSDP_CC_RUN is not what `yafsdp-cc config show --json` prints"):
+        yafsdp_cc.shard(blocks())

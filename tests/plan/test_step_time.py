@@ -1,0 +1,83 @@
+"""Step times and activations against figures computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from yafsdp_cc.plan.activations import Activations, Block
+from yafsdp_cc.plan.report import (
+    Plan,
+    PlannedBuffers,
+    PlannedCommunication,
+    PlannedReplicated,
+    PlannedTraffic,
+    PlannedUnit,
+)
+from yafsdp_cc.plan.step_time import Event, Link, Work, events_of, step_time
+
+
+def plan(gather: int, reduce: int, blocks: int = 4, replicated: int = 0) -> Plan:
+    """Blocks that take turns in two buffers; the last two stay there until their backward."""
+    units = [PlannedUnit(f"{index}", "block", 1, 1, 1, 1, ("bfloat16",), index % 2) for index in range(blocks)]
+    traffic = [PlannedTraffic(gather, gather if index < blocks - 2 else 0, reduce) for index in range(blocks)]
+    sent = PlannedCommunication(gather * blocks, gather * (blocks - 2), reduce * blocks, replicated)
+    buffers = (PlannedBuffers("block", 2, 1, 2, 1),)
+    return Plan(4, tuple(units), buffers, PlannedReplicated(0, 0, 0), sent, 0, 0, 0, 0, tuple(traffic))
+
+
+def seconds(planned: Plan, work: Work, link: Link) -> tuple[float, ...]:
+    named = {unit.name: work for unit in planned.units}
+    return tuple(step_time(events_of(planned, named), planned.world, 1.0, link))
+
+
+def test_a_quick_link_exposes_the_first_gather_and_the_last_reduce() -> None:
+    found = seconds(plan(gather=1, reduce=1), Work(10.0, 20.0), Link(1.0))
+    assert found == pytest.approx((40, 80, 1, 1))
+
+
+def test_a_slow_link_is_busy_from_the_first_gather_on() -> None:
+    # Forward: gathers of 10, of which the third waits for the first block (11), the fourth for the second (21).
+    # Backward, from 41: of block 3 to 43, its reduce to 53, gather 1 to 63, and so on, one behind the other: reduce 2,
+    # gather 0, reduces 1 and 0.
+    forward, backward, gathers, rest = seconds(plan(gather=10, reduce=10), Work(1.0, 2.0), Link(1.0))
+    assert (forward, backward) == (4, 8)
+    assert gathers == 4 * 10 + 1 - 4
+    assert rest == 2 + 6 * 10 - 8
+
+
+def test_latency_is_of_each_collective_and_grows_with_ranks() -> None:
+    # 4 gathers, 2 again, 4 reduces and the replicated parameters' sum, of which nothing is overlapped without work.
+    found = seconds(plan(gather=1, reduce=1, replicated=5), Work(0.0, 0.0), Link(0.0, latency=1.0, hop=0.5))
+    assert found == (0, 0, 0, (1 + 3 * 0.5) * 11)
+
+
+def test_a_backward_waits_for_the_reduce_that_reads_its_gradient_buffer() -> None:
+    # Two buffers: the backward of the third block from the end starts when the first reduce is over.
+    forward, backward, _, rest = seconds(plan(gather=0, reduce=10, blocks=3), Work(1.0, 2.0), Link(1.0))
+    assert (forward, backward) == (3, 6)
+    assert rest == 2 + 3 * 10 - 6
+
+
+def test_replicas_sum_behind_each_reduce() -> None:
+    planned = plan(gather=0, reduce=3, blocks=2)
+    communication = PlannedCommunication(0, 0, 6, 0, replicas=10)
+    fields = {**vars(planned), "communication": communication, "replicas": 2}
+    assert [event for event in events_of(Plan(**fields), {}) if not event.is_compute] == [
+        Event("reduce", "1", 3, ()),
+        Event("all_reduce", "1", 5.0, (0,)),
+        Event("reduce", "0", 3, ()),
+        Event("all_reduce", "0", 5.0, (2,)),
+    ]
+
+
+def test_activations_by_hand() -> None:
+    # Three blocks of 10, of which 2 are the output; 3 more at the peak of a backward, 4 at that of the loss.
+    activations = Activations(tuple([Block(10, 2, 3)] * 3), outside=4, lowest=7)
+    assert activations.peak(0) == 30 + 4
+    assert activations.peak(1) == 22 + 4
+    assert activations.peak(2) == 2 + 2 + 10 + 4
+    assert activations.peak(3) == 2 + 2 + 10 + 3
+    assert activations.fewest_checkpointed(34) == 0
+    assert activations.fewest_checkpointed(25) == 2
+    assert activations.fewest_checkpointed(17) == 3
+    assert activations.fewest_checkpointed(16) is None

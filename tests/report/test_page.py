@@ -1,0 +1,291 @@
+"""The page and the tables show what was written, and a browser has room for all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from tests.cli.command import ROOT
+from tests.ranks import on_ranks
+from tests.report.traces import write_kineto, write_nsys
+from tests.soak import LONG, also
+from yafsdp_cc import cli
+from yafsdp_cc.cli.capture import capture
+from yafsdp_cc.report import charts
+from yafsdp_cc.report.page import read_run, run_section, run_table
+from yafsdp_cc.report.trace import UnreadableError, read
+
+
+def write_run(folder: Path, **figures: Any) -> Path:
+    """A run of fifty reports, with something of everything."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = [
+        {"event": "start", "ranks": 2, "planned_bytes": 2e6, "plan": "the <plan>", "first_step": 0}
+    ]
+    for step in range(1, 51):
+        line = {"event": "step", "step": step, "seconds": 2.0 * step, "loss": 5 / step, "tokens_per_s": 900 + step}
+        line |= {"s_per_step": 2.0, "forward_s": 0.5, "backward_s": 1.0, "optimizer_s": 0.25}
+        line |= {"gathered_bytes_per_step": 3_000_000, "reduced_bytes_per_step": 1_500_000, "owned_bytes": 2_000_000}
+        lines.append(line | figures)
+    lines[20]["loss"] = None  # was not finite
+    lines.append({"event": "eval", "step": 50, "seconds": 101.0, "val_loss": 1.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_command_without_torch(tmp_path: Path) -> None:
+    """All of it, help, tables and page: torch alone would take seconds."""
+    one, other = write_run(tmp_path / "runs" / "one"), write_run(tmp_path / "runs" / "other", tokens_per_s=100)
+    traces = [write_kineto(tmp_path / "rank0.json.gz"), write_nsys(tmp_path / "rank1.sqlite")]
+    program = (
+        "import sys\nfrom yafsdp_cc.cli import main\nstatus = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    command = [sys.executable, "-c", program, "report", "-o", str(tmp_path / "page.html"), str(one), str(other)]
+    done = subprocess.run([*command, *map(str, traces)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    row = next(line for line in table if line and line[0] == str(one))
+    assert row[1:] == ["2", "50", "0.1000", "1.2500", "926", "2,000.0", "4.50", "2.0", "2.0", "-"]
+    assert ["all", "communication", "0.450", "0.250", "25.0"] in table
+    assert ["b", "0.150", "0.050", "0.000", "0.000"] in table
+    assert "Kernels beside communication take 1.25 times as long as alone" in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|<script", page), "the page needs nothing else"
+    assert "the &lt;plan&gt;" in page
+    for title in ("Loss against wall-clock", "Time of a step", "Sent by a rank", "against the plan", "The first step"):
+        assert title in page
+
+
+def test_what_a_run_has_not_written_is_not_drawn(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run") / "metrics.jsonl"
+    path.write_text(re.sub(r'"seconds": [\d.]+, ', "", path.read_text()))
+    section = run_section([read_run(path)])
+    assert "Loss against steps" in section
+    assert "wall-clock" not in section
+
+
+@pytest.mark.parametrize("flags", [["report", "--help"], ["profile", "--help"]])
+def test_help_comes_without_torch(flags: list[str]) -> None:
+    program = (
+        "import atexit, sys\nfrom yafsdp_cc.cli import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\nmain(sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: yafsdp-cc")
+    assert done.stdout.endswith("False\n")
+
+
+def test_charts_stay_inside_and_are_well_formed() -> None:
+    draw = random.Random(0)
+    spans = sorted((start, start + draw.random()) for start in (99 * draw.random() for _ in range(20_000)))
+    pictures = [
+        charts.lines(
+            "<one>", "steps", "loss", {"a & b": [(x, draw.gauss(0, 1e6)) for x in range(5000)], "c": [(7, 0.0)]}
+        ),
+        charts.lines("flat", "steps", "loss", {"a": [(1.0, 3.0)]}),
+        charts.bars("bars", "MB", {"a" * 90: {"x": 1.0, "y": 0.0}, "b": {"y": 1e9}}),
+        charts.timeline("time", 100.0, {"x": 0}, {"stream 7": {"x": spans}}),
+    ]
+    for picture in pictures:
+        figure = ElementTree.fromstring(picture.replace("class=charts", ""))
+        svg = figure.find(".//svg")
+        assert svg is not None
+        _, _, width, height = map(float, svg.attrib["viewBox"].split())
+        places = [
+            tuple(map(float, pair.split(",")))
+            for line in svg.iter("polyline")
+            for pair in line.get("points", "").split()
+        ]
+        places += [(float(text.get("x", 0)), float(text.get("y", 0))) for text in svg.iter("text")]
+        places += [
+            (float(box.get("x", 0)) + float(box.get("width", 0)), float(box.get("y", 0))) for box in svg.iter("rect")
+        ]
+        assert places
+        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+        assert len(picture) < 1_000_000
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.00037), (-3, 12_345_678), (5, 5), (99, 100)])
+def test_ticks_are_round_and_few(low: float, high: float) -> None:
+    marks = charts.ticks(low, high)
+    assert 1 <= len(marks) <= 6
+    assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in marks)
+    steps = {round((second - first) / (high - low), 9) for first, second in pairwise(marks)}
+    assert len(steps) <= 1
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_not_passed_over(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", loss=None) / "metrics.jsonl")
+    (head, row) = run_table([run])
+    assert (row[head.index("loss")], row[head.index("val loss")], row[head.index("MB at most")]) == (
+        "nan",
+        "1.2500",
+        "-",
+    )
+
+
+def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    file = write_run(tmp_path / "run") / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"event": "step", "st')
+    assert len(read_run(file).records) == 51
+
+
+def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, message in (
+        ("words", "some words\nand more\n", "line 1: not a JSON object"),
+        ("list", "[1]\n[2]\n", "line 1: not a JSON object"),
+        ("start", '{"event": "start"}\n', "no step in it"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        with pytest.raises(UnreadableError, match=message):
+            read_run(tmp_path / name / "metrics.jsonl")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "profile.nsys-rep").touch()
+    for path, message in (
+        ("empty", "no metrics.jsonl and no trace in this folder"),
+        ("nowhere", "nowhere: not a whole trace ([Errno 2]"),
+        ("words", "not a JSON object"),
+        ("profile.nsys-rep", "nsys is needed"),
+    ):
+        assert cli.main(["report", str(tmp_path / path), "-o", str(tmp_path / "page.html")]) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium, to lay the page out")
+@pytest.mark.parametrize("width", [500, also(1300)])
+def test_a_browser_has_room_for_all_of_it(tmp_path: Path, width: int) -> None:
+    runs = [write_run(tmp_path / f"a run with a name that is long, number {number}") for number in range(3)]
+    trace = write_kineto(tmp_path / "rank0.json.gz")
+    assert cli.main(["report", "-o", str(tmp_path / "page.html"), *map(str, runs), str(trace)]) == 0
+    measure = (
+        "<script>document.title = [document.documentElement.scrollWidth <= innerWidth, "
+        "[...document.querySelectorAll('svg')].every(svg => [...svg.querySelectorAll('text')].every(text => "
+        "{ const a = text.getBoundingClientRect(), b = svg.getBoundingClientRect(); "
+        "return a.left >= b.left - 1 && a.right <= b.right + 1 && a.bottom <= b.bottom + 2; }))].join()</script></body>"
+    )
+    page = (tmp_path / "page.html").read_text().replace("</body>", measure)
+    (tmp_path / "measured.html").write_text(page)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser", "--dump-dom"]
+    done = subprocess.run(
+        [str(BROWSER), *flags, f"--window-size={width},900", f"file://{tmp_path}/measured.html"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "<title>true,true</title>" in done.stdout, re.findall("<title>.*?</title>", done.stdout)
+
+
+# yafsdp-cc profile, whose commands tests/test_docs.py runs -----------------------------------------------------------
+
+
+def steps_of_a_trace(folder: Path, wanted: str) -> int:
+    recording = capture(f"{wanted}:{folder}")
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter])
+    for _ in range(5):
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    recording.at_exit()
+    return read(folder / "rank0.json.gz").steps
+
+
+@pytest.mark.parametrize(("wanted", "steps"), [("kineto:1:1", 1), ("kineto:2:4", 3), ("kineto:4:9", 2)])
+def test_the_steps_that_were_asked_for_or_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], wanted: str, steps: int
+) -> None:
+    assert on_ranks(1, steps_of_a_trace, tmp_path, wanted) == [steps]
+    assert ("steps 4 to 9 were to be recorded, and the script made 5" in capfd.readouterr().err) == (wanted[-1] == "9")
+
+
+def test_nsys_is_told_when_steps_begin_and_end() -> None:
+    on_ranks(1, tell_nsys)
+
+
+def tell_nsys() -> None:
+    told: list[object] = []
+    torch.cuda.profiler.start = lambda: told.append("start")  # there is no GPU to tell it to
+    torch.cuda.profiler.stop = lambda: told.append("stop")
+    recording = capture("nsys:2:3:nowhere")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))])
+    for step in range(1, 6):
+        told.append(step)
+        optimizer.step()
+    recording.at_exit()
+    assert told == [1, "start", 2, 3, "stop", 4, 5]
+
+
+def test_the_command_of_nsys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    flags = ["--tool=nsys", "--steps=10:12", f"--output={tmp_path}/out", "--trace", "cuda,nvtx,osrt"]
+    assert cli.main(["profile", *flags, "--nproc-per-node=8", "-m", "train", "--steps", "9"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == (
+        f"env YAFSDP_CC_PROFILE=nsys:10:12:{tmp_path}/out yafsdp-cc launch --nproc-per-node=8 --no-python nsys profile "
+        f"'--output={tmp_path}/out/rank%q{{RANK}}' --force-overwrite=true --trace=cuda,nvtx,osrt --sample=none "
+        "--cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop "
+        f"{sys.executable} -m yafsdp_cc.cli.runner -m train --steps 9\n"
+    )
+    assert "nsys is not on PATH" in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+STAND_IN = """#!/bin/sh
+# What nsys does, but for recording: it runs the command behind its flags, and leaves a report where --output says.
+for flag in "$@"; do case $flag in --output=*) output=${flag#--output=};; esac; done
+while case $1 in profile|--*) true;; *) false;; esac; do shift; done
+"$@" || exit 1
+touch "$(echo "$output" | sed "s/%q{RANK}/$RANK/").nsys-rep"
+"""
+
+
+@LONG
+def test_ranks_run_under_nsys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As ``launch`` starts them; there is no GPU here to record, so the steps are never reached."""
+    (tmp_path / "nsys").write_text(STAND_IN)
+    (tmp_path / "nsys").chmod(0o755)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint(f\"rank {os.environ['RANK']} has {sys.argv[1:]}\", flush=True)"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    on_ranks(1, profile_by_nsys)
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["rank0.nsys-rep", "rank1.nsys-rep"]
+    out, err = capfd.readouterr()
+    assert all(f"rank {rank} has ['--steps', '9']" in out for rank in (0, 1))
+    assert err.count("steps 4 to 6 were to be recorded, and the script made 0") == 2
+
+
+def profile_by_nsys() -> None:
+    torch.cuda.is_available = lambda: True
+    assert cli.main(["profile", "--tool", "nsys", "--nproc-per-node=2", "train.py", "--steps", "9"]) == 0
+
+
+@pytest.mark.parametrize("steps", ["3", "0:2", "5:4", "a:b"])
+def test_bad_steps_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str], steps: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["profile", f"--steps={steps}", "train.py"])
+    assert "write 4:6" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+"""``estimate``: plans of ranks that are not there, and probes, against models that run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import yafsdp_cc
+from tests.plan.test_step_time import plan as plan_of_blocks
+from tests.ranks import on_ranks, ranks
+from tests.soak import also
+from yafsdp_cc.chakra import write_traces
+from yafsdp_cc.cli.estimate import main, parser
+from yafsdp_cc.compression import Compression
+from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import loss_of
+from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
+from yafsdp_cc.plan import Plan
+from yafsdp_cc.plan.step_time import Event
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def small() -> GPT:
+    return GPT(width=96, depth=5, heads=3, context=16)
+
+
+def real_plan(settings: dict[str, Any]) -> Plan:
+    """Plan on real ranks, and hold the plan's bytes against what a step sends."""
+    model = yafsdp_cc.shard(small(), mp_policy=BF16, **settings)
+    counters, plan = yafsdp_cc.counters_of(model), yafsdp_cc.plan_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sent = []
+    for _ in range(4):
+        loss_of(model, torch.zeros(2, 17, dtype=torch.int64)).backward()
+        optimizer.step()
+        sent.append(counters.gathered_bytes + counters.reduced_bytes)
+    assert sent[3] - sent[1] == 2 * plan.communication.total  # PowerSGD's factors take turns
+    return plan
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"compression": "int8"},
+    {"compression": Compression("onebit", weights="int8")},
+    {"compression": "powersgd"},
+    {"zero_stage": 2},
+    {"compression": Compression("int4", weights="int4"), "zero_stage": 2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("world", [2, also(1), also(4)])
+def test_a_plan_of_ranks_that_are_not_there_is_that_of_real_ones(world: int, settings: dict[str, Any]) -> None:
+    real = on_ranks(world, real_plan, settings)[min(1, world - 1)]
+    assert on_ranks(1, _planned, world, settings)[0] == real
+
+
+def _planned(world: int, settings: dict[str, Any]) -> Plan:
+    dist.destroy_process_group()
+    try:
+        return plan_over(small, (world,), "cpu", mp_policy=BF16, **settings)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def loss_of_small(model: nn.Module) -> Tensor:
+    return loss_of(model, torch.zeros(4, 65, dtype=torch.int64))
+
+
+def tracked_peak(checkpointed: int) -> int:
+    """Return the bytes at the peak of a step whose first blocks are checkpointed by torch."""
+    with FakeTensorMode():
+        model, tracker = GPT(width=96, depth=6, heads=3), MemTracker()
+        for block in model.blocks[:checkpointed]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        tracker.track_external(model)
+        before = tracker.get_tracker_snapshot()[torch.device("cpu")]["Total"]
+        with tracker:
+            loss = loss_of_small(model)
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+            loss.backward()
+        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]) - before
+
+
+@ranks(1)
+def test_activations_are_what_torch_tracks_in_all_of_a_checkpointed_model() -> None:
+    found = probe(Subject(lambda: GPT(width=96, depth=6, heads=3), loss_of_small), MixedPrecisionPolicy())
+    assert len(found.blocks) == 6
+    for checkpointed in (0, 2, 5, 6):
+        tracked = tracked_peak(checkpointed)
+        assert abs(found.activations.peak(checkpointed) / tracked - 1) < 0.01, (
+            checkpointed,
+            tracked,
+            found.activations,
+        )
+
+
+@ranks(1)
+def test_operations_of_a_step_are_six_per_parameter_and_token_and_those_of_attention() -> None:
+    model, tokens, length = GPT(width=96, depth=6, heads=3), 4 * 64, 64
+    found = probe(Subject(lambda: GPT(width=96, depth=6, heads=3), loss_of_small), BF16)
+    matrices = sum(each.numel() for name, each in model.named_parameters() if each.ndim == 2 and "tokens" not in name)
+    attention = 6 * 2 * 96 * length * tokens  # scores and values, forward, the causal half
+    assert sum(each.forward for each in found.work.values()) == 2 * matrices * tokens + attention
+    # torch counts the backward of attention with the scores computed again.
+    assert sum(each.backward for each in found.work.values()) == 4 * matrices * tokens + 2.5 * attention
+    assert found.work["blocks.0"] == found.work["blocks.5"]
+    again = found.work_with(2)["blocks.1"]
+    assert again == (found.work["blocks.1"].forward, sum(found.work["blocks.1"]))
+
+
+def test_a_config_is_a_model_type_a_file_or_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "intermediate_size": 96, **sizes}))
+    with torch.device("meta"):
+        built = [subject_of(str(path), 1, 8).build() for path in (file, tmp_path)]
+    assert [type(model).__name__ for model in built] == ["LlamaForCausalLM"] * 2
+    assert built[0].get_input_embeddings().weight.shape == (50, 64)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="has no 'model_type'"):
+        subject_of(str(tmp_path), 1, 8)
+    with pytest.raises(ValueError, match="'lama' is no 'demo', no file"):
+        subject_of("lama", 1, 8)
+    with pytest.raises(ValueError, match="write a factory for it"):
+        subject_of("vit", 1, 8)
+
+
+def factory() -> Any:
+    return small(), lambda model: loss_of(model, torch.zeros(2, 17, dtype=torch.int64))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "estimate.json"
+    run = estimate("tests.test_estimate:factory", "--ranks", "8,1024", "--json", str(out), *TIMES, "--checkpoint", "3")
+    assert run.returncode == 0, run.stderr
+    few, many = json.loads(out.read_text())
+    assert (few["ranks"], many["ranks"]) == (8, 1024)
+    assert few["peak_bytes"] == sum(few["memory"].values())
+    assert few["checkpointed_blocks"] == 3
+    assert few["memory"]["optimizer state"] == few["plan"]["adamw_bytes"]
+    assert few["seconds"]["total"] == pytest.approx(sum(list(few["seconds"].values())[:-1]))
+    assert few["plan"]["communication"]["reduce"] < many["plan"]["communication"]["reduce"]
+    assert "A block keeps" in run.stdout
+
+
+TIMES = ("--rate", "1tflops", "--link", "1gbit")
+
+
+def test_what_the_command_refuses_is_said_before_torch_is_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, message in (
+        (["demo", "--ranks", "6", "--replicas", "4"], "--ranks 6 is not a multiple of --replicas 4"),
+        (["demo", "--checkpoint", "fit"], "--checkpoint fit needs --memory, such as 80GiB"),
+        (["demo", "--rate", "5tflops"], "a step's time takes both --rate and --link"),
+        (["demo", "--link", "5"], "'5': write a number and a unit of kbit, mbit, gbit, tbit"),
+    ):
+        monkeypatch.setitem(sys.modules, "yafsdp_cc.estimate", None)
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "yafsdp_cc", "estimate", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("google.protobuf", reason="protobuf is not installed (extra 'trace')")
+    events = [Event("all_gather", "b", 300, ()), Event("forward", "b", 2e6, (0,)), Event("reduce", "b", 300, (1,))]
+    write_traces(tmp_path / "t", events, plan_of_blocks(gather=0, reduce=0), 1e12, encoded=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t.{rank}.et" for rank in range(4)]
+
+    def sized(tag: int, content: bytes) -> bytes:
+        return bytes([tag, len(content)]) + content
+
+    def number(name: bytes, tag: bytes, value: bytes) -> bytes:
+        return sized(0x52, sized(0x0A, name) + tag + value)  # field 10 of a node; its name is field 1
+
+    is_cpu = number(b"is_cpu_op", b"\xd8\x01", b"\x00")  # bool_val, field 27
+    gather = sized(0x12, b"all_gather b") + b"\x18\x07" + is_cpu
+    gather += number(b"comm_type", b"\x48", b"\x02") + number(b"comm_size", b"\x48", b"\x64")  # 100 = 300 / 3 peers
+    forward = b"\x08\x01" + sized(0x12, b"forward b") + b"\x18\x04" + sized(0x2A, b"\x00") + b"\x38\x02" + is_cpu
+    forward += number(b"num_ops", b"\x48", b"\x80\x89\x7a")  # 2,000,000
+    reduce = b"\x08\x02" + sized(0x12, b"reduce b") + b"\x18\x07" + sized(0x2A, b"\x00\x01") + is_cpu
+    reduce += number(b"comm_type", b"\x48", b"\x07") + number(b"comm_size", b"\x48", b"\x90\x03")  # 400
+    expected = b"".join(bytes([len(each)]) + each for each in (sized(0x0A, b"1.0.0"), gather, forward, reduce))
+    assert (tmp_path / "t.3.et").read_bytes() == expected
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    commands = [line.split()[2:] for line in PAGE.splitlines() if line.startswith("yafsdp-cc estimate ")]
+    assert len(commands) > 3
+    for command in commands:
+        parser().parse_args(command)
+
+
+@ranks(1)
+def test_the_examples_of_the_page_run() -> None:
+    dist.destroy_process_group()
+    for number, example in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), start=1):
+        exec(compile(example, f"<docs/estimate.md, example {number}>", "exec"), {"__name__": f"example{number}"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,346 @@
+"""The ranks of a node, over torchrun's own agent: how launchers meet, how ranks restart, and what is told of failures.
+
+When a rank fails, what is printed is the one that failed first, its last lines and its traceback, whole and last.
+Ctrl-C ends every rank, in silence; a second one does not wait for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher import api as launcher_api
+
+from yafsdp_cc.cli.logs import RankLogs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+T = TypeVar("T")
+_PATIENCE = 3
+"""Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
+    """Run the ranks of this node with parsed flags; return the exit status.
+
+    Args:
+        options: of torchrun's command line.
+        parser: reports what is wrong with them.
+        folder: an existing one, for logs.
+        title: what is run, for the logs.
+    """
+    # Collectives of late, after a time-out: NCCL's process groups write them by themselves, the runner writes gloo's.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
+    by_torch = options.run_path or options.logs_specs or (options.redirects, options.tee) != ("0", "0")
+    if options.run_path and (options.redirects, options.tee) == ("0", "0"):
+        options.tee = "3"  # its ranks open files of their own
+    with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
+        options.log_dir = str(folder) if by_torch else errors
+        config, command, arguments = _torch_config(options, parser)
+        logs = None
+        if not by_torch:
+            shown = (
+                {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
+            )
+            config.logs_specs = logs = RankLogs(folder, errors, shown, title)
+        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time())
+        try:
+            return _launch(job, config, command, arguments, parser)
+        except SignalException as stopped:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left but to leave
+            return 128 + stopped.sigval
+        finally:
+            if logs is not None:
+                logs.finish()
+
+
+class _Job(NamedTuple):
+    """What reports of failures need to know."""
+
+    folder: Path
+    logs: RankLogs | None
+    where: str
+    began: float
+
+
+def _torch_config(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
+    """Return torch's own form of the options."""
+    if options.standalone or (
+        options.rdzv_backend == "static"
+        and options.nnodes in ("1", "1:1")
+        and (options.rdzv_endpoint, options.master_port) == ("", None)
+    ):
+        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    options.master_port = options.master_port or 29500
+    try:
+        config, command, arguments = torchrun.config_from_args(options)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
+    rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
+    config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
+    handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
+    config.signals_to_handle = ",".join(handled)
+    return config, command, arguments
+
+
+def _launch(
+    job: _Job,
+    config: LaunchConfig,
+    command: Callable[..., object] | str,
+    arguments: list[str],
+    parser: argparse.ArgumentParser,
+) -> int:
+    """Run the ranks until they end; return the exit status."""
+
+    class Agent(LocalElasticAgent):
+        """Tells of failures before ranks are started again; torch's own tells of the last ones alone."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if job.logs is not None and result.state != WorkerState.HEALTHY:
+                job.logs.finish()
+            if result.is_failed() and self._remaining_restarts > 0:
+                _report(job, result.failures)
+            return result
+
+    signal.signal(signal.SIGINT, _stop_ranks)
+    try:
+        # It takes no agent but the one that its module names.
+        setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
+        launcher_api.elastic_launch(config, command)(*arguments)
+    except ChildFailedError as failed:
+        return _report(job, failed.failures)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    except (RendezvousError, DistError) as error:
+        print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """Ctrl-C: have torch's agent interrupt the ranks and wait for them to end, for 30 seconds."""
+    signal.signal(signal.SIGINT, _kill_ranks)
+    waits = threading.Timer(_PATIENCE, os.write, (2, b"yafsdp-cc: waiting for the ranks to end; Ctrl-C kills them\n"))
+    waits.daemon = True
+    waits.start()
+    raise SignalException("interrupted", signal.SIGINT)
+
+
+def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
+    """Ctrl-C again: leave the ranks no more time. The agent, which waits for them, then ends as after the first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    for pid in children:
+        for kill in (os.killpg, os.kill):  # with what a rank has started, where it has a session of its own
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
+
+
+class FreshStores(RendezvousHandler):
+    """Meet the other nodes by one of torch's backends; give the ranks of each attempt a store that is empty.
+
+    ``init_process_group`` reads the addresses of its peers under keys that are the same in every attempt, and torch's
+    backends keep one store for all. So a rank that is started again finds what ranks that are gone left there, and
+    connects to nobody.
+
+    Args:
+        params: ``--rdzv-...``; ``meets_by`` in its config is the backend.
+    """
+
+    BACKEND = "yafsdp_cc"
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
+        inner = RendezvousParameters(
+            backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
+        )
+        # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._is_static = backend == "static"
+        self._place = params.endpoint
+        self._attempt = 0
+        self._server: TCPStore | None = None
+        try:
+            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
+            self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
+        except ValueError as error:
+            raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
+
+    def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
+        """Return what ``others`` returns, or raise a ``RendezvousError`` of one line that names the place.
+
+        It runs in a thread: Ctrl-C does not reach torch while that waits for other nodes, for a quarter of an hour, nor
+        its own time-out while it waits for the answer of a program that is no store.
+        """
+        met: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                met.set_result(others())
+            except Exception as error:
+                met.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            return met.result(seconds)
+        except RendezvousGracefulExitError:
+            raise
+        except RendezvousClosedError as error:
+            raise RendezvousError("the launcher of another node has given up: see its output") from error
+        except FutureTimeoutError as error:
+            reason = f"what listens there has not answered in {seconds} s; is it another program?"
+            raise RendezvousError(f"{self._place}: {reason}") from error
+        except (RendezvousError, DistError) as error:
+            reason = _first_line(error.__cause__ or error)
+            if "EADDRINUSE" in reason:
+                reason = "another program listens on this port; name another, or none if this is the only node"
+                raise RendezvousError(f"{self._place}: {reason}") from error
+            raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        info = self._meet(lambda: self._next(attempt))
+        if attempt:
+            print(f"yafsdp-cc: starting the ranks again ({attempt})", file=sys.stderr)
+        return info
+
+    def _next(self, attempt: int) -> RendezvousInfo:
+        info = self._inner.next_rendezvous()
+        place = info.bootstrap_store_info
+        if place is None or (self._is_static and not attempt):
+            return info  # at the address that the user gave
+        # The other backends have a prefix for each round, and a node that came later has counted fewer attempts.
+        store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
+        port = None
+        if info.rank == 0:
+            self._server = TCPStore(place.master_addr, 0, is_master=True, wait_for_workers=False)
+            port = self._server.port
+        place = RendezvousStoreInfo.build(info.rank, store, place.master_addr, port)
+        return RendezvousInfo(store, info.rank, info.world_size, place)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return self.BACKEND
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+class Failure(NamedTuple):
+    """How a rank ended; what it has not written itself (killed, or not run by our runner) has no time or traceback."""
+
+    time_ns: int
+    rank: int
+    exit_code: int
+    summary: str
+    traceback: str
+
+
+def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
+    """Print how ranks failed, by global rank, the first failing one's traceback last; return the exit status."""
+    first, *later = _in_order(failures)
+    lines = job.logs.last_lines(first.rank) if job.logs is not None else []
+    for failure in (first, *later):
+        if job.logs is not None and failure.traceback:
+            job.logs.append(failure.rank, failure.traceback)
+    for failure in later:
+        print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
+    print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
+    prefix = Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+    if any(file.stat().st_mtime >= job.began for file in prefix.parent.glob(f"{prefix.name}*")):
+        print(
+            "yafsdp-cc: a collective timed out; logs end with where each rank was, and this shows their last "
+            f"collectives: torchfrtrace {prefix.parent} --prefix {prefix.name} --allow-incomplete-ranks -j",
+            file=sys.stderr,
+        )
+    if lines:
+        print(f"yafsdp-cc: the last lines of rank {first.rank}:", *lines, sep="\n  ", file=sys.stderr)
+    print(f"yafsdp-cc: rank {first.rank} failed first{job.where}: {first.summary}", file=sys.stderr)
+    if first.traceback:
+        print(f"\n{first.traceback}", file=sys.stderr)
+    return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+
+
+def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
+    """Return this node's failures, the first one first. (torch goes by whole seconds, and forgets who wrote why.)"""
+    written = [Path(failure.error_file) for failure in failures.values() if failure.error_file]
+    wrote = []
+    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
+        message = json.loads(file.read_text())["message"]
+        extra = message["extraInfo"] if isinstance(message, dict) else {}
+        if "time_ns" in extra:
+            summary = message["message"].partition("\n")[0]
+            story = extra["py_callstack"]
+            wrote.append(Failure(int(extra["time_ns"]), extra["rank"], extra["exit_code"], summary, story))
+    known = {failure.rank for failure in wrote}
+    silent = []
+    for rank, failure in failures.items():
+        if rank not in known:
+            code = failure.exitcode
+            memory = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
+            summary = f"exit status {code}" if code >= 0 else f"killed by signal {-code}{memory}"
+            silent.append(Failure(0, rank, code, summary, ""))
+    # Whoever was killed wrote nothing, and the others then lost their connection to it. But SIGTERM is how the launcher
+    # itself ends the ranks that still run.
+    killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
+    left = [failure for failure in silent if failure.exit_code > 0]
+    return [*killed, *sorted(wrote), *left] or silent

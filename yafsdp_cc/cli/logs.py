@@ -1,0 +1,154 @@
+"""What ranks print: all of it in one file for each rank, and some ranks on the console, as it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import selectors
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+LOG = "YAFSDP_CC_LOG"
+"""The environment variable that tells a rank its log, for what is not to be on the console."""
+
+
+class RankLogs(DefaultLogsSpecs):
+    """Keep what each rank prints in ``rank-N.log``, and show some ranks on the console.
+
+    Logs are appended to, after a line with the time and the attempt: neither a restart nor the next run loses what is
+    there. Ranks write into pipes, which a thread of this process reads.
+
+    Args:
+        folder: an existing one.
+        errors: a folder for the files in which ranks tell why they fail.
+        shown: local ranks on the console; None: rank 0 of all.
+        title: what is run.
+    """
+
+    def __init__(self, folder: Path, errors: str, shown: Collection[int] | None, title: str) -> None:
+        super().__init__(log_dir=errors)
+        self._folder = folder
+        self._shown = shown
+        self._title = title
+        self._attempt = 0
+        self._copies: _Copies | None = None
+        self._begins: dict[int, int] = {}
+        self._on_console: set[int] = set()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Open the logs of another attempt; called by torch's agent before it starts the ranks."""
+        self.finish()
+        destinations = super().reify(envs)
+        self._attempt += 1
+        self._copies = _Copies()
+        self._on_console = set()
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            head = f"==== {when}, attempt {self._attempt}: rank {rank} of {env['WORLD_SIZE']}, {self._title}\n"
+            try:
+                log = os.open(self.path(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                _write(log, head.encode())
+            except OSError as error:
+                raise SystemExit(f"yafsdp-cc: {self.path(rank)} cannot be written, {error.strerror}") from None
+            self._begins[rank] = os.fstat(log).st_size
+            shown = rank == 0 if self._shown is None else local_rank in self._shown
+            self._on_console |= {rank} if shown else set()
+            destinations.stdouts[local_rank] = self._copies.add(log, 1 if shown else None)
+            destinations.stderrs[local_rank] = self._copies.add(log, 2 if shown else None)
+            env[LOG] = str(self.path(rank).absolute())
+        self._copies.start()
+        return destinations
+
+    def finish(self) -> None:
+        """Copy what is still in the pipes. Programs that ranks have left behind are not waited for."""
+        if self._copies is not None:
+            self._copies.finish()
+            self._copies = None
+
+    def path(self, rank: int) -> Path:
+        """Return the log of a rank."""
+        return self._folder / f"rank-{rank}.log"
+
+    def append(self, rank: int, text: str) -> None:
+        """Add to the log of a rank that has ended."""
+        with self.path(rank).open("a") as file:
+            file.write(text)
+
+    def last_lines(self, rank: int, count: int = 12) -> list[str]:
+        """Return what a rank has printed at the end of this attempt; nothing for ranks on the console."""
+        if rank in self._on_console:
+            return []
+        with self.path(rank).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._begins[rank], size - (1 << 16)))
+            text = file.read().decode(errors="replace")
+        return [line for line in re.split(r"[\r\n]+", text) if line][-count:]
+
+
+class _Copies:
+    """Copies from pipes to files in a thread, as bytes come: a progress bar looks as it would without."""
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self._logs: set[int] = set()
+        self._ends: list[int] = []
+        self._stop = self._pipe(None)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, log: int, console: int | None) -> str:
+        """Return the path of a new pipe, to a log that this object now closes and perhaps to the console."""
+        self._logs.add(log)
+        return f"/proc/{os.getpid()}/fd/{self._pipe([log] if console is None else [console, log])}"
+
+    def finish(self) -> None:
+        """Copy what is there now, and close everything."""
+        os.write(self._stop, b".")
+        self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self._selector.close()
+            for file in (*self._ends, *self._logs):
+                os.close(file)
+
+    def _pipe(self, targets: list[int] | None) -> int:
+        """Return the end to write to of a new pipe to some files; None: what is written stops the thread."""
+        source, end = os.pipe()
+        self._selector.register(source, selectors.EVENT_READ, targets)
+        self._ends += [source, end]
+        return end
+
+    def _run(self) -> None:
+        stopping = False
+        while (ready := self._selector.select(0 if stopping else None)) or not stopping:
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                if key.data is None:
+                    stopping = True
+                    continue
+                for file in list(key.data):
+                    try:
+                        _write(file, chunk)
+                    except OSError as error:  # a full disk or a closed console stops neither ranks nor other files
+                        key.data.remove(file)
+                        if file in self._logs:
+                            print(f"yafsdp-cc: a log ends here: {error}", file=sys.stderr)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:  # a terminal that another program has made so
+            select.select([], [file], [])

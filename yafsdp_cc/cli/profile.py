@@ -1,0 +1,97 @@
+"""``yafsdp-cc profile``: start a script on its ranks, as ``launch`` does, and record some of its steps."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+FLAGS = ("--tool", "--steps", "--output", "--trace")
+ABOUT = """\
+Records some optimizer steps of every rank, without a change to the script: by torch.profiler (kineto), also without a
+GPU, or by Nsight Systems (nsys), whose command is printed. Afterwards: yafsdp-cc report FOLDER."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the script under the tool; return its exit status, or 1 where nothing was recorded."""
+    parser = argparse.ArgumentParser(
+        prog="yafsdp-cc profile",
+        usage="%(prog)s [flags below] [torchrun's flags] script.py ...",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--tool", choices=["kineto", "nsys"], default="kineto", help="what records (%(default)s)")
+    parser.add_argument(
+        "--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help="optimizer steps, from 1 on (4:6)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("profile"), metavar="FOLDER", help="of a trace for each rank (%(default)s)"
+    )
+    parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
+    own = _leading(argv)
+    asked, rest = parser.parse_args(argv[:own]), argv[own:]
+    if not rest:
+        parser.error("name a script to run")
+
+    from yafsdp_cc.cli import launch  # not before the flags are known to be good: torch takes seconds
+
+    folder = asked.output.absolute()
+    wanted = f"{asked.tool}:{asked.steps[0]}:{asked.steps[1]}:{folder}"
+    if asked.tool == "nsys":
+        rest = nsys_arguments(rest, folder, asked.trace)
+        print(shlex.join(["env", f"YAFSDP_CC_PROFILE={wanted}", "yafsdp-cc", "launch", *rest]), flush=True)
+        import torch
+
+        lacking = "nsys is not on PATH" if shutil.which("nsys") is None else ""
+        if lacking := lacking or ("" if torch.cuda.is_available() else "there is no GPU here, and it records one"):
+            print(f"{parser.prog}: not run: {lacking}. --tool kineto needs neither", file=sys.stderr)
+            return 1
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    os.environ["YAFSDP_CC_PROFILE"] = wanted
+    status = launch.main(rest)
+    written = [each for each in folder.glob("rank*") if each.stat().st_mtime >= began - 1]
+    print(f"{parser.prog}: {len(written)} traces in {asked.output}; yafsdp-cc report {asked.output} shows them")
+    return status or int(not written)
+
+
+def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
+    """Return arguments of ``launch`` that run each rank under ``nsys``, one report for each.
+
+    Args:
+        argv: torchrun's flags, the script and its arguments.
+        folder: of the reports.
+        trace: what to trace.
+    """
+    from torch.distributed import run as torchrun
+
+    options = torchrun.get_args_parser().parse_args(argv)
+    script = [options.training_script, *options.training_script_args]
+    flags = [each for each in argv[: len(argv) - len(script)] if each not in ("-m", "--module")]
+    nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
+    # The range ends before the process does: ranks that nsys kills would leave the others waiting.
+    nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    runner = [sys.executable, "-m", "yafsdp_cc.cli.runner", *(["-m"] if options.module else [])]
+    return [*flags, "--no-python", *nsys, *runner, *script]
+
+
+def _leading(argv: list[str]) -> int:
+    """Return how many arguments are ours: they come first, and what the script is given may look like them."""
+    place = 0
+    while place < len(argv) and argv[place].partition("=")[0] in FLAGS:
+        place += 1 if "=" in argv[place] else 2
+    return len(argv) if argv[place : place + 1] in (["-h"], ["--help"]) else min(place, len(argv))
+
+
+def _steps(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r}: write 4:6 for the steps 4, 5 and 6; the first one is 1")
+    return first, last

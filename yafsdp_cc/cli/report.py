@@ -1,0 +1,74 @@
+"""``yafsdp-cc report``: traces and runs as tables on the terminal, and as one page of HTML."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from yafsdp_cc.bench.common import table
+from yafsdp_cc.report import page
+from yafsdp_cc.report.overlap import measure
+from yafsdp_cc.report.trace import UnreadableError, read
+
+ABOUT = """\
+A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are drawn side by side.
+A trace is what yafsdp-cc profile or torch.profiler has written (.json, .json.gz), or a report of Nsight Systems
+(.nsys-rep, .sqlite): its communication, what of it was exposed, by unit, and what it slowed down. A folder stands for
+everything of these in it."""
+TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
+
+
+def main(argv: list[str]) -> int:
+    """Print the tables and write the page; return 1 where a file cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="yafsdp-cc report", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or traces, or files")
+    parser.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page (%(default)s)")
+    asked = parser.parse_args(argv)
+    if not asked.output.absolute().parent.is_dir():
+        parser.error(f"--output {asked.output}: there is no such folder")
+    try:
+        files = [file for path in asked.paths for file in _files(path)]
+        runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]
+        traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
+    except UnreadableError as error:
+        print(f"yafsdp-cc report: {error}", file=sys.stderr)
+        return 1
+    if runs:
+        print(table(*page.run_table(runs)))
+    for found in traces:
+        print(f"\n{found.trace.title}")
+        for title, rows in page.trace_tables(found).items():
+            print(f"\n{title}\n{table(*rows)}")
+    asked.output.write_text(page.page([*([page.run_section(runs)] if runs else []), *map(page.trace_section, traces)]))
+    print(f"\nwrote {asked.output}")
+    return 0
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the runs and traces that a path stands for."""
+    if not path.is_dir():
+        return [path]
+    found = [each for each in sorted(path.iterdir()) if each.name == "metrics.jsonl" or each.name.endswith(TRACES)]
+    exported = {each.with_suffix("") for each in found if each.suffix == ".sqlite"}
+    found = [each for each in found if each.suffix != ".nsys-rep" or each.with_suffix("") not in exported]
+    if not found:
+        raise UnreadableError(f"{path}: no metrics.jsonl and no trace in this folder")
+    return found
+
+
+def _exported(path: Path) -> Path:
+    """Return a trace that can be read: of a report of Nsight Systems, what its own tool makes of it."""
+    if path.suffix != ".nsys-rep":
+        return path
+    database = path.with_suffix(".sqlite")
+    command = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(database), str(path)]
+    if shutil.which("nsys") is None:
+        raise UnreadableError(f"{path}: nsys is needed to read it, and not on PATH; where it is: {' '.join(command)}")
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
+        raise UnreadableError(f"{path}: nsys could not export it")
+    return database

@@ -1,0 +1,456 @@
+"""The run file: a run's settings in YAML, where each value came from, and their way into the ranks. Imports no torch.
+
+A value is looked up in this order: the script's own arguments, the command line (torchrun's flags, ``--set a.b=c``),
+the environment (torchrun's ``PET_...``, ``YAFSDP_CC_SET``), the run file, the default. ``yafsdp-cc launch`` settles all
+but the script's, and hands what concerns the engine to the ranks as JSON in ``YAFSDP_CC_RUN``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+RUN = "YAFSDP_CC_RUN"
+"""The environment variable with the settings of the engine, as JSON."""
+CONFIG, SET = "YAFSDP_CC_CONFIG", "YAFSDP_CC_SET"
+"""Environment variables for ``--config``, and for several ``--set`` with spaces between them."""
+
+Scope: TypeAlias = Literal["auto", "shard", "replicate"]
+Codec: TypeAlias = Literal["auto", "bf16", "fp32", "fp8", "int4", "int8", "onebit", "powersgd", "ternary", "topk"]
+WeightCodec: TypeAlias = Literal["int8", "fp8", "int4", "ternary", "onebit"]
+Dtype: TypeAlias = Literal["fp32", "bf16", "fp16", "fp64"]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+_STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class LaunchSection(BaseModel):
+    """Where ranks run: torchrun's options of the same names, and where their output is kept."""
+
+    model_config = _STRICT
+
+    nproc_per_node: Positive | Literal["auto", "gpu", "cpu", "xpu"] = 1
+    """Ranks on each machine: one for each GPU, or a few that share the cores."""
+    nnodes: Positive | Annotated[str, Field(pattern=r"^0*[1-9]\d*(:\d+)?$")] = 1
+    """Machines, or MIN:MAX where they may come and go; srun's own number under Slurm."""
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    """Number of this machine, from 0; srun's own under Slurm. Better given as --node-rank: the file is for all."""
+    master_addr: str = "127.0.0.1"
+    """Name or address of machine 0; under Slurm the first of the step."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on machine 0 where the machines meet; null: 29500, or any free one for a single machine."""
+    rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
+    """How machines find each other: static counts them by node_rank, c10d lets them join at rdzv_endpoint."""
+    rdzv_endpoint: str = ""
+    """HOST:PORT where machines meet with c10d or etcd."""
+    rdzv_id: str = "none"
+    """Name of the job at the meeting point, the same on every machine."""
+    rdzv_conf: str = ""
+    """Further options of the meeting, as key=value,key=value."""
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often all ranks are started again when one fails; the script then resumes from its checkpoint."""
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] | None = None
+    """Name of the run, and of its folder under runs/; null: that of the script."""
+    log_dir: str | None = None
+    """Folder for the output of each rank, rank-N.log; null: runs/NAME/logs."""
+
+
+class ShardSection(BaseModel):
+    """Arguments of ``yafsdp_cc.shard`` and ``fully_shard`` that the script leaves out."""
+
+    model_config = _STRICT
+
+    zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
+    """What is sharded: 1, optimizer state; 2, gradients too; 3, parameters too. Less is faster, and larger."""
+    replicate: Positive = 1
+    """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
+    units: str | list[str] = "auto"
+    """What is gathered together: class names or patterns of module names; auto finds the repeated blocks."""
+    reshard_after_forward: bool | Positive | None = None
+    """false keeps unsharded weights until they change; a number reshards them across so many neighbouring ranks."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state are in host memory (torch's CPUOffloadPolicy)."""
+    sync_module_states: bool = False
+    """Whether rank 0's weights are taken; otherwise the ranks' weights are compared."""
+    separate_reduce_group: bool = False
+    """Whether gradients have a communicator of their own, so that a gather and a reduce overlap."""
+
+
+class PrecisionSection(BaseModel):
+    """Dtypes, as of torch's ``MixedPrecisionPolicy``; null: that of the parameters."""
+
+    model_config = _STRICT
+
+    param: Dtype | None = None
+    """Of the forward, the backward and the gathered weights: bf16 halves their bytes; the optimizer's stay."""
+    reduce: Dtype | None = None
+    """Of gradients on the network; null: as param. fp32 where many ranks are summed."""
+    output: Dtype | None = None
+    """Of the model's output."""
+    cast_forward_inputs: bool = True
+    """Whether the model's inputs are cast to param."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CompressionFields:
+    """How gradients and weights are encoded for the network."""
+
+    gradients: str = "int8"
+    """The codec of gradients; ``"fp32"`` for none; ``"powersgd"`` for two thin factors of each matrix.
+
+    ``"auto"``: for each unit the least lossy of ``candidates`` that hides its reduce under the backward, chosen anew as
+    training goes.
+    """
+    weights: str | None = None
+    """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
+    them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
+    scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
+    feedback: bool = True
+    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
+    rounding is stochastic where the codec can do that."""
+    residual: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
+    carry: float = 1.0
+    """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
+    scope: Scope = "auto"
+    """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
+    warmup_steps: int = 0
+    """Optimizer steps before anything is encoded."""
+    block: int = 256
+    """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
+    matrix_rank: int = 8
+    """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
+    candidates: tuple[str, ...] = ("int8", "int4")
+    """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
+    error_budget: float | None = None
+    """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
+    for all has 0.00005, int4 for all 0.016. None: unbounded."""
+    fallback: bool = True
+    """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
+    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CompressionSection(CompressionFields):
+    """How gradients and weights are encoded for the network: a codec of gradients by name, or these settings. Codecs of
+    your own are named in the script."""
+
+    gradients: Codec = "int8"
+    weights: WeightCodec | None = None
+    overrides: Mapping[str, Codec] = field(default_factory=dict)
+    candidates: tuple[Literal["bf16", "fp8", "int4", "int8", "onebit", "ternary", "topk"], ...] = ("int8", "int4")
+
+
+class RunFile(BaseModel):
+    """The settings of a run."""
+
+    model_config = _STRICT
+
+    launch: LaunchSection = LaunchSection()
+    shard: ShardSection = ShardSection()
+    precision: PrecisionSection = PrecisionSection()
+    compression: CompressionSection | None = None
+
+
+class RunFileError(ValueError):
+    """Names every mistake in a run's settings, one to a line."""
+
+
+class Setting(NamedTuple):
+    """A value, and where it is from: ``run.yaml:3``, ``--set``, ``--nnodes``, ``PET_NNODES``."""
+
+    value: Any
+    source: str
+
+
+Settings: TypeAlias = dict[str, Setting]
+"""By dotted names such as ``shard.zero_stage``; defaults are not among them."""
+
+
+# What there is --------------------------------------------------------------------------------------------------------
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of run files, for editors."""
+    whole = RunFile.model_json_schema()
+    documented = TypeAdapter(CompressionFields).json_schema()["properties"]  # the section's own class inherits no texts
+    for name, each in whole["$defs"]["CompressionSection"]["properties"].items():
+        each["description"] = documented[name].get("description", "")
+    by_name = whole["$defs"]["CompressionSection"]["properties"]["gradients"]["enum"]
+    whole["properties"]["compression"]["anyOf"].insert(0, {"type": "string", "enum": by_name})
+    return whole
+
+
+@lru_cache(maxsize=1)
+def known() -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of every setting by its dotted name."""
+    kinds = schema()["$defs"]
+    sections = {name: kinds[f"{name.title()}Section"]["properties"] for name in RunFile.model_fields}
+    return {f"{section}.{name}": one for section, fields in sections.items() for name, one in fields.items()}
+
+
+def allowed(one: Mapping[str, Any]) -> str:
+    """Say in words what a JSON schema allows."""
+    if "anyOf" in one:
+        return ", or ".join(dict.fromkeys(map(allowed, one["anyOf"])))
+    if "enum" in one:
+        *most, last = one["enum"]
+        return f"{', '.join(most)} or {last}" if most else str(last)
+    if one["type"] == "integer":
+        least, most = one.get("minimum"), one.get("maximum")
+        if least is None:
+            return "a whole number"
+        return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    if one["type"] == "string" and "pattern" in one:
+        return "text such as 2:4" if ":" in one["pattern"] else "a name of letters, digits, '.', '-' and '_'"
+    if one["type"] == "array":
+        return f"a list, each {allowed(one['items'])}"
+    if one["type"] == "object":
+        return f"a mapping from text to {allowed(one['additionalProperties'])}"
+    return {"boolean": "true or false", "number": "a number", "string": "text", "null": "null"}[one["type"]]
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -> Settings:
+    """Merge the settings of a run file, of the environment and of a command line.
+
+    Args:
+        file: a path; None: the one that ``YAFSDP_CC_CONFIG`` names, if it does.
+        assignments: what each ``--set`` was given, such as ``shard.zero_stage=2``.
+
+    Raises:
+        RunFileError: with a line for every mistake, in whichever of them.
+    """
+    reader = _Reader()
+    if file is not None or CONFIG in os.environ:
+        reader.read_file(os.fspath(file or os.environ[CONFIG]))
+    try:
+        reader.read_assignments(SET, shlex.split(os.environ.get(SET, "")))
+    except ValueError as error:
+        reader.mistakes.append(f"{SET}: {error}")
+    reader.read_assignments("--set", assignments)
+    if reader.mistakes:
+        raise RunFileError("\n".join(reader.mistakes))
+    return reader.settings
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
+    """Knows JSON's types alone, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and no key is there twice."""
+
+    yaml_constructors: ClassVar = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+    yaml_implicit_resolvers: ClassVar = {
+        first: [one for one in known_by if one[0].endswith((":null", ":bool"))]
+        for first, known_by in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(made) < len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
+        return made
+
+
+for _kind, _form, _first in (
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)|\.nan", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"({_form})$"), list(_first))
+
+
+class _Reader:
+    """Takes settings from places of rising precedence, and collects what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = {}
+        self.mistakes: list[str] = []
+
+    def read_file(self, path: str) -> None:
+        try:
+            loader = _Loader(Path(path).read_text(encoding="utf-8"))
+            root = loader.get_single_node()
+            if root is None:
+                return
+            if not isinstance(root, yaml.MappingNode):
+                self._refuse(f"{path}:1", f"holds no settings; it has sections: {', '.join(RunFile.model_fields)}")
+                return
+            for section, source, node in self._entries(loader, root, path):
+                if isinstance(node, yaml.MappingNode) and section in RunFile.model_fields:
+                    for name, where, value in self._entries(loader, node, path):
+                        self.add(f"{section}.{name}", loader.construct_object(value, deep=True), where)
+                else:
+                    self.add(section, loader.construct_object(node, deep=True), source)
+        except OSError as error:
+            self._refuse(path, f"{error.strerror}; yafsdp-cc config writes a run file")
+        except UnicodeDecodeError:
+            self._refuse(path, "is not UTF-8 text")
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            self._refuse(f"{path}:{line}", f"cannot be read as YAML: {error.problem}")
+        except yaml.YAMLError as error:
+            self._refuse(path, f"cannot be read as YAML: {str(error).splitlines()[0]}")
+        except (ValueError, RecursionError) as error:  # of a number of many digits, of lists in lists
+            self._refuse(path, f"cannot be read: {error}")
+
+    def read_assignments(self, source: str, texts: Iterable[str]) -> None:
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals:
+                self._refuse(source, f"{text!r} sets nothing: write NAME=VALUE, such as shard.zero_stage=2")
+                continue
+            try:
+                self.add(name.strip(), yaml.load(value, _Loader), source)
+            except (yaml.YAMLError, ValueError, RecursionError):
+                self._refuse(source, f"{name}: {value!r} cannot be read as YAML")
+
+    def add(self, name: str, value: Any, source: str) -> None:
+        section, _, leaf = name.partition(".")
+        if name == "compression" and isinstance(value, str):
+            name = "compression.gradients"
+        elif not leaf and section in RunFile.model_fields:
+            if value is None:  # nothing of what a place of lower precedence has set
+                self.settings = {known: one for known, one in self.settings.items() if known.split(".")[0] != section}
+            elif isinstance(value, dict):
+                for each, inner in value.items():
+                    self.add(f"{section}.{each}", inner, source)
+            else:
+                self._refuse(
+                    source, f"{section}: {json.dumps(value, default=str)} is no setting; it has {_of(section)}"
+                )
+            return
+        wrong = mistake_in(name, value)
+        if wrong:
+            self._refuse(source, wrong)
+        else:
+            self.settings[name] = Setting(value, source)
+
+    def _entries(
+        self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: str
+    ) -> Iterator[tuple[str, str, yaml.Node]]:
+        """Yield key, place and value of each entry; YAML itself would take the last of several with one key."""
+        lines: dict[str, int] = {}
+        for key_node, value in node.value:
+            key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+            if key in lines:
+                self._refuse(f"{path}:{line}", f"{key} is there already, in line {lines[key]}")
+            else:
+                lines[key] = line
+                yield key, f"{path}:{line}", value
+
+    def _refuse(self, source: str, why: str) -> None:
+        self.mistakes.append(f"{source}: {why}")
+
+
+def mistake_in(name: str, value: Any) -> str:
+    """Say what is wrong with a setting of this dotted name; "" if nothing is."""
+    section, _, leaf = name.partition(".")
+    if name not in known():
+        return f"there is no setting {name}; {_nearest_to(name)}"
+    try:
+        RunFile.model_validate_json(json.dumps({section: {leaf: value}}, default=str))
+    except ValidationError:
+        options, texts = set(_texts(known()[name], "enum")), [text for text in _texts(value) if text]
+        wrong = next((text for text in texts if text not in options), "")
+        near = difflib.get_close_matches(wrong, options, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"{name}: {json.dumps(value, default=str)} cannot be; it takes {allowed(known()[name])}{hint}"
+    return ""
+
+
+def _nearest_to(name: str) -> str:
+    section, _, leaf = name.rpartition(".")
+    leaves = {each: each.partition(".")[2] for each in known()}
+    elsewhere = [each for each, last in leaves.items() if last == leaf]
+    nearby = difflib.get_close_matches(name, [*known(), *RunFile.model_fields], n=1)
+    close = difflib.get_close_matches(leaf, leaves.values(), n=1)
+    found = elsewhere or nearby or [each for each, last in leaves.items() if last in close]
+    if found:
+        return f"did you mean {found[0]}?"
+    return (
+        f"{section} has {_of(section)}"
+        if section in RunFile.model_fields
+        else f"sections: {', '.join(RunFile.model_fields)}"
+    )
+
+
+def _of(section: str) -> str:
+    return ", ".join(name.partition(".")[2] for name in known() if name.startswith(f"{section}."))
+
+
+def _texts(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the texts in lists and mappings; with a key, those of lists under it."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, key if name != key else "")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+    elif isinstance(value, str) and not key:
+        yield value
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return a run file with some values by dotted name; all others are comments, with their defaults."""
+    lines = ["# Settings of a run: yafsdp-cc launch --config THIS script.py", "# What is commented out is the default."]
+    for section in RunFile.model_fields:
+        mine = {name: one for name, one in known().items() if name.startswith(f"{section}.")}
+        lines += ["", f"{section}:" if mine.keys() & values.keys() else f"# {section}:"]
+        for name, one in mine.items():
+            sign = "" if name in values else "# "
+            value = yaml.safe_dump(values.get(name, one.get("default", {})), default_flow_style=True, width=1 << 20)
+            lines += [f"  # {line}" for line in summary(one).splitlines()]
+            lines.append(f"  {sign}{name.partition('.')[2]}: {value.splitlines()[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def summary(one: Mapping[str, Any]) -> str:
+    """Return the first paragraph of a setting's description, plain."""
+    return str(one["description"]).split("\n\n")[0].replace("``", "")
+
+
+def to_environment(settings: Settings) -> str:
+    """Return what the ranks are to find in ``YAFSDP_CC_RUN``."""
+    return json.dumps({name: one for name, one in settings.items() if not name.startswith("launch.")}, default=str)
+
+
+def run_settings() -> Settings:
+    """Return what a launcher has left for this process in ``YAFSDP_CC_RUN``; nothing without one.
+
+    Raises:
+        RunFileError: something else is there.
+    """
+    return parsed(os.environ.get(RUN, "{}"))
+
+
+@lru_cache(maxsize=1)
+def parsed(text: str) -> Settings:
+    """Return the settings of a text that ``to_environment`` has made."""
+    try:
+        settings = {name: Setting(*one) for name, one in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise RunFileError(f"{RUN} is not what `yafsdp-cc config show --json` prints: unset it") from None
+    mistakes = [f"{one.source}: {wrong}" for name, one in settings.items() if (wrong := mistake_in(name, one.value))]
+    if mistakes:
+        raise RunFileError("\n".join(mistakes))
+    return settings

@@ -1,0 +1,308 @@
+"""What training a model will hold, send and take, before anything runs: in one process, on tensors without memory.
+
+``plan_over`` has ``shard`` itself plan the model on any number of ranks. ``probe`` runs one forward and backward of the
+model, with a few of its repeated blocks, under torch's ``MemTracker`` and ``FlopCounterMode``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _ModState
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from yafsdp_cc.api import plan_of, shard
+from yafsdp_cc.fake_ranks import fake_ranks
+from yafsdp_cc.plan import Plan, find_units
+from yafsdp_cc.plan.activations import Activations, Block
+from yafsdp_cc.plan.step_time import Work
+
+CPU = torch.device("cpu")
+
+
+def _count_causal(count: Callable[..., int], place: int) -> Callable[..., int]:
+    """Return ``count``, halved where the argument at ``place`` says that attention is causal."""
+    return lambda *args, **named: count(*args, **named) // (1 + bool(len(args) > place and args[place]))
+
+
+for _suffix, _place in (("", 4), ("_backward", 7)):  # torch counts these operations on CUDA alone
+    _on_cuda = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{_suffix}")
+    _on_cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{_suffix}")
+    flop_registry[_on_cpu] = _count_causal(flop_registry[_on_cuda], _place)
+
+
+class Subject(NamedTuple):
+    """A model to estimate."""
+
+    build: Callable[[], nn.Module]
+    """Makes it on the meta device."""
+    loss: Callable[[nn.Module], Tensor] | None
+    """Runs a forward on one rank's batch; None: activations and time are left out."""
+
+
+class Probe(NamedTuple):
+    """One forward and backward on one rank, whatever the number of ranks."""
+
+    activations: Activations
+    blocks: tuple[str, ...]
+    """The names of the repeated blocks, in the order of the forward."""
+    work: dict[str, Work]
+    """Floating-point operations by the name of a unit, the rest in ""; nothing recomputed."""
+
+    def work_with(self, checkpointed: int) -> dict[str, Work]:
+        """Return ``work`` where the first so many blocks are recomputed."""
+        again = {name: self.work[name] for name in self.blocks[:checkpointed]}
+        return self.work | {name: Work(each.forward, each.forward + each.backward) for name, each in again.items()}
+
+
+# Models -------------------------------------------------------------------------------------------------------------
+
+
+def subject_of(name: str, batch: int, sequence: int) -> Subject:
+    """Return the model of this name, with a batch of [batch, sequence] tokens on each rank.
+
+    Args:
+        name: ``"demo"``; ``"module:factory"``, a function that returns a model, or a model and a function of it that
+            returns the loss of one batch; a folder or file with a Hugging Face config; or a Hugging Face model type.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name == "demo":
+        from yafsdp_cc.demo.model import GPT, VOCABULARY
+        from yafsdp_cc.demo.train import loss_of
+
+        return Subject(GPT, lambda model: loss_of(model, _tokens(VOCABULARY, batch, sequence + 1)))
+    if ":" in name:
+        return _from_factory(name)
+    return _from_config(name, batch, sequence)
+
+
+def _from_factory(name: str) -> Subject:
+    where, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(where), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{name!r}: {error}; name a module that Python finds from here, as package.module:factory"
+        ) from None
+    with torch.device("meta"):
+        made = factory()
+    model, loss = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name!r} returns a {type(model).__name__}: return a model, or a model and a function of it")
+    return Subject(lambda: _first(factory()), loss)
+
+
+def _first(made: Any) -> nn.Module:
+    model: nn.Module = made[0] if isinstance(made, tuple) else made
+    return model
+
+
+def _from_config(name: str, batch: int, sequence: int) -> Subject:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(f"{name!r} would be a Hugging Face config: pip install 'yafsdp_cc[hf]'") from None
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        settings = json.loads(file.read_text())
+        if "model_type" not in settings:
+            raise ValueError(f"{file} has no 'model_type', which a Hugging Face config has")
+        config = transformers.AutoConfig.for_model(**settings)
+    elif name in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(name)
+    else:
+        raise ValueError(
+            f"{name!r} is no 'demo', no file or folder with a config.json, and no Hugging Face model type such as "
+            "'llama'; a model of your own is package.module:factory"
+        )
+    named = (config.architectures or [None])[0]
+    kind = getattr(transformers, named or "", None)
+    if kind is None:
+        auto = transformers.AutoModelForCausalLM
+        if type(config) not in auto._model_mapping:
+            raise ValueError(f"{name!r}: a {config.model_type} is no language model; write a factory for it")
+        kind = auto._model_mapping[type(config)]
+    if kind.main_input_name != "input_ids":
+        raise ValueError(
+            f"{name!r}: a {kind.__name__} reads {kind.main_input_name}, not tokens; write a factory for it"
+        )
+    vocabulary = config.get_text_config().vocab_size
+
+    def loss(model: nn.Module) -> Tensor:
+        tokens = _tokens(vocabulary, batch, sequence)
+        found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return found
+
+    return Subject(lambda: kind(config).train(), loss)
+
+
+def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
+    return torch.randint(vocabulary, (batch, length), device="cpu")
+
+
+def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Replace tensors on the meta device by fake ones of the CPU; parameters are cast if there is a ``dtype``."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, old in owned.items():
+                if old is None:
+                    continue
+                if old not in made:
+                    is_parameter = isinstance(old, nn.Parameter)
+                    casts = dtype is not None and is_parameter and old.is_floating_point()
+                    new = torch.empty(old.shape, dtype=dtype if casts else old.dtype, device="cpu")
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                owned[name] = made[old]  # type: ignore[assignment]
+    return model
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str = "cuda", **settings: Any) -> Plan:
+    """Return the plan of ``shard`` on one rank of many that are not there.
+
+    Args:
+        build: makes the model on the meta device.
+        mesh: ranks of a shard; or replicas, and ranks of a shard.
+        device: of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
+        settings: of ``shard``.
+
+    Raises:
+        ValueError: ``shard`` would refuse them.
+    """
+    with torch.device("meta"):
+        model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # data pointers of fake tensors, which are only compared
+        with fake_ranks(mesh, device) as ranks:
+            return plan_of(shard(_give_fake_memory(model), mesh=ranks, **settings))
+
+
+# Activations and operations -------------------------------------------------------------------------------------------
+
+
+def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -> Probe:
+    """Measure a forward and backward of the model in one process, on tensors without memory.
+
+    Of each run of equal blocks in one container, the first and the last take part; the first
+    stands for the others. Weights are those of the forward's dtype,
+    and gradients of weights are let go when they are complete, as where a buffer takes them in.
+
+    Raises:
+        ValueError: the subject has no loss.
+    """
+    if subject.loss is None:
+        raise ValueError("the factory returned no function of the model that gives the loss of a batch")
+    with torch.device("meta"):
+        model = subject.build()
+    found = find_units(model, units).units
+    blocks = [unit.modules[0] for unit in found if unit.role == "block"]
+    names = {module: name for name, module in model.named_modules()}
+    left_out = _truncate(model, blocks)
+    probed_names = {module: name for name, module in model.named_modules()}
+    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), fake:
+        warnings.simplefilter("ignore")
+        probed = [block for block in blocks if block not in left_out]
+        measured, forward, total = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
+
+    def work_of(name: str) -> Work:
+        return Work(forward.get(name, 0.0), total.get(name, 0.0) - forward.get(name, 0.0))
+
+    counted = {probed_names[unit.modules[0]] for unit in found if unit.modules[0] not in (*left_out, model)}
+    rest, parts = work_of(""), [work_of(name) for name in counted]
+    work = {
+        unit.name: Work(0.0, 0.0)
+        if unit.modules == (model,)
+        else work_of(probed_names[left_out.get(unit.modules[0], unit.modules[0])])
+        for unit in found
+    }
+    work[""] = Work(rest.forward - sum(each.forward for each in parts), rest.backward - sum(p.backward for p in parts))
+    of_blocks = dict(zip(probed, measured.blocks, strict=True))
+    activations = measured._replace(blocks=tuple(of_blocks[left_out.get(block, block)] for block in blocks))
+    return Probe(activations, tuple(names[block] for block in blocks), work)
+
+
+def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Take the middle of each run of equal blocks out of its container; return what stands for each of them."""
+    stands_for: dict[nn.Module, nn.Module] = {}
+
+    def kind_of(module: nn.Module) -> Any:
+        return (type(module), [p.shape for p in module.parameters()]) if module in blocks else module
+
+    for module in list(model.modules()):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kept: list[nn.Module] = []
+            for _, run in groupby(module, key=kind_of):
+                first, *others = run
+                stands_for |= dict.fromkeys(others[:-1], first)
+                kept += [first, *others[-1:]]
+            module._modules = {str(index): each for index, each in enumerate(kept)}
+    return stands_for
+
+
+def _run(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
+) -> tuple[Activations, dict[str, float], dict[str, float]]:
+    """Return activations, and operations of the forward and of all by module name."""
+    tracker = MemTracker()
+    tracker.track_external(model)
+    before = _total(tracker.get_tracker_snapshot())
+    flops = FlopCounterMode(display=False)
+    outside: list[int] = []
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        first = output if isinstance(output, Tensor) else output[0]
+        first.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
+
+    handle = blocks[-1].register_forward_hook(watch) if blocks else nullcontext()
+    with flops, tracker, handle:
+        loss = loss_of(model)
+        forward = _by_name(flops, model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_let_go)
+        loss.backward()
+        del loss
+    peak = _total(tracker.get_tracker_snapshot("peak")) - before
+    found, kept = [], 0
+    for block in blocks:
+        stats = tracker.memory_tracking[block]
+        inside, after = (_total(stats.snapshots[state][-1]) for state in (_ModState.PRE_FW, _ModState.POST_FW))
+        highest = _total(stats.snapshots[_ModState.PEAK_BW][-1]) - before
+        kept += after - inside
+        found.append(Block(after - inside, stats.output_mem, highest - kept))
+    tail = (outside[0] if outside else peak + before) - before - kept
+    known = Activations(tuple(found), tail, 0)
+    return known._replace(lowest=peak if peak > known.peak() else 0), forward, _by_name(flops, model)
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:
+    return snapshot.get(CPU, {}).get("Total", 0)
+
+
+def _by_name(flops: FlopCounterMode, model: nn.Module) -> dict[str, float]:
+    """Return operations by the name of a module within ``model``; of all by ""."""
+    prefix = f"{type(model).__name__}."
+    counts = {name.removeprefix(prefix): float(sum(each.values())) for name, each in flops.get_flop_counts().items()}
+    return {**counts, "": counts.get("Global", 0.0)}

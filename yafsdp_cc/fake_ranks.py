@@ -1,0 +1,147 @@
+"""Ranks and devices that are not there, for programs that are only planned or counted.
+
+``fake_ranks`` makes this process one rank of any number. Tensors are fake (``FakeTensorMode``): they have shapes and no
+memory. Where the mesh is one of CUDA devices, code that asks for the kind of device takes CUDA's branches, while
+factories that are asked for a CUDA device make fake tensors of the CPU: torch without CUDA cannot run autograd on
+others. Streams and events are stand-ins, what the host reads is zero, and collectives send nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from yafsdp_cc import api
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.engine import assembly, communicator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend that ranks with devices of a kind are taken to have."""
+
+
+class Event:
+    """Stands for ``torch.cuda.Event`` and, where nothing else is needed, for ``torch.cuda.Stream``."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        event = type(self)()
+        event.record()
+        return event
+
+
+_READS: Mapping[str, Callable[[Tensor], Any]] = {
+    "item": lambda tensor: 0.0 if tensor.is_floating_point() else 0,
+    "tolist": lambda tensor: [0.0] * tensor.numel(),
+    "cpu": lambda tensor: tensor,
+    "__bool__": lambda tensor: False,
+    "__float__": lambda tensor: 0.0,
+    "__int__": lambda tensor: 0,
+}
+"""What the host reads where there are no values, by the method that it calls."""
+
+
+class FakeDevice(TorchFunctionMode):
+    """Makes on the CPU what is asked for on CUDA, and has the host read zeros."""
+
+    def read(self, method: str, tensor: Tensor) -> Any:
+        """Return what the host reads by ``method``."""
+        return _READS[method](tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.__name__ in _READS:
+            return self.read(func.__name__, args[0])
+        was_pinned = kwargs.pop("pin_memory", False)
+        args = tuple(map(_real, args)) if func is Tensor.to else args
+        kwargs = {name: _real(value) for name, value in kwargs.items()}
+        made = func(*args, **kwargs)
+        if was_pinned:
+            made.was_pinned = True
+        return made
+
+
+def _real(value: Any) -> Any:
+    is_cuda = value == "cuda" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cuda"
+    return torch.device("cpu") if is_cuda else value
+
+
+def _gather_alike(found: list[Any], item: Any, group: Any = None) -> None:
+    found[:] = [item] * len(found)
+
+
+def _native_operators(device: torch.device, codec: Any = None) -> Any:
+    """Return the native operators, as where they are built for CUDA."""
+    error_feedback._load()
+    return torch.ops.yafsdp_cc if codec is None or codec.name in error_feedback._NUMBERS else None
+
+
+@contextmanager
+def fake_ranks(
+    shape: tuple[int, ...],
+    kind: str,
+    device: FakeDevice | None = None,
+    event: type[Event] = Event,
+    modes: tuple[Any, ...] = (),
+) -> Iterator[DeviceMesh]:
+    """Be rank 1 of a mesh (0 where there is one) of ranks with a device each; within, tensors are fake.
+
+    Args:
+        shape: of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
+        kind: of devices, "cpu" or "cuda"; its backend is that of ``BACKENDS``.
+        device: makes tensors and answers reads; ``FakeDevice()`` if None.
+        event: stands for CUDA's events and streams.
+        modes: entered between ``FakeTensorMode`` and ``device``.
+    """
+    device = FakeDevice() if device is None else device
+    for codec in error_feedback._NUMBERS:
+        error_feedback.lost_share(codec, 256)  # is kept, and would be of fake numbers
+    current = event()
+    cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
+    backend = {"backend_of": lambda *_: BACKENDS[kind]}
+    replaced: dict[Any, dict[str, Any]] = {
+        FakeTensor: {"tolist": lambda tensor: device.read("tolist", tensor)},
+        dist: {"all_gather_object": _gather_alike},
+        api: {"check_equal": lambda *_, **__: None},
+        communicator: backend,
+        assembly: {**backend, "_check_trial_exchange": lambda *_: None, "probe_links": lambda *_: None},
+    }
+    if kind == "cuda":
+        replaced[torch.cuda] = {"Stream": event, "Event": event, **cuda}
+        replaced[error_feedback] = {"ops_for": _native_operators}
+    world = torch.Size(shape).numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=min(1, world - 1), world_size=world)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        for owner, values in replaced.items():
+            stack.enter_context(mock.patch.multiple(owner, **values))
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+        fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        for mode in (fake, *modes, device):
+            stack.enter_context(mode)
+        yield mesh

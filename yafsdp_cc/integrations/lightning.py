@@ -1,0 +1,44 @@
+"""Lightning's Trainer writes ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yafsdp_cc.metrics import Metrics
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+
+def metrics_callback(folder: str | Path, **options: Any) -> Callback:
+    """Return a callback for Lightning's ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
+
+    The loss is the one that ``training_step`` returns, of the last micro-batch of a step. Scalars that a validation
+    logs are written after it.
+
+    Args:
+        folder: of the run.
+        options: of ``yafsdp_cc.Metrics``; ``every`` is of optimizer steps.
+    """
+    from lightning.pytorch import Callback
+
+    class WriteMetrics(Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            steps = trainer.estimated_stepping_batches
+            made = {"first_step": trainer.global_step, "total_steps": int(steps) if steps != float("inf") else None}
+            self.metrics = Metrics(pl_module, folder, **made | options)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            if trainer.global_step > self.metrics.steps_made:  # not a micro-batch whose gradients are kept
+                self.metrics.step(outputs["loss"] if isinstance(outputs, dict) else outputs)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking and trainer.training:
+                figures = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+                self.metrics.record(**figures)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.metrics.close()
+
+    return WriteMetrics()

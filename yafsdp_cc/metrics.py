@@ -1,0 +1,328 @@
+"""Keep what a training run does in ``metrics.jsonl``, for ``yafsdp-cc report``, and show how far it is.
+
+    with yafsdp_cc.Metrics(model, "runs/mine", total_steps=1000) as metrics:
+        for batch in batches:
+            ...  # forward, backward, optimizer.step()
+            metrics.step(loss, tokens=batch.numel() * world)
+
+Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A run that is
+resumed adds to the file of before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import sys
+import time
+from collections import defaultdict
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from yafsdp_cc.api import counters_of, plan_of
+from yafsdp_cc.engine.assembly import state_of
+from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.sharding import spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from torch import nn
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Write and show the loss, speed, bytes, memory and times of a run. All ranks make one, and call it alike.
+
+    Between reports a step costs some ten microseconds: nothing waits for the device, nothing is sent.
+
+    Args:
+        model: any module; bytes and the plan are of one that is sharded by ``yafsdp_cc``, also within another.
+        folder: of the run, made if missing. The first rank writes ``metrics.jsonl`` there, and continues one that
+            exists; what it says of steps from ``first_step`` on is then out of date.
+        total_steps: how many optimizer steps there will be, if that is known.
+        first_step: how many were made before, by a run that this one resumes.
+        every: steps between reports; 0 for those of ``report`` alone. The first and the last step are reported too.
+        show: print a line for each report, or draw a bar where the output is a terminal and rich is installed.
+        tensorboard: write the same figures for TensorBoard into the folder, too.
+        wandb: give the same figures to Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
+        settings: of the run, such as its learning rate, for the ``start`` line.
+
+    Raises:
+        ValueError: the file cannot be written, or a library that is asked for is missing; on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        total_steps: int | None = None,
+        first_step: int = 0,
+        every: int = 10,
+        show: bool = True,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._sharded = list(_sharded_in(model))
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.path = Path(folder) / FILE
+        self.is_first = self._ranks == 1 or dist.get_rank() == 0
+        self.steps_made, self._first, self._total, self._every = first_step, first_step, total_steps, every
+        self._outputs: list[Callable[[dict[str, Any]], object]] = []
+        self._opened = ExitStack()
+        self._began = self._since = self._stepped = time.perf_counter()
+        with refused_together(dist.distributed_c10d._get_default_group()) if self._ranks > 1 else nullcontext():
+            if self.is_first:
+                self._open(dict(settings or {}), show, tensorboard, wandb)
+        plans = [plan_of(each) for each in self._sharded]
+        planned = {"plan": "\n\n".join(map(str, plans)), "planned_bytes": sum(plan.owned_bytes for plan in plans)}
+        own = {"time": time.time(), "first_step": first_step, "ranks": self._ranks, "torch": torch.__version__}
+        device = {"device": next((each.device.type for each in model.parameters()), "cpu")}
+        self._write("start", {**(settings or {}), **own, **device, **(planned if plans else {})})
+        # What calls the parts of a Lightning module is not its own forward.
+        self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
+        self._pending = self._tokens = 0
+        self._counted = self._sent()
+
+    def step(self, loss: Tensor | float | None = None, *, tokens: int = 0, **values: Tensor | float) -> None:
+        """Count an optimizer step; report if one is due, or if there are further values.
+
+        Args:
+            loss: of this step. A tensor, a scalar, is averaged over the ranks; a number is taken as it is.
+            tokens: that all ranks together have trained on in this step.
+            values: further figures of the step, such as ``lr``.
+        """
+        self.steps_made += 1
+        self._pending += 1
+        self._tokens += tokens
+        at_edge = self.steps_made in (self._first + 1, self._total)
+        if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
+            self.report(**({} if loss is None else {"loss": loss}), **values)
+        self._stepped = time.perf_counter()
+
+    def report(self, **values: Tensor | float) -> None:
+        """Report the steps since the last report now; tensors are averaged over the ranks."""
+        means = self._means(values)
+        seconds = time.perf_counter() - self._since
+        steps, sent = max(1, self._pending), self._sent()
+        found: dict[str, Any] = {"s_per_step": seconds / steps} | self._clock.parts(steps)
+        if self._tokens:
+            found["tokens_per_s"] = round(self._tokens / seconds)
+        for name, now in sent.items():
+            found[f"{name}_per_step"] = (now - self._counted[name]) // steps
+        self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
+        self._pending = self._tokens = 0
+        self._since, self._counted = time.perf_counter(), sent
+
+    def record(self, **values: Tensor | float) -> None:
+        """Write figures from outside of steps, such as ``val_loss``; the time since the last step counts for none."""
+        self._write("eval", {**self._means(values), "step": self.steps_made})
+        now = time.perf_counter()
+        self._since += now - max(self._stepped, self._since)
+        self._stepped = now
+
+    def close(self, **values: Any) -> None:
+        """Write the ``end`` line and stop. Nothing of the run is written after it."""
+        if self._clock.close():
+            self._write("end", {**values, **self._memory(), "step": self.steps_made})
+            self._opened.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(**({} if error is None else {"error": f"{type(error).__name__}: {error}"}))
+
+    def _open(self, settings: dict[str, Any], show: bool, tensorboard: bool, wandb: bool) -> None:
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # By the line: what was written stays, however the run ends.
+            file = self._opened.enter_context(self.path.open("a", buffering=1))
+        except OSError as error:
+            raise ValueError(f"Metrics: {self.path} cannot be written: {error}") from error
+        self._outputs.append(lambda values: file.write(json.dumps(values, default=str) + "\n"))
+        if tensorboard:
+            library = _imported("tensorboard", "torch.utils.tensorboard")
+            self._outputs.append(partial(_to_tensorboard, self._opened.enter_context(library.SummaryWriter(folder))))
+        if wandb:
+            mode = os.environ.get("WANDB_MODE", "offline")
+            run = _imported("wandb", "wandb").init(dir=folder, mode=mode, config=settings)
+            self._outputs.append(partial(_to_wandb, self._opened.enter_context(run)))
+        if show:
+            self._outputs.append(_Display(self._opened, self.steps_made, self._total))
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        written = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
+        for name, value in values.items():
+            written[name] = None if isinstance(value, float) and not isfinite(value) else value
+        for output in self._outputs:
+            output(written)
+
+    def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
+        """Return the values, those of tensors as means over the ranks."""
+        tensors = {name: value.detach().float() for name, value in values.items() if isinstance(value, Tensor)}
+        if tensors:
+            stacked = torch.stack(list(tensors.values()))
+            if self._ranks > 1:
+                dist.all_reduce(stacked)
+            values = values | dict(zip(tensors, (stacked / self._ranks).tolist(), strict=True))
+        return {name: float(value) for name, value in values.items()}
+
+    def _sent(self) -> dict[str, int]:
+        return self._counters("gathered_bytes", "reduced_bytes")
+
+    def _memory(self) -> dict[str, int]:
+        """Return the most bytes held at a time, those that the engine owns, and how often these did not suffice."""
+        return {"peak_memory_bytes": peak_memory(), **self._counters("owned_bytes", "overflow_buffers")}
+
+    def _counters(self, *names: str) -> dict[str, int]:
+        found = [counters_of(each) for each in self._sharded]
+        return {name: sum(getattr(each, name) for each in found) for name in names} if found else {}
+
+
+def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what ``yafsdp_cc`` has sharded in a model, itself or modules in it, but nothing inside of those."""
+    if spec_of(module) is not None or state_of(module) is not None:
+        yield module
+    else:
+        for child in module.children():
+            yield from _sharded_in(child)
+
+
+def peak_memory() -> int:
+    """Return the most bytes that tensors on the GPU have taken at a time, without a GPU the whole process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class _StepClock:
+    """How long forwards, backwards and optimizer steps take, by CUDA events on a GPU: it waits when it is asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._on_cuda = any(each.is_cuda for each in model.parameters())
+        self._marks: list[tuple[str, Any]] = []
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: self._mark_forward("forward"), prepend=True),
+            model.register_forward_hook(lambda *_: self._mark_forward("backward")),
+            register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer")),
+            register_optimizer_step_post_hook(lambda *_: self._mark("")),
+        ]
+
+    def _mark_forward(self, begins: str) -> None:
+        # Without gradients it is a validation's. In a graph that is compiled whole there is no time to take.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._mark(begins)
+
+    def _mark(self, begins: str) -> None:
+        if not self._on_cuda:
+            self._marks.append((begins, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((begins, event))
+
+    def parts(self, steps: int) -> dict[str, float]:
+        """Return seconds of a step since the last call. A backward lasts until the next forward or optimizer step."""
+        found: dict[str, float] = defaultdict(float)
+        if self._on_cuda and self._marks:
+            self._marks[-1][1].synchronize()
+        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if name:
+                found[name] += begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin
+        del self._marks[:-1]
+        return {f"{name}_s": total / steps for name, total in found.items()}
+
+    def close(self) -> bool:
+        """Remove the hooks; return whether there were some."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        return bool(handles)
+
+
+# Where figures go ----------------------------------------------------------------------------------------------------
+
+
+def _to_tensorboard(writer: Any, values: dict[str, Any]) -> None:
+    if "step" in values:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                writer.add_scalar(name, value, values["step"])
+
+
+def _to_wandb(run: Any, values: dict[str, Any]) -> None:
+    if "step" in values:
+        run.log({name: value for name, value in values.items() if value is not None}, step=values["step"])
+
+
+def _imported(option: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"Metrics({option}=True) needs {option}: pip install {option} ({error})") from error
+
+
+class _Display:
+    """A line for each report, or a bar that fills, with the last figures beside it.
+
+    Args:
+        stack: ends the bar.
+        first: steps that were made before.
+        total: steps that there will be, if that is known.
+    """
+
+    def __init__(self, stack: ExitStack, first: int, total: int | None) -> None:
+        self._of = f"/{total}" if total else ""
+        self._progress: Any = None
+        self._shown: dict[str, Any] = {}
+        if sys.stdout.isatty() and find_spec("rich"):
+            from rich import progress
+
+            columns = progress.BarColumn(16), progress.MofNCompleteColumn(), progress.TextColumn("{task.description}")
+            self._progress = stack.enter_context(progress.Progress(*columns, progress.TimeRemainingColumn()))
+            atexit.register(self._progress.stop)  # or the terminal's cursor stays hidden
+            self._task = self._progress.add_task("", total=total, completed=first)
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        if values["event"] not in ("step", "eval"):
+            return
+        if self._progress is None:
+            figures = [_figures(values)]
+            if "gathered_bytes_per_step" in values:
+                gathered, reduced = (values[f"{name}_bytes_per_step"] / 1e6 for name in ("gathered", "reduced"))
+                figures.append(f"gathered {gathered:.1f} MB, reduced {reduced:.1f} MB a step")
+            print(f"step {values['step']:4}{self._of}", *figures, sep="   ", flush=True)
+        else:
+            self._shown |= values
+            self._progress.update(self._task, completed=values["step"], description=_figures(self._shown))
+
+
+def _figures(values: dict[str, Any]) -> str:
+    shown = []
+    for name in ("loss", "val_loss"):
+        if name in values:
+            number = "not finite" if values[name] is None else f"{values[name]:.3f}"
+            shown.append(f"{name.replace('_', ' ')} {number}")
+    if "tokens_per_s" in values:
+        shown.append(f"{values['tokens_per_s']:6,} tokens/s")
+    return "   ".join(shown)

@@ -1,0 +1,165 @@
+"""How long a training step takes, by its plan, a compute rate and a link.
+
+    link      gather 0 | gather 1  | gather 2  |          reduce 2 | gather 0 | reduce 1 | reduce 0 |
+    compute            | forward 0 | forward 1 | forward 2 | backward 2 | backward 1 | backward 0 |
+
+One lane computes, the other carries one collective at a time, both in the order in which the engine issues them.
+Groups of a role take turns in its buffers: what is gathered into one waits until the group before it there has
+computed, and a backward waits until the reduce that reads its gradient buffer is over. What a lane waits for the other
+is exposed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yafsdp_cc.plan.report import Plan
+
+
+class Link(NamedTuple):
+    """What a collective over all ranks of a shard takes."""
+
+    per_byte: float
+    """Seconds for each byte that a rank sends."""
+    latency: float = 0.0
+    """Seconds of a collective of no bytes."""
+    hop: float = 0.0
+    """Seconds more for each further rank: those of a ring pass everything on to the next."""
+
+    def seconds(self, sent: float, ranks: int) -> float:
+        """Return how long it takes until every rank has sent ``sent`` bytes."""
+        return self.latency + self.hop * (ranks - 1) + self.per_byte * sent
+
+
+class Work(NamedTuple):
+    """Floating-point operations of a rank for one unit and step."""
+
+    forward: float
+    backward: float
+    """With the forward again where it is recomputed."""
+
+
+class Event(NamedTuple):
+    """A computation or collective of one step."""
+
+    kind: Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
+    unit: str
+    """Its unit's name; "" for what is in none."""
+    amount: float
+    """Floating-point operations, or bytes that a rank sends."""
+    after: tuple[int, ...]
+    """Indices of the events that it waits for, beside those before it in its lane."""
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in ("forward", "backward")
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step."""
+
+    forward: float
+    backward: float
+    """With what is recomputed."""
+    exposed_forward: float
+    """All-gathers that nothing overlaps."""
+    exposed_backward: float
+    """All-gathers and reduces that nothing overlaps."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link: Link) -> StepTime:
+    """Return how long a step takes.
+
+    Args:
+        events: of ``events_of``.
+        ranks: of a shard.
+        flops_per_second: that a rank achieves.
+        link: of each rank to the others.
+    """
+    ends: list[float] = []
+    free = {True: 0.0, False: 0.0}
+    computed = {"forward": 0.0, "backward": 0.0}
+    forward_end = 0.0
+    for event in events:
+        start = max(free[event.is_compute], *(ends[index] for index in event.after), 0.0)
+        if event.is_compute:
+            seconds = event.amount / flops_per_second
+            computed[event.kind] += seconds
+        else:
+            seconds = link.seconds(event.amount, ranks)
+        ends.append(start + seconds)
+        free[event.is_compute] = ends[-1]
+        forward_end = ends[-1] if event.kind == "forward" else forward_end
+    exposed = forward_end - computed["forward"], max(ends) - forward_end - computed["backward"]
+    return StepTime(computed["forward"], computed["backward"], *exposed)
+
+
+def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
+    """Return a step in the order in which it is issued.
+
+    Args:
+        plan: of the model on one rank.
+        work: operations by the name of a unit; those of none are in "".
+    """
+    events: list[Event] = []
+
+    def add(
+        kind: Literal["forward", "backward", "all_gather", "reduce", "all_reduce"],
+        unit: str,
+        amount: float,
+        *after: int | None,
+    ) -> int | None:
+        if not amount:
+            return None
+        events.append(Event(kind, unit, amount, tuple(index for index in after if index is not None)))
+        return len(events) - 1
+
+    units, traffic = plan.units, plan.traffic
+    order = range(len(units))
+    operations = [work.get(unit.name, Work(0.0, 0.0)) for unit in units]
+    before = _previous([(unit.role, unit.buffer) for unit in units])
+    computed: dict[int, int | None] = {}
+    gathered: dict[int, int | None] = {0: add("all_gather", units[0].name, traffic[0].gather_forward)}
+    for index in order:
+        if index + 1 < len(units):  # prefetched
+            freed = computed.get(before[index + 1])
+            gathered[index + 1] = add("all_gather", units[index + 1].name, traffic[index + 1].gather_forward, freed)
+        computed[index] = add("forward", units[index].name, operations[index].forward, gathered[index])
+    rest = work.get("", Work(0.0, 0.0))
+    add("forward", "", rest.forward)
+    add("backward", "", rest.backward)
+    counts = {each.role: max(each.gradient_buffers, 1) for each in plan.buffers}
+    places = [sum(other.role == unit.role for other in units[:index]) for index, unit in enumerate(units)]
+    after = _previous([(unit.role, place % counts[unit.role]) for unit, place in zip(units, places, strict=True)][::-1])
+    last, in_reduces = len(units) - 1, sum(each.reduce for each in traffic)
+    reduced: dict[int, int | None] = {}
+    gathered = {}
+    for turn, index in enumerate(reversed(order)):
+        name, waits = units[index].name, reduced.get(last - after[turn]) if after[turn] >= 0 else None
+        done = add("backward", name, operations[index].backward, gathered.get(index), waits)
+        reduced[index] = add("reduce", name, traffic[index].reduce, done)
+        if plan.communication.replicas and in_reduces:
+            share = traffic[index].reduce / in_reduces
+            reduced[index] = add("all_reduce", name, share * plan.communication.replicas, reduced[index])
+        if before[index] >= 0:  # the buffer is free for the unit that had it before
+            again = before[index]
+            gathered[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
+    add("all_reduce", "", plan.communication.replicated, len(events) - 1)
+    return events
+
+
+def _previous(owners: Sequence[object]) -> list[int]:
+    """Return of each index the last one before it with the same owner; -1: none."""
+    last: dict[object, int] = {}
+    found = []
+    for index, owner in enumerate(owners):
+        found.append(last.get(owner, -1))
+        last[owner] = index
+    return found

@@ -1,0 +1,150 @@
+"""Charts as SVG that stands in a page: lines, stacked bars, and lanes of a timeline.
+
+Colours are classes ``c0`` to ``c7`` of the page's style sheet, so that they follow its light and dark scheme.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from math import ceil, floor, log10
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from yafsdp_cc.report.overlap import Span
+
+WIDTH, WIDE, HEIGHT, LEFT, BOTTOM, TOP, ROW = 720, 1440, 260, 74, 40, 10, 30
+MOST_POINTS = 600
+"""Of a line: more cannot be told apart."""
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** floor(log10(span / most))
+    step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
+    return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """Format a number of an axis or a tooltip."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= factor:
+                return f"{value / factor:.4g} {unit}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Draw a line for each of ``curves``, points [x, y] by its name, and their legend."""
+    points = [point for curve in curves.values() for point in curve]
+    if not points:
+        return ""
+    (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
+    if low == high:
+        low, high = low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
+    low, high = (0.0 if 0 < low < 0.3 * high else low), high + 0.03 * (high - low)
+    wide, tall = WIDTH - LEFT - 16, HEIGHT - BOTTOM - TOP
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + wide * (x - left) / ((right - left) or 1), TOP + tall * (high - y) / (high - low)
+
+    drawn = [_text(place(x, low)[0], HEIGHT - BOTTOM + 16, number(x)) for x in ticks(left, right)]
+    for y in ticks(low, high):
+        drawn.append(f'<path class="grid" d="M{LEFT} {place(left, y)[1]:.1f}h{wide}"/>')
+        drawn.append(_text(LEFT - 6, place(left, y)[1] + 4, number(y), "end"))
+    drawn.append(_text(LEFT + wide / 2, HEIGHT - 6, across))
+    drawn.append(
+        f'<text transform="translate(13 {TOP + tall / 2:.0f}) rotate(-90)" text-anchor="middle">{escape(up)}</text>'
+    )
+    for colour, curve in enumerate(curves.values()):
+        every = ceil(len(curve) / MOST_POINTS) or 1
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in [*curve[:-1][::every], *curve[-1:]]))
+        drawn.append(f'<polyline class="line c{colour % 8}" points="{path}"/>')
+        if len(curve) < 40:
+            for x, y in curve:
+                (across_px, up_px), told = place(x, y), f"{number(x)}: {number(y)}"
+                dot = f'<circle class="c{colour % 8}" r="3" cx="{across_px:.1f}" cy="{up_px:.1f}">'
+                drawn.append(f"{dot}<title>{escape(told)}</title></circle>")
+    return _figure(title, WIDTH, HEIGHT, drawn, {name: place for place, name in enumerate(curves)})
+
+
+def bars(
+    title: str, unit: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, int] | None = None
+) -> str:
+    """Draw a bar for each row, its parts one after another, and the parts' legend; ``colours`` are of parts."""
+    rows = {name: parts for name, parts in rows.items() if any(parts.values())}
+    if not rows:
+        return ""
+    kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts)
+    colours = colours or {kind: place for place, kind in enumerate(kinds)}
+    most = max(sum(parts.values()) for parts in rows.values())
+    left = min(220, 24 + 7 * max(map(len, rows)))
+    wide, height = WIDTH - left - 90, TOP + ROW * len(rows) + BOTTOM
+    drawn = []
+    for mark in ticks(0, most):
+        x = left + wide * mark / most
+        drawn.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
+        drawn.append(_text(x, height - BOTTOM + 16, number(mark)))
+    drawn.append(_text(left + wide / 2, height - 6, unit))
+    for row, (name, parts) in enumerate(rows.items()):
+        x, y = float(left), TOP + ROW * row + 4
+        drawn.append(_text(left - 8, y + 15, _short(name, left // 7 - 2), "end"))
+        for kind, value in parts.items():
+            length = wide * value / most
+            box = f'<rect class="c{colours[kind] % 8}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{ROW - 8}">'
+            drawn.append(f"{box}<title>{escape(f'{name}, {kind}: {number(value)} {unit}')}</title></rect>")
+            x += length
+        drawn.append(_text(x + 6, y + 15, number(sum(parts.values())), "start"))
+    return _figure(title, WIDTH, height, drawn, {kind: colours[kind] for kind in kinds})
+
+
+def timeline(
+    title: str, most: float, colours: Mapping[str, int], lanes: Mapping[str, Mapping[str, Sequence[Span]]]
+) -> str:
+    """Draw what each lane does when.
+
+    Args:
+        title: above the picture.
+        most: where it ends, in milliseconds from 0.
+        colours: of the kinds of work.
+        lanes: spans in milliseconds, by lane and kind.
+    """
+    left = 150
+    wide, height = WIDE - left - 16, TOP + ROW * len(lanes) + BOTTOM
+    drawn = []
+    for mark in ticks(0, most, most=12):
+        x = left + wide * mark / most
+        drawn.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
+        drawn.append(_text(x, height - BOTTOM + 16, number(mark)))
+    drawn.append(_text(left + wide / 2, height - 6, "milliseconds"))
+    for row, (name, lane) in enumerate(lanes.items()):
+        y = TOP + ROW * row + 4
+        drawn.append(_text(left - 8, y + 15, _short(name, 20), "end"))
+        for kind, spans in lane.items():
+            # One path for all spans of a kind, or a page of thousands of kernels would be megabytes.
+            boxes = "".join(
+                f"M{left + wide * begin / most:.2f} {y}h{max(0.1, wide * (end - begin) / most):.2f}v{ROW - 8}H"
+                f"{left + wide * begin / most:.2f}z"
+                for begin, end in spans
+            )
+            drawn.append(f'<path class="c{colours[kind] % 8}" d="{boxes}"><title>{escape(kind)}</title></path>')
+    present = {kind for lane in lanes.values() for kind in lane}
+    return _figure(title, WIDE, height, drawn, {kind: colour for kind, colour in colours.items() if kind in present})
+
+
+def _figure(title: str, width: int, height: int, drawn: Sequence[str], legend: Mapping[str, int]) -> str:
+    keys = "".join(f'<span><i class="c{colour % 8}"></i>{escape(name)}</span>' for name, colour in legend.items())
+    picture = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(drawn)}</svg>'
+    shape = ' class="wide"' if width == WIDE else ""
+    figure = f'<figcaption>{escape(title)}</figcaption><div class="scroll">{picture}</div><p class="legend">{keys}</p>'
+    return f"<figure{shape}>{figure}</figure>"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[1 - most :]}"

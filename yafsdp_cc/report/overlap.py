@@ -1,0 +1,163 @@
+"""What of a step's communication is hidden behind computation, and what it costs the computation beside it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from statistics import mean
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from yafsdp_cc.report.trace import COMMUNICATION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from yafsdp_cc.report.trace import Activity, Trace
+
+NOT_COMPUTED = (*COMMUNICATION, "copy")
+"""Communication beside a copy of the next batch is exposed all the same."""
+Span: TypeAlias = "tuple[float, float]"
+"""A stretch of time: begin and end."""
+
+
+def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Return the same time in as few spans as possible, in order; those no further apart than ``gap`` become one."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def without(spans: Iterable[Span], covers: Sequence[Span]) -> list[Span]:
+    """Return the time of ``spans`` that is in none of ``covers``, which are ``joined``."""
+    found = []
+    for begin, end in spans:
+        place = max(0, bisect_right(covers, (begin, float("inf"))) - 1)
+        while place < len(covers) and covers[place][0] < end:
+            found.append((begin, covers[place][0]))
+            begin = max(begin, covers[place][1])
+            place += 1
+        found.append((begin, end))
+    return [(begin, end) for begin, end in found if begin < end]
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Return the time of spans that do not overlap."""
+    return sum(end - begin for begin, end in spans)
+
+
+class Shared(NamedTuple):
+    """Time of a kind of work or of a unit's communication, in microseconds of all steps."""
+
+    total: float
+    exposed: float
+    """The part in which nothing of another kind ran; for communication, in which nothing was computed."""
+
+
+class Slowed(NamedTuple):
+    """A kernel that ran beside communication, and alone."""
+
+    name: str
+    beside: int
+    """How often at least nine tenths of it ran beside communication; those in between are not counted."""
+    alone_us: float
+    beside_us: float
+    """What one of them took, on average."""
+
+    @property
+    def lost_us(self) -> float:
+        """What all of them took longer than they would have alone."""
+        return self.beside * (self.beside_us - self.alone_us)
+
+
+class Overlap(NamedTuple):
+    """What a trace says of a step; times are in microseconds of all steps together."""
+
+    trace: Trace
+    kinds: dict[str, Shared]
+    communication: Shared
+    parts: dict[str, float]
+    """The time of the steps, each moment counted once: compute, optimizer, codec, exposed communication, copy, idle."""
+    groups: dict[str, dict[str, Shared]]
+    """All-gathers and reduces of each unit."""
+    slowed: list[Slowed]
+    """By what they lost, most first."""
+    slowdown: float | None
+    """The give-way effect: the time of kernels beside communication over the time that they take alone."""
+    on_communication_lanes: dict[str, float]
+    """What else ran on a stream that communicates, by name: it delays what is to be sent next."""
+
+
+def measure(trace: Trace) -> Overlap:
+    """Return what of the trace's communication was exposed, by kind and by unit, and the give-way effect."""
+    by_kind: dict[str, list[Span]] = defaultdict(list)
+    by_group: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for each in trace.activities:
+        span = max(each.start, trace.start), each.end
+        by_kind[each.kind].append(span)
+        if each.kind in COMMUNICATION:
+            by_group[each.group][each.kind].append(span)
+    work = {kind: joined(spans) for kind, spans in by_kind.items()}
+    computed = joined(span for kind, spans in work.items() if kind not in NOT_COMPUTED for span in spans)
+    sent = joined(span for kind, spans in work.items() if kind in COMMUNICATION for span in spans)
+
+    def beside(kind: str) -> list[Span]:
+        if kind in COMMUNICATION:
+            return computed
+        return joined(span for other, spans in work.items() if other != kind for span in spans)
+
+    parts, seen = {}, list[Span]()
+    codec = joined([*work.get("encode", []), *work.get("decode", [])])
+    ordered = (("compute", work.get("compute", [])), ("optimizer", work.get("optimizer", [])), ("codec", codec))
+    for part, spans in (*ordered, ("exposed communication", sent), ("copy", work.get("copy", []))):
+        parts[part] = length(without(spans, seen))
+        seen = joined([*seen, *spans])
+    parts["idle"] = trace.end - trace.start - length(seen)
+    slowed = _slowed(trace.activities, sent)
+    alone = sum(each.beside * each.alone_us for each in slowed)
+    return Overlap(
+        trace,
+        {kind: Shared(length(spans), length(without(spans, beside(kind)))) for kind, spans in work.items()},
+        Shared(length(sent), length(without(sent, computed))),
+        parts,
+        {
+            group: {
+                kind: Shared(length(spans), length(without(spans, computed)))
+                for kind, spans in ((kind, joined(each)) for kind, each in kinds.items())
+            }
+            for group, kinds in by_group.items()
+        },
+        slowed,
+        sum(each.beside * each.beside_us for each in slowed) / alone if alone else None,
+        _among_communication(trace.activities),
+    )
+
+
+def _slowed(activities: Iterable[Activity], sent: list[Span]) -> list[Slowed]:
+    """Compare equal work beside communication and away from it."""
+    times: dict[tuple[str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for each in activities:
+        took = each.end - each.start
+        if each.kind in NOT_COMPUTED or took <= 0:
+            continue
+        hidden = 1 - length(without([each[:2]], sent)) / took
+        if hidden == 0 or hidden >= 0.9:
+            times[each.name, each.shape][hidden > 0].append(took)
+    found = [
+        Slowed(name, len(beside), mean(alone), mean(beside))
+        for (name, _), (alone, beside) in times.items()
+        if alone and beside
+    ]
+    return sorted(found, key=lambda each: -each.lost_us)
+
+
+def _among_communication(activities: Iterable[Activity]) -> dict[str, float]:
+    communicating = {each.lane for each in activities if each.kind in COMMUNICATION}
+    found: dict[str, float] = defaultdict(float)
+    for each in activities:
+        if each.lane in communicating and each.kind not in COMMUNICATION:
+            found[each.name] += each.end - each.start
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,282 @@
+"""One page of HTML that needs nothing else, and the same figures as text: of runs, and of traces."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from yafsdp_cc.report import charts
+from yafsdp_cc.report.overlap import Shared, joined
+from yafsdp_cc.report.trace import COMMUNICATION, Kind, UnreadableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from yafsdp_cc.report.overlap import Overlap
+
+Rows = list[list[str]]
+"""A table; the first row is its head, the first column has names."""
+
+
+class Run(NamedTuple):
+    """What ``yafsdp_cc.Metrics`` has written of a run."""
+
+    name: str
+    start: dict[str, Any]
+    records: list[dict[str, Any]]
+    """Of steps, validations and the end, in order; steps that were made again after a restart are there once."""
+
+    def curve(self, key: str, against: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
+        """Return the values of a key, each with its step or another key's value."""
+        found = [(each.get(against), each.get(key)) for each in self.records]
+        return [(x / scale, y) for x, y in found if x is not None and y is not None]
+
+    def usual(self, key: str) -> float | None:
+        """Return the median of a key over the reports after the first, whose step makes buffers."""
+        values = [y for _, y in self.curve(key)]
+        return median(values[1:] or values) if values else None
+
+    def last(self, key: str) -> Any:
+        """Return the last value of a key; one that was not finite is not a number."""
+        value = next((each[key] for each in reversed(self.records) if key in each), self.start.get(key, ""))
+        return float("nan") if value is None else None if value == "" else value
+
+
+def read_run(path: Path) -> Run:
+    """Read a ``metrics.jsonl``. A half line at its end, of a run that was cut off, is left out.
+
+    Raises:
+        UnreadableError: it is not one.
+    """
+    start: dict[str, Any] = {}
+    records: list[dict[str, Any]] = []
+    began = 0.0
+    text = path.read_text(errors="replace").splitlines()
+    for count, line in enumerate(text, start=1):
+        try:
+            record = json.loads(line)
+            event = record.pop("event")
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            if count == len(text) > 1:
+                break
+            what = 'not a JSON object with an "event"'
+            raise UnreadableError(f"{path}, line {count}: {what}; is it a file of yafsdp_cc.Metrics?") from error
+        if event == "start":
+            start = record
+            records = [each for each in records if each.get("step", 0) <= record.get("first_step", 0)]
+            records = [each for each in records if each["event"] != "end"]
+            began = records[-1].get("seconds", 0.0) if records else 0.0
+        else:
+            later = {"seconds": began + record["seconds"]} if "seconds" in record else {}
+            records.append(record | {"event": event} | later)
+    if not any(each["event"] == "step" for each in records):
+        raise UnreadableError(f"{path}: no step in it: the run has not reported yet")
+    return Run(str(path.parent) if path.parent.name else path.parent.resolve().name, start, records)
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+PARTS = ("forward", "backward", "optimizer")
+
+
+def run_table(runs: Sequence[Run]) -> Rows:
+    """Return the figures of runs, a row for each."""
+    head = [
+        "run",
+        "ranks",
+        "steps",
+        "loss",
+        "val loss",
+        "tokens/s",
+        "ms/step",
+        "MB sent/step",
+        "MB owned",
+        "MB planned",
+        "MB at most",
+    ]
+
+    def row(run: Run) -> list[str]:
+        step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
+        return [
+            run.name,
+            _cell(run.last("ranks")),
+            _cell(run.last("step")),
+            _cell(run.last("loss"), ".4f"),
+            _cell(run.last("val_loss"), ".4f"),
+            _cell(run.usual("tokens_per_s"), ",.0f"),
+            _cell(step and 1e3 * step, ",.1f"),
+            _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
+            *(
+                _cell(value and value / 1e6, ",.1f")
+                for value in map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
+            ),
+        ]
+
+    return [head, *map(row, runs)]
+
+
+def run_section(runs: Sequence[Run]) -> str:
+    """Draw runs side by side."""
+
+    def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
+        return {run.name: curve for run in runs if (curve := run.curve(key, **how))}
+
+    def parts(run: Run) -> dict[str, float]:
+        found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
+        return found | {"other": max(0.0, 1e3 * (run.usual("s_per_step") or 0.0) - sum(found.values()))}
+
+    def megabytes(run: Run, **keys: str) -> dict[str, float]:
+        return {name: (run.usual(key) or run.last(key) or 0) / 1e6 for name, key in keys.items()}
+
+    sent = {"weights": "gathered_bytes_per_step", "gradients": "reduced_bytes_per_step"}
+    held = {"planned": "planned_bytes", "owned": "owned_bytes", "in use at most": "peak_memory_bytes"}
+    memory = {
+        f"{run.name}, {name}": {name: run.last(key) / 1e6}
+        for run in runs
+        for name, key in held.items()
+        # Of a whole process on a CPU most is none of the model's.
+        if run.last(key) and (key != "peak_memory_bytes" or run.start.get("device") == "cuda")
+    }
+    seconds = {"against": "seconds", "scale": 60.0}
+    pictures = (
+        charts.lines("Loss against steps", "steps", "loss", curves("loss")),
+        charts.lines("Loss against wall-clock", "minutes", "loss", curves("loss", **seconds)),
+        charts.lines("Validation loss against wall-clock", "minutes", "loss", curves("val_loss", **seconds)),
+        charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s")),
+        charts.bars("Time of a step (median)", "milliseconds", {run.name: parts(run) for run in runs}),
+        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: megabytes(run, **sent) for run in runs}),
+        charts.bars("Memory of a rank against the plan", "MB", memory),
+    )
+    plans = "".join(
+        f"<details><summary>Plan of {escape(run.name)}</summary><pre>{escape(run.start['plan'])}</pre></details>"
+        for run in runs
+        if run.start.get("plan")
+    )
+    shown = f"{table_html(run_table(runs))}<div class=charts>{''.join(pictures)}</div>{plans}"
+    return f"<section><h2>Runs</h2>{shown}</section>"
+
+
+# Traces --------------------------------------------------------------------------------------------------------------
+
+
+def trace_tables(found: Overlap) -> dict[str, Rows]:
+    """Return the figures of a trace as tables by title; times are milliseconds of a step."""
+    steps, whole = 1e3 * found.trace.steps, (found.trace.end - found.trace.start) / 100
+
+    def row(name: str, shared: Shared) -> list[str]:
+        return [name, f"{shared.total / steps:,.3f}", f"{shared.exposed / steps:,.3f}", f"{shared.exposed / whole:.1f}"]
+
+    kinds = [row(kind, found.kinds[kind]) for kind in sorted(found.kinds, key=lambda kind: -found.kinds[kind].total)]
+    kinds += [
+        row("all communication", found.communication),
+        row("idle", Shared(found.parts["idle"], found.parts["idle"])),
+    ]
+    units = [["unit", *(f"{kind} ms{suffix}" for kind in COMMUNICATION[:2] for suffix in ("", ", exposed"))]]
+    for group, shared in found.groups.items():
+        both = [shared.get(kind, Shared(0.0, 0.0)) for kind in COMMUNICATION[:2]]
+        units.append([group or "(no unit)", *(f"{time / steps:,.3f}" for each in both for time in each)])
+    tables = {"Time": [["kind", "ms/step", "exposed ms/step", "exposed %"], *kinds], "Communication by unit": units}
+    if found.slowdown is not None:
+        rows = [
+            [
+                _plain(each.name),
+                str(each.beside),
+                f"{each.alone_us:,.1f}",
+                f"{each.beside_us:,.1f}",
+                f"{each.lost_us / steps:,.3f}",
+            ]
+            for each in found.slowed[:8]
+        ]
+        head = ["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]
+        tables[f"Kernels beside communication take {found.slowdown:.2f} times as long as alone"] = [head, *rows]
+    if found.on_communication_lanes:
+        rows = [[_plain(name), f"{time / steps:,.3f}"] for name, time in list(found.on_communication_lanes.items())[:8]]
+        tables["On the streams that communicate, beside it"] = [["kernel", "ms/step"], *rows]
+    return tables
+
+
+def trace_section(found: Overlap) -> str:
+    """Draw a trace: tables, the parts of a step, and its first step as a timeline of the streams."""
+    trace, parts = found.trace, {name: time / 1e3 / found.trace.steps for name, time in found.parts.items()}
+    step = (trace.end - trace.start) / trace.steps
+    lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for each in sorted(trace.activities, key=lambda each: each.lane):
+        if each.start < trace.start + step:
+            span = (
+                (max(each.start, trace.start) - trace.start) / 1e3,
+                (min(each.end, trace.start + step) - trace.start) / 1e3,
+            )
+            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
+    gap = step / 1e3 / 2000  # closer together than a picture can show
+    drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
+    tables = "".join(f"<h3>{escape(title)}</h3>{table_html(rows)}" for title, rows in trace_tables(found).items())
+    pictures = charts.timeline("The first step", step / 1e3, COLOURS, drawn) + charts.bars(
+        "Where a step's time goes, each moment counted once", "milliseconds", {"step": parts}, COLOURS
+    )
+    steps = f"{trace.steps} step{'s' * (trace.steps > 1)} of {step / 1e3:,.2f} ms"
+    return f"<section><h2>{escape(trace.title)}</h2><p>{steps}</p><div class=charts>{pictures}</div>{tables}</section>"
+
+
+COLOURS = {kind: place for place, kind in enumerate(get_args(Kind))}
+COLOURS |= {"codec": COLOURS["encode"], "exposed communication": COLOURS["all-gather"], "idle": COLOURS["reduce"]}
+
+
+def _plain(kernel: str) -> str:
+    """Return a kernel's name without its template's arguments and return type."""
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0][:60]
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2128; --paper: #fff; --faint: #59636e; --grid: #d8dee4;
+  --c0: #0969da; --c1: #cf6b00; --c2: #1a7f37; --c3: #cf222e; --c4: #8250df; --c5: #0e7f86;
+  --c6: #bf3989; --c7: #6e5b00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --faint: #9198a1; --grid: #30363d;
+  --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #ff7b72; --c4: #bc8cff; --c5: #39c5cf;
+  --c6: #f778ba; --c7: #d4b72c; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
+  margin: 0 auto; padding: 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 12px 28px; }
+h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
+figcaption { font-weight: 600; }
+svg { width: 100%; height: auto; min-width: 440px; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
+svg text { font-size: 12px; fill: var(--faint); } .grid { stroke: var(--grid); }
+polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .legend { margin: 2px 0; font-size: 13px; }
+.legend span { margin-right: 16px; display: inline-block; }
+.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } pre { overflow-x: auto; font-size: 13px; }
+"""
+
+
+def page(sections: Iterable[str]) -> str:
+    """Return the whole page."""
+    colours = "".join(
+        f"rect.c{i}, path.c{i}, circle.c{i} {{ fill: var(--c{i}); }} polyline.c{i} {{ stroke: var(--c{i}); }} "
+        f"i.c{i} {{ background: var(--c{i}); }}\n"
+        for i in range(8)
+    )
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    style = f"<title>yafsdp-cc report</title><style>{STYLE}{colours}</style>"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{style}</head><body>{"".join(sections)}</body></html>\n'
+
+
+def table_html(rows: Rows) -> str:
+    """Return a table, which scrolls by itself where the page is too narrow for it."""
+    head, *body = rows
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<div class=scroll><table><tr>{cells}</tr>{lines}</table></div>"
+
+
+def _cell(value: float | None, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
