@@ -238,8 +238,8 @@ def test_mistakes_are_told_once_by_the_launcher(
         (["--config=nowhere"], "nowhere: No such file or directory; yafsdp-cc config writes a run file"),
         (["--set=shard.zero_stagge=2"], "--set: there is no setting shard.zero_stagge; did you mean shard.zero_stage?"),
         (
-            ["--set=compression.carry=2"],
-            "compression (--set): carry=2.0: a residual is carried by a share of more than",
+            ["--set=compression=onebit", "--set=compression.feedback=false"],
+            "compression (--set): gradients='onebit' with feedback=False: what it leaves out would be lost",
         ),
         (["--set=launch.log_dir=/proc/logs"], "error: no folder for logs can be made"),
     ],
