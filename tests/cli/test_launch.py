@@ -297,9 +297,7 @@ say(f"{yafsdp_cc.plan_of(model)}")
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
-def test_a_launcher_within_a_rank_does_not_take_its_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_within_a_rank_does_not_take_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YAFSDP_CC_RUN", json.dumps({"shard.zero_stage": [2, "of a rank's launcher"]}))
     (tmp_path / "train.py").write_text("import os; print(os.environ['YAFSDP_CC_RUN'])")
     ran = yafsdp_cc("launch", "train.py", folder=tmp_path)

@@ -71,10 +71,10 @@ def test_the_command_without_torch(tmp_path: Path) -> None:
 
 def test_what_a_run_has_not_written_is_not_drawn(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run") / "metrics.jsonl"
-    path.write_text(re.sub(r'"seconds": [\d.]+, ', "", path.read_text()))
+    path.write_text(re.sub(r', "val_loss": [\d.]+', "", path.read_text()))
     section = run_section([read_run(path)])
-    assert "Loss against steps" in section
-    assert "wall-clock" not in section
+    assert "Loss against wall-clock" in section
+    assert "Validation loss" not in section
 
 
 @pytest.mark.parametrize("flags", [["report", "--help"], ["profile", "--help"]])
@@ -138,9 +138,44 @@ def test_a_loss_that_is_not_finite_at_the_end_is_not_passed_over(tmp_path: Path)
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    """Half a line is left out where a kill can leave it, and nowhere else."""
     file = write_run(tmp_path / "run") / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"event": "step", "st')
-    assert len(read_run(file).records) == 51
+    whole, half = file.read_text(), '{"event": "step", "st'
+    file.write_text(whole + half)
+    run = read_run(file)
+    assert (len(run.records), run.cut_off) == (51, [53])
+    file.write_text(whole + half + '\n{"event": "start", "first_step": 10}\n')
+    run = read_run(file)
+    assert (len(run.records), run.cut_off) == (10, [53])
+    for rest in ("\n", f"\n{half}", "\n" + whole.splitlines()[5]):
+        file.write_text(whole + half + rest)
+        with pytest.raises(UnreadableError, match=r"metrics.jsonl, line 53: not a JSON object"):
+            read_run(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"event": "step", "step": 51, "seconds": 1, "loss": "x"}', "loss: Input should be a valid number"),
+        ('{"event": "step", "step": "a", "seconds": 1}', "step: Input should be a valid integer"),
+        ('{"event": "step", "step": -1, "seconds": 1}', "step: Input should be greater than or equal to 0"),
+        ('{"event": "step", "step": true, "seconds": 1}', "step: Input should be a valid integer"),
+        ('{"event": "step", "seconds": 1}', "step: Field required"),
+        ('{"event": "step", "step": 51, "seconds": null}', "seconds: Input should be a valid number"),
+        ('{"event": "step", "step": 51, "seconds": 1, "loss": 1e400}', "loss: Input should be a finite number"),
+        ('{"event": "step", "step": 51, "seconds": 1, "loss": NaN}', "loss: Input should be a finite number"),
+        ('{"event": "start", "plan": 5}', "plan: Input should be a valid string"),
+        ('{"event": "stop"}', 'not a JSON object with an "event" of start, step, eval or end'),
+        ("[1]", "not a JSON object"),
+    ],
+)
+def test_a_line_that_metrics_does_not_write(
+    tmp_path: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path / "run") / "metrics.jsonl"
+    file.write_text(f"{file.read_text()}{line}\n{file.read_text()}")
+    assert cli.main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 1
+    assert f"run/metrics.jsonl, line 53: {told}" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
