@@ -178,6 +178,15 @@ def test_a_line_that_metrics_does_not_write(
     assert f"run/metrics.jsonl, line 53: {told}" in capsys.readouterr().err
 
 
+def test_a_run_is_drawn_once_by_a_name_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run")
+    shutil.copy(folder / "metrics.jsonl", folder / "other.jsonl")
+    paths = [str(folder), f"{folder}/../run", str(folder / "metrics.jsonl"), str(folder / "other.jsonl")]
+    assert cli.main(["report", *paths, "-o", str(tmp_path / "page.html")]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if str(folder) in line]
+    assert names == [str(folder), str(folder / "other.jsonl")]
+
+
 def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, message in (
         ("words", "some words\nand more\n", "line 1: not a JSON object"),
@@ -192,7 +201,7 @@ def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "profile.nsys-rep").touch()
     for path, message in (
         ("empty", "no metrics.jsonl and no trace in this folder"),
-        ("nowhere", "nowhere: not a whole trace ([Errno 2]"),
+        ("nowhere", "nowhere: No such file or directory"),
         ("words", "not a JSON object"),
         ("profile.nsys-rep", "nsys is needed"),
     ):
