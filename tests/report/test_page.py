@@ -118,13 +118,20 @@ def test_charts_stay_inside_and_are_well_formed() -> None:
         assert len(picture) < 1_000_000
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.00037), (-3, 12_345_678), (5, 5), (99, 100)])
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.00037), (-3, 12_345_678), (5, 5), (99, 100), (0, 5e-324)])
 def test_ticks_are_round_and_few(low: float, high: float) -> None:
     marks = charts.ticks(low, high)
     assert 1 <= len(marks) <= 6
     assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in marks)
     steps = {round((second - first) / (high - low), 9) for first, second in pairwise(marks)}
     assert len(steps) <= 1
+
+
+def test_a_spike_of_one_step_is_seen() -> None:
+    picture = charts.lines("a", "steps", "loss", {"a": [(x, 9.0 if x == 12_345 else 1.0) for x in range(100_000)]})
+    heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', picture)[0].split()]
+    assert min(heights) < 20
+    assert len(heights) <= charts.MOST_POINTS
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_not_passed_over(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ MOST_POINTS = 600
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
-    span = (high - low) or abs(high) or 1.0
+    span = max((high - low) or abs(high), 1e-300)  # of the smallest numbers there are, a share is none
     power = 10.0 ** floor(log10(span / most))
     step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
     return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
@@ -59,8 +59,7 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
         f'<text transform="translate(13 {TOP + tall / 2:.0f}) rotate(-90)" text-anchor="middle">{escape(up)}</text>'
     )
     for colour, curve in enumerate(curves.values()):
-        every = ceil(len(curve) / MOST_POINTS) or 1
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in [*curve[:-1][::every], *curve[-1:]]))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in _thinned(curve)))
         drawn.append(f'<polyline class="line c{colour % 8}" points="{path}"/>')
         if len(curve) < 40:
             for x, y in curve:
@@ -68,6 +67,15 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
                 dot = f'<circle class="c{colour % 8}" r="3" cx="{across_px:.1f}" cy="{up_px:.1f}">'
                 drawn.append(f"{dot}<title>{escape(told)}</title></circle>")
     return _figure(title, WIDTH, HEIGHT, drawn, {name: place for place, name in enumerate(curves)})
+
+
+def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return few enough points; of those that are left out for one another, the lowest and the highest stay."""
+    if len(curve) <= MOST_POINTS:
+        return curve
+    every = ceil(2 * len(curve) / MOST_POINTS)
+    parts = (sorted(curve[at : at + every], key=lambda point: point[1]) for at in range(0, len(curve), every))
+    return [point for part in parts for point in sorted({part[0], part[-1]})]
 
 
 def bars(

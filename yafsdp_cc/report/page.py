@@ -160,12 +160,12 @@ def run_table(runs: Sequence[Run]) -> Rows:
 
     def row(run: Run) -> list[str]:
         step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
+        losses = run.last("loss"), run.last("val_loss")
         return [
             run.name,
             _cell(run.last("ranks")),
             _cell(run.last("step")),
-            _cell(run.last("loss"), ".4f"),
-            _cell(run.last("val_loss"), ".4f"),
+            *(_cell(loss, ".4f" if loss is None or abs(loss) < 1e6 else ".4g") for loss in losses),
             _cell(run.usual("tokens_per_s"), ",.0f"),
             _cell(step and 1e3 * step, ",.1f"),
             _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
