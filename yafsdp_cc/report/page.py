@@ -182,7 +182,7 @@ def run_section(runs: Sequence[Run]) -> str:
     """Draw runs side by side."""
 
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: curve for run in runs if (curve := run.curve(key, **how))}
+        return {run.name: run.curve(key, **how) for run in runs}  # a colour is the same run everywhere
 
     def parts(run: Run) -> dict[str, float]:
         found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
@@ -301,26 +301,28 @@ STYLE = """
   --c6: #f778ba; --c7: #d4b72c; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
   margin: 0 auto; padding: 16px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 12px 28px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 12px 28px; }
 h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
 figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; min-width: 440px; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
-svg text { font-size: 12px; fill: var(--faint); } .grid { stroke: var(--grid); }
+svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
+svg text { font-size: 13px; fill: var(--faint); } .grid { stroke: var(--grid); }
 polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .legend { margin: 2px 0; font-size: 13px; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.4; stroke-width: 1; }
+.legend { margin: 2px 0; font-size: 13px; }
 .legend span { margin-right: 16px; display: inline-block; }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } pre { overflow-x: auto; font-size: 13px; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
+  min-width: 7em; } pre { overflow-x: auto; font-size: 13px; }
 """
 
 
 def page(sections: Iterable[str]) -> str:
     """Return the whole page."""
     colours = "".join(
-        f"rect.c{i}, path.c{i}, circle.c{i} {{ fill: var(--c{i}); }} polyline.c{i} {{ stroke: var(--c{i}); }} "
-        f"i.c{i} {{ background: var(--c{i}); }}\n"
+        f"rect.c{i}, path.c{i}, circle.c{i}, .band.c{i} {{ fill: var(--c{i}); }} "
+        f".line.c{i}, .band.c{i} {{ stroke: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n"
         for i in range(8)
     )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
