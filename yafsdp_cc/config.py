@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 RUN = "YAFSDP_CC_RUN"
@@ -31,8 +31,21 @@ Scope: TypeAlias = Literal["auto", "shard", "replicate"]
 Codec: TypeAlias = Literal["auto", "bf16", "fp32", "fp8", "int4", "int8", "onebit", "powersgd", "ternary", "topk"]
 WeightCodec: TypeAlias = Literal["int8", "fp8", "int4", "ternary", "onebit"]
 Dtype: TypeAlias = Literal["fp32", "bf16", "fp16", "fp64"]
+Block: TypeAlias = Literal[64, 128, 256, 512, 1024, 2048, 4096]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Share: TypeAlias = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def _in_order(nodes: str) -> str:
+    least, _, most = nodes.partition(":")
+    if most and int(least) > int(most):
+        raise ValueError(f"{nodes}: the first number is the smaller one")
+    return nodes
+
+
+Nodes: TypeAlias = Annotated[str, Field(pattern=r"^0*[1-9]\d*(:\d+)?$", examples=["2:4"]), AfterValidator(_in_order)]
 
 
 class LaunchSection(BaseModel):
@@ -42,11 +55,11 @@ class LaunchSection(BaseModel):
 
     nproc_per_node: Positive | Literal["auto", "gpu", "cpu", "xpu"] = 1
     """Ranks on each machine: one for each GPU, or a few that share the cores."""
-    nnodes: Positive | Annotated[str, Field(pattern=r"^0*[1-9]\d*(:\d+)?$")] = 1
+    nnodes: Positive | Nodes = 1
     """Machines, or MIN:MAX where they may come and go; srun's own number under Slurm."""
     node_rank: Annotated[int, Field(ge=0)] = 0
     """Number of this machine, from 0; srun's own under Slurm. Better given as --node-rank: the file is for all."""
-    master_addr: str = "127.0.0.1"
+    master_addr: Text = "127.0.0.1"
     """Name or address of machine 0; under Slurm the first of the step."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on machine 0 where the machines meet; null: 29500, or any free one for a single machine."""
@@ -54,15 +67,15 @@ class LaunchSection(BaseModel):
     """How machines find each other: static counts them by node_rank, c10d lets them join at rdzv_endpoint."""
     rdzv_endpoint: str = ""
     """HOST:PORT where machines meet with c10d or etcd."""
-    rdzv_id: str = "none"
+    rdzv_id: Text = "none"
     """Name of the job at the meeting point, the same on every machine."""
-    rdzv_conf: str = ""
+    rdzv_conf: Annotated[str, Field(pattern=r"^(\w+=[^,]+(,\w+=[^,]+)*)?$", examples=["join_timeout=600"])] = ""
     """Further options of the meeting, as key=value,key=value."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again when one fails; the script then resumes from its checkpoint."""
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] | None = None
     """Name of the run, and of its folder under runs/; null: that of the script."""
-    log_dir: str | None = None
+    log_dir: Text | None = None
     """Folder for the output of each rank, rank-N.log; null: runs/NAME/logs."""
 
 
@@ -75,7 +88,7 @@ class ShardSection(BaseModel):
     """What is sharded: 1, optimizer state; 2, gradients too; 3, parameters too. Less is faster, and larger."""
     replicate: Positive = 1
     """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
-    units: str | list[str] = "auto"
+    units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
     """What is gathered together: class names or patterns of module names; auto finds the repeated blocks."""
     reshard_after_forward: bool | Positive | None = None
     """false keeps unsharded weights until they change; a number reshards them across so many neighbouring ranks."""
@@ -85,6 +98,14 @@ class ShardSection(BaseModel):
     """Whether rank 0's weights are taken; otherwise the ranks' weights are compared."""
     separate_reduce_group: bool = False
     """Whether gradients have a communicator of their own, so that a gather and a reduce overlap."""
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ShardSection:
+        if self.zero_stage < 3 and self.reshard_after_forward not in (None, False):
+            raise ValueError(
+                f"zero_stage {self.zero_stage} keeps weights whole, and reshard_after_forward does not: leave one out"
+            )
+        return self
 
 
 class PrecisionSection(BaseModel):
@@ -121,21 +142,21 @@ class CompressionFields:
     rounding is stochastic where the codec can do that."""
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
     """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
-    carry: float = 1.0
+    carry: Share = 1.0
     """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
     scope: Scope = "auto"
     """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps before anything is encoded."""
-    block: int = 256
+    block: Block = 256
     """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
-    matrix_rank: int = 8
+    matrix_rank: Positive = 8
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
     candidates: tuple[str, ...] = ("int8", "int4")
     """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
-    error_budget: float | None = None
+    error_budget: Share | None = None
     """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
     for all has 0.00005, int4 for all 0.016. None: unbounded."""
     fallback: bool = True
@@ -151,7 +172,9 @@ class CompressionSection(CompressionFields):
     gradients: Codec = "int8"
     weights: WeightCodec | None = None
     overrides: Mapping[str, Codec] = field(default_factory=dict)
-    candidates: tuple[Literal["bf16", "fp8", "int4", "int8", "onebit", "ternary", "topk"], ...] = ("int8", "int4")
+    candidates: Annotated[
+        tuple[Literal["bf16", "fp8", "int4", "int8", "onebit", "ternary", "topk"], ...], Field(min_length=1)
+    ] = ("int8", "int4")
 
 
 class RunFile(BaseModel):
@@ -207,15 +230,19 @@ def allowed(one: Mapping[str, Any]) -> str:
     if "anyOf" in one:
         return ", or ".join(dict.fromkeys(map(allowed, one["anyOf"])))
     if "enum" in one:
-        *most, last = one["enum"]
-        return f"{', '.join(most)} or {last}" if most else str(last)
+        *others, last = map(str, one["enum"])
+        return f"{', '.join(others)} or {last}" if others else last
     if one["type"] == "integer":
         least, most = one.get("minimum"), one.get("maximum")
         if least is None:
             return "a whole number"
         return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
-    if one["type"] == "string" and "pattern" in one:
-        return "text such as 2:4" if ":" in one["pattern"] else "a name of letters, digits, '.', '-' and '_'"
+    if "exclusiveMinimum" in one:
+        return f"a number of more than {one['exclusiveMinimum']}, up to {one['maximum']}"
+    if "examples" in one:
+        return f"text such as {one['examples'][0]}"
+    if "pattern" in one:
+        return "a name of letters, digits, '.', '-' and '_'"
     if one["type"] == "array":
         return f"a list, each {allowed(one['items'])}"
     if one["type"] == "object":
@@ -244,6 +271,7 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
     except ValueError as error:
         reader.mistakes.append(f"{SET}: {error}")
     reader.read_assignments("--set", assignments)
+    reader.mistakes = reader.mistakes or _contradictions(reader.settings)
     if reader.mistakes:
         raise RunFileError("\n".join(reader.mistakes))
     return reader.settings
@@ -373,6 +401,24 @@ def mistake_in(name: str, value: Any) -> str:
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"{name}: {json.dumps(value, default=str)} cannot be; it takes {allowed(known()[name])}{hint}"
     return ""
+
+
+def _contradictions(settings: Settings) -> list[str]:
+    """Say which settings that are right each for itself cannot be together."""
+    nested: dict[str, dict[str, Any]] = {}
+    for name, one in settings.items():
+        section, _, leaf = name.partition(".")
+        nested.setdefault(section, {})[leaf] = one.value
+    try:
+        RunFile.model_validate_json(json.dumps(nested))
+    except ValidationError as error:
+        found = []
+        for each in error.errors():
+            section = str(each["loc"][0])
+            sources = [one.source for name, one in settings.items() if name.startswith(f"{section}.")]
+            found.append(f"{', '.join(dict.fromkeys(sources))}: {section}: {each['ctx']['error']}")
+        return found
+    return []
 
 
 def _nearest_to(name: str) -> str:

@@ -25,7 +25,7 @@ from tests.cli.command import ROOT
 from tests.ranks import ranks
 from yafsdp_cc import config
 from yafsdp_cc.compression import Compression
-from yafsdp_cc.compression.codec import Scaled, kind_of
+from yafsdp_cc.compression.codec import BLOCKS, Scaled, kind_of
 
 WRONG = """\
 launch:
@@ -110,6 +110,40 @@ def test_values_that_are_none(folder: Path, text: str, told: str) -> None:
         config.read("run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("setting", "takes"),
+    [
+        ("launch.nnodes=4:2", "a whole number of at least 1, or text such as 2:4"),
+        ("launch.master_addr=''", "text"),
+        ("launch.rdzv_id=''", "text"),
+        ("launch.rdzv_conf=timeout", "text such as join_timeout=600"),
+        ("launch.log_dir=''", "text, or null"),
+        ("shard.units=''", "text, or a list, each text"),
+        ("shard.units=[]", "text, or a list, each text"),
+        ("shard.units=['']", "text, or a list, each text"),
+        ("compression.carry=.nan", "a number of more than 0, up to 1"),
+        ("compression.carry=0", "a number of more than 0, up to 1"),
+        ("compression.warmup_steps=-1", "a whole number of at least 0"),
+        ("compression.block=100", "64, 128, 256, 512, 1024, 2048 or 4096"),
+        ("compression.matrix_rank=0", "a whole number of at least 1"),
+        ("compression.candidates=[]", "a list, each bf16, fp8, int4, int8, onebit, ternary or topk"),
+        ("compression.error_budget=.inf", "a number of more than 0, up to 1, or null"),
+    ],
+)
+def test_values_that_mean_nothing(setting: str, takes: str) -> None:
+    with pytest.raises(config.RunFileError) as refused:
+        config.read(None, [setting])
+    assert re.fullmatch(rf"--set: {setting.split('=')[0]}: .* cannot be; it takes {takes}", str(refused.value))
+
+
+def test_settings_that_contradict_each_other(folder: Path) -> None:
+    Path("run.yaml").write_text("shard:\n  zero_stage: 2\n  reshard_after_forward: 4\n")
+    told = r"^run.yaml:2, run.yaml:3: shard: zero_stage 2 keeps weights whole, and reshard_after_forward does not"
+    with pytest.raises(config.RunFileError, match=told):
+        config.read("run.yaml")
+    assert config.read("run.yaml", ["shard.zero_stage=3"])["shard.reshard_after_forward"].value == 4
+
+
 def test_values_are_what_is_written(folder: Path) -> None:
     """YAML 1.1 reads 1:4 as 64, 010 as 8 and a date as no text at all."""
     Path("run.yaml").write_text(
@@ -157,6 +191,7 @@ def test_defaults_are_those_of_what_settings_stand_for() -> None:
     for name in get_args(config.Codec):
         Compression(gradients=name)
     assert all(issubclass(kind_of(name), Scaled) for name in get_args(config.WeightCodec))
+    assert get_args(config.Block) == BLOCKS
 
 
 def test_every_comment_of_a_written_file_is_a_setting() -> None:

@@ -123,6 +123,7 @@ inner()
     ("last_words", "status", "summary"),
     [
         also("sys.exit(7)", 7, "SystemExit: 7"),
+        ("sys.exit(-1)", 255, "SystemExit: -1"),
         also("os.kill(os.getpid(), 9)", 137, "killed by signal 9"),
         (
             "import json; json.dump = lambda *_: os.kill(os.getpid(), 9); 1 / 0",
@@ -238,8 +239,8 @@ def test_mistakes_are_told_once_by_the_launcher(
         (["--config=nowhere"], "nowhere: No such file or directory; yafsdp-cc config writes a run file"),
         (["--set=shard.zero_stagge=2"], "--set: there is no setting shard.zero_stagge; did you mean shard.zero_stage?"),
         (
-            ["--set=compression.carry=2"],
-            "compression (--set): carry=2.0: a residual is carried by a share of more than",
+            ["--set=compression=onebit", "--set=compression.feedback=false"],
+            "compression (--set): gradients='onebit' with feedback=False: what it leaves out would be lost",
         ),
         (["--set=launch.log_dir=/proc/logs"], "error: no folder for logs can be made"),
     ],
@@ -294,6 +295,13 @@ say(f"{yafsdp_cc.plan_of(model)}")
     assert "2 units on 2 ranks" in ran.stdout
     assert "  shard.zero_stage = 2  (run.yaml:2)\n  shard.separate_reduce_group = True  (--set)\n" in ran.stdout
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def test_a_launcher_within_a_rank_does_not_take_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YAFSDP_CC_RUN", json.dumps({"shard.zero_stage": [2, "of a rank's launcher"]}))
+    (tmp_path / "train.py").write_text("import os; print(os.environ['YAFSDP_CC_RUN'])")
+    ran = yafsdp_cc("launch", "train.py", folder=tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{}\n", "")
 
 
 def test_settings_that_nothing_asks_for_are_told(tmp_path: Path) -> None:

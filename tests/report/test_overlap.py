@@ -123,6 +123,10 @@ def test_what_is_no_trace_is_told_by_name(tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("no database, but text that is long enough to be looked at" * 20)
     (tmp_path / "no_cuda.sqlite").write_bytes(b"")
     (tmp_path / "cut.json.gz").write_bytes(write_kineto(tmp_path / "whole.json.gz").read_bytes()[:99])
+    damaged = bytearray((tmp_path / "whole.json.gz").read_bytes())
+    damaged[40:60] = bytes(20)
+    (tmp_path / "damaged.json.gz").write_bytes(damaged)
+    (tmp_path / "no_start.json").write_text(write_kineto(tmp_path / "whole.json").read_text().replace('"ts"', '"at"'))
     several = write_nsys(tmp_path / "several.sqlite")
     with closing(sqlite3.connect(several)) as database:
         database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = ? WHERE streamId = 7", (OTHER_PROCESS,))
@@ -135,6 +139,8 @@ def test_what_is_no_trace_is_told_by_name(tmp_path: Path) -> None:
         ("text.sqlite", "not a whole trace"),
         ("no_cuda.sqlite", "--trace=cuda,nvtx"),
         ("cut.json.gz", "not a whole trace"),
+        ("damaged.json.gz", "not a whole trace"),
+        ("no_start.json", "not a whole trace"),
         ("missing.json", "No such file"),
     ):
         with pytest.raises(UnreadableError, match=f"{name}.*{message}"):

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         default="fp32",
         help="of weights and activations in the layers; bf16 is faster where the processor knows it (%(default)s)",
     )
-    flags.add_argument("--name", default="demo", help="the run's folder under runs/, overwritten (%(default)s)")
+    flags.add_argument("--name", default="demo", help="the run's folder under runs/, added to (%(default)s)")
     flags.add_argument("--seed", type=int, default=0, help="of the first weights and of the batches (%(default)s)")
     return flags
 

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher import api as launcher_api
 
-from yafsdp_cc.cli.logs import RankLogs
+from yafsdp_cc.cli.logs import RankLogs, UnwritableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -150,7 +150,7 @@ def _launch(
         return _report(job, failed.failures)
     except argparse.ArgumentError as error:
         parser.error(str(error))
-    except (RendezvousError, DistError) as error:
+    except (RendezvousError, DistError, UnwritableError) as error:
         print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
         return 1
     return 0
@@ -328,7 +328,7 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
         message = json.loads(file.read_text())["message"]
         extra = message["extraInfo"] if isinstance(message, dict) else {}
         if "time_ns" in extra:
-            summary = message["message"].partition("\n")[0]
+            summary = message["message"].partition("\n")[0][:400]
             story = extra["py_callstack"]
             wrote.append(Failure(int(extra["time_ns"]), extra["rank"], extra["exit_code"], summary, story))
     known = {failure.rank for failure in wrote}

@@ -87,8 +87,7 @@ def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Sett
 
     try:
         settings = read(given.get("config"), given["set"])
-        if any(not name.startswith("launch.") for name in settings):
-            os.environ[RUN] = to_environment(settings)
+        os.environ[RUN] = to_environment(settings)  # also where there are none: not those of a launcher around this
         compression_of_run()
     except ValueError as error:
         parser.exit(2, f"yafsdp-cc launch: nothing is started with these settings\n{error}\n")

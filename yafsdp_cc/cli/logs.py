@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import select
 import selectors
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 LOG = "YAFSDP_CC_LOG"
 """The environment variable that tells a rank its log, for what is not to be on the console."""
+
+
+class UnwritableError(Exception):
+    """A log cannot be written; the message names it and says what to do."""
 
 
 class RankLogs(DefaultLogsSpecs):
@@ -57,9 +62,11 @@ class RankLogs(DefaultLogsSpecs):
             head = f"==== {when}, attempt {self._attempt}: rank {rank} of {env['WORLD_SIZE']}, {self._title}\n"
             try:
                 log = os.open(self.path(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                _lock(log, self.path(rank))
                 _write(log, head.encode())
             except OSError as error:
-                raise SystemExit(f"yafsdp-cc: {self.path(rank)} cannot be written, {error.strerror}") from None
+                why = f"{self.path(rank)} cannot be written, {error.strerror}: name another folder, --log-dir=DIR"
+                raise UnwritableError(why) from error
             self._begins[rank] = os.fstat(log).st_size
             shown = rank == 0 if self._shown is None else local_rank in self._shown
             self._on_console |= {rank} if shown else set()
@@ -81,18 +88,22 @@ class RankLogs(DefaultLogsSpecs):
 
     def append(self, rank: int, text: str) -> None:
         """Add to the log of a rank that has ended."""
-        with self.path(rank).open("a") as file:
+        with suppress(OSError), self.path(rank).open("a") as file:  # a full disk has been told of already
             file.write(text)
 
     def last_lines(self, rank: int, count: int = 12) -> list[str]:
-        """Return what a rank has printed at the end of this attempt; nothing for ranks on the console."""
+        """Return what a rank has printed at the end of this attempt; nothing for ranks on the console.
+
+        Of a progress bar, which writes one line over and over, it is the last state; of long lines, their ends.
+        """
         if rank in self._on_console:
             return []
         with self.path(rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begins[rank], size - (1 << 16)))
             text = file.read().decode(errors="replace")
-        return [line for line in re.split(r"[\r\n]+", text) if line][-count:]
+        lines = [line.rstrip("\r").rpartition("\r")[2][-400:] for line in text.split("\n")]
+        return [line for line in lines if line][-count:]
 
 
 class _Copies:
@@ -116,7 +127,8 @@ class _Copies:
     def finish(self) -> None:
         """Copy what is there now, and close everything."""
         os.write(self._stop, b".")
-        self._thread.join(timeout=10)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
         if not self._thread.is_alive():
             self._selector.close()
             for file in (*self._ends, *self._logs):
@@ -143,7 +155,19 @@ class _Copies:
                     except OSError as error:  # a full disk or a closed console stops neither ranks nor other files
                         key.data.remove(file)
                         if file in self._logs:
-                            print(f"yafsdp-cc: a log ends here: {error}", file=sys.stderr)
+                            path = os.readlink(f"/proc/self/fd/{file}")
+                            print(f"yafsdp-cc: {path} ends here: {error.strerror}", file=sys.stderr)
+
+
+def _lock(log: int, path: Path) -> None:
+    """Say so where another launcher writes this log, too; ranks run all the same."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        told = "the output of both runs is mixed there; give each a name, --name=NAME"
+        print(f"yafsdp-cc: another run is writing {path}: {told}", file=sys.stderr)
+    except OSError:
+        pass  # a file system without locks
 
 
 def _write(file: int, data: bytes) -> None:

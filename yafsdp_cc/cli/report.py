@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from yafsdp_cc.bench.common import table
-from yafsdp_cc.report import page
 from yafsdp_cc.report.overlap import measure
 from yafsdp_cc.report.trace import UnreadableError, read
 
@@ -31,20 +30,27 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not asked.output.absolute().parent.is_dir():
         parser.error(f"--output {asked.output}: there is no such folder")
+
+    from yafsdp_cc.report import page  # not before the flags are known to be good: pydantic takes a tenth of a second
+
     try:
-        files = [file for path in asked.paths for file in _files(path)]
+        files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]
         traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
-    except UnreadableError as error:
+        sections = [*([page.run_section(runs)] if runs else []), *map(page.trace_section, traces)]
+        asked.output.write_text(page.page(sections), encoding="utf-8")
+    except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
+    for run in runs:
+        for line in run.cut_off:
+            print(f"{run.name}: line {line} is left out: the run was ended while it wrote it", file=sys.stderr)
     if runs:
         print(table(*page.run_table(runs)))
     for found in traces:
         print(f"\n{found.trace.title}")
         for title, rows in page.trace_tables(found).items():
             print(f"\n{title}\n{table(*rows)}")
-    asked.output.write_text(page.page([*([page.run_section(runs)] if runs else []), *map(page.trace_section, traces)]))
     print(f"\nwrote {asked.output}")
     return 0
 

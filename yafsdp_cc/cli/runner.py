@@ -50,8 +50,9 @@ def _run_and_record(argv: list[str]) -> None:
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
     except SystemExit as leave:
-        if leave.code not in (None, 0):
-            _record(leave, "", leave.code if isinstance(leave.code, int) else 1)
+        status = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)
+        if status:
+            _record(leave, "", status)
         raise
     except Exception as error:
         # Another rank that left on Ctrl-C takes its connections with it: what breaks here is then no failure.

@@ -124,15 +124,6 @@ class Compression(CompressionFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Compression:
-        codec_of(EXACT, self.block)
-        if self.matrix_rank < 1:
-            raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
-        if not 0 < self.carry <= 1:
-            raise ValueError(f"carry={self.carry}: a residual is carried by a share of more than 0, up to 1")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps}: a number of optimizer steps, 0 or more")
-        if self.error_budget is not None and not 0 < self.error_budget <= 1:
-            raise ValueError(f"error_budget={self.error_budget}: a share of gradients' squares: more than 0, up to 1")
         if AUTO not in self.named and (
             self.error_budget is not None or self.candidates != CompressionFields.candidates
         ):

@@ -10,18 +10,18 @@ from math import ceil, floor, log10
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from yafsdp_cc.report.overlap import Span
 
-WIDTH, WIDE, HEIGHT, LEFT, BOTTOM, TOP, ROW = 720, 1440, 260, 74, 40, 10, 30
-MOST_POINTS = 600
+WIDTH, WIDE, HEIGHT, LEFT, RIGHT, BOTTOM, TOP, ROW = 480, 1440, 230, 74, 28, 40, 10, 30
+MOST_POINTS = 300
 """Of a line: more cannot be told apart."""
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
-    span = (high - low) or abs(high) or 1.0
+    span = max((high - low) or abs(high), 1e-300)  # of the smallest numbers there are, a share is none
     power = 10.0 ** floor(log10(span / most))
     step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
     return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
@@ -37,7 +37,10 @@ def number(value: float) -> str:
 
 
 def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Draw a line for each of ``curves``, points [x, y] by its name, and their legend."""
+    """Draw a line for each of ``curves``, points [x, y] by its name, and their legend.
+
+    Of more points than can be told apart, it goes through the medians of neighbours, and a band has all of them.
+    """
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return ""
@@ -45,7 +48,7 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
     if low == high:
         low, high = low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
     low, high = (0.0 if 0 < low < 0.3 * high else low), high + 0.03 * (high - low)
-    wide, tall = WIDTH - LEFT - 16, HEIGHT - BOTTOM - TOP
+    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
 
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + wide * (x - left) / ((right - left) or 1), TOP + tall * (high - y) / (high - low)
@@ -58,16 +61,23 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
     drawn.append(
         f'<text transform="translate(13 {TOP + tall / 2:.0f}) rotate(-90)" text-anchor="middle">{escape(up)}</text>'
     )
+
+    def path(points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+
     for colour, curve in enumerate(curves.values()):
         every = ceil(len(curve) / MOST_POINTS) or 1
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in [*curve[:-1][::every], *curve[-1:]]))
-        drawn.append(f'<polyline class="line c{colour % 8}" points="{path}"/>')
+        parts = [sorted(curve[at : at + every], key=lambda point: point[1]) for at in range(0, len(curve), every)]
+        if every > 1:
+            band = path([part[0] for part in parts] + [part[-1] for part in reversed(parts)])
+            drawn.append(f'<polygon class="band c{colour % 8}" points="{band}"/>')
+        drawn.append(f'<polyline class="line c{colour % 8}" points="{path(part[len(part) // 2] for part in parts)}"/>')
         if len(curve) < 40:
             for x, y in curve:
                 (across_px, up_px), told = place(x, y), f"{number(x)}: {number(y)}"
                 dot = f'<circle class="c{colour % 8}" r="3" cx="{across_px:.1f}" cy="{up_px:.1f}">'
                 drawn.append(f"{dot}<title>{escape(told)}</title></circle>")
-    return _figure(title, WIDTH, HEIGHT, drawn, {name: place for place, name in enumerate(curves)})
+    return _figure(title, WIDTH, HEIGHT, drawn, {name: place for place, name in enumerate(curves) if curves[name]})
 
 
 def bars(
@@ -80,8 +90,8 @@ def bars(
     kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts)
     colours = colours or {kind: place for place, kind in enumerate(kinds)}
     most = max(sum(parts.values()) for parts in rows.values())
-    left = min(220, 24 + 7 * max(map(len, rows)))
-    wide, height = WIDTH - left - 90, TOP + ROW * len(rows) + BOTTOM
+    left = min(170, 24 + 8 * max(map(len, rows)))
+    wide, height = WIDTH - left - 60, TOP + ROW * len(rows) + BOTTOM
     drawn = []
     for mark in ticks(0, most):
         x = left + wide * mark / most
@@ -90,7 +100,7 @@ def bars(
     drawn.append(_text(left + wide / 2, height - 6, unit))
     for row, (name, parts) in enumerate(rows.items()):
         x, y = float(left), TOP + ROW * row + 4
-        drawn.append(_text(left - 8, y + 15, _short(name, left // 7 - 2), "end"))
+        drawn.append(_text(left - 8, y + 15, _short(name, left // 8 - 1), "end"))
         for kind, value in parts.items():
             length = wide * value / most
             box = f'<rect class="c{colours[kind] % 8}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{ROW - 8}">'

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html import escape
+from math import nan
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from yafsdp_cc.report import charts
 from yafsdp_cc.report.overlap import Shared, joined
@@ -22,18 +24,62 @@ Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
 
 
+Count: TypeAlias = Annotated[int, Field(ge=0, le=1 << 53)]
+Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
+"""None is a number that was not finite."""
+
+
+class Start(BaseModel):
+    """What a report takes from the first line of a run, or of the run that goes on with it."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    event: Literal["start"]
+    first_step: Count = 0
+    ranks: Count = 1
+    plan: str = ""
+    device: str = ""
+    planned_bytes: Figure = None
+
+
+class Record(BaseModel):
+    """What a report takes from a line of steps, a validation or the end."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    event: Literal["step", "eval", "end"]
+    step: Count
+    seconds: Annotated[float, Field(ge=0, le=1e300)]
+    loss: Figure = None
+    val_loss: Figure = None
+    tokens_per_s: Figure = None
+    s_per_step: Figure = None
+    forward_s: Figure = None
+    backward_s: Figure = None
+    optimizer_s: Figure = None
+    gathered_bytes_per_step: Figure = None
+    reduced_bytes_per_step: Figure = None
+    owned_bytes: Figure = None
+    peak_memory_bytes: Figure = None
+
+
+_LINE: TypeAdapter[Start | Record] = TypeAdapter(Annotated[Start | Record, Field(discriminator="event")])
+
+
 class Run(NamedTuple):
     """What ``yafsdp_cc.Metrics`` has written of a run."""
 
     name: str
-    start: dict[str, Any]
-    records: list[dict[str, Any]]
-    """Of steps, validations and the end, in order; steps that were made again after a restart are there once."""
+    start: Start
+    records: list[Record]
+    """In order; steps that were made again after a restart are there once."""
+    cut_off: list[int]
+    """The numbers of lines that are left out, because the run was ended while it wrote them."""
 
     def curve(self, key: str, against: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
         """Return the values of a key, each with its step or another key's value."""
-        found = [(each.get(against), each.get(key)) for each in self.records]
-        return [(x / scale, y) for x, y in found if x is not None and y is not None]
+        found = [(getattr(each, against), getattr(each, key)) for each in self.records]
+        return [(x / scale, y) for x, y in found if y is not None]
 
     def usual(self, key: str) -> float | None:
         """Return the median of a key over the reports after the first, whose step makes buffers."""
@@ -41,41 +87,53 @@ class Run(NamedTuple):
         return median(values[1:] or values) if values else None
 
     def last(self, key: str) -> Any:
-        """Return the last value of a key; one that was not finite is not a number."""
-        value = next((each[key] for each in reversed(self.records) if key in each), self.start.get(key, ""))
-        return float("nan") if value is None else None if value == "" else value
+        """Return the last value of a key, which is not a number if it was not finite; None where there is none."""
+        for each in (*reversed(self.records), self.start):
+            if key in each.model_fields_set:
+                value = getattr(each, key)
+                return nan if value is None else value
+        return None
 
 
 def read_run(path: Path) -> Run:
-    """Read a ``metrics.jsonl``. A half line at its end, of a run that was cut off, is left out.
+    """Read a ``metrics.jsonl``.
+
+    A run that is killed leaves half a line. That is left out: at the end, or before the start of the run that went on.
 
     Raises:
-        UnreadableError: it is not one.
+        UnreadableError: it is not one; the message names the line.
     """
-    start: dict[str, Any] = {}
-    records: list[dict[str, Any]] = []
+    start: Start | None = None
+    records: list[Record] = []
     began = 0.0
-    text = path.read_text(errors="replace").splitlines()
-    for count, line in enumerate(text, start=1):
+    cut_off = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror}") from error
+    for count, line in enumerate(lines, start=1):
+        after = lines[count] if count < len(lines) else None
         try:
-            record = json.loads(line)
-            event = record.pop("event")
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            if count == len(text) > 1:
-                break
-            what = 'not a JSON object with an "event"'
+            found = _LINE.validate_json(line)
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            if first["type"] == "json_invalid" and (after is None or after.startswith('{"event": "start"')):
+                cut_off += [count] if line else []
+                continue
+            what = 'not a JSON object with an "event" of start, step, eval or end'
+            what = f"{first['loc'][-1]}: {first['msg']}" if first["loc"] else what
             raise UnreadableError(f"{path}, line {count}: {what}; is it a file of yafsdp_cc.Metrics?") from error
-        if event == "start":
-            start = record
-            records = [each for each in records if each.get("step", 0) <= record.get("first_step", 0)]
-            records = [each for each in records if each["event"] != "end"]
-            began = records[-1].get("seconds", 0.0) if records else 0.0
+        if isinstance(found, Start):
+            start = found
+            records = [each for each in records if each.step <= found.first_step and each.event != "end"]
+            began = records[-1].seconds if records else 0.0
         else:
-            later = {"seconds": began + record["seconds"]} if "seconds" in record else {}
-            records.append(record | {"event": event} | later)
-    if not any(each["event"] == "step" for each in records):
+            found.seconds += began
+            records.append(found)
+    if start is None or not any(each.event == "step" for each in records):
         raise UnreadableError(f"{path}: no step in it: the run has not reported yet")
-    return Run(str(path.parent) if path.parent.name else path.parent.resolve().name, start, records)
+    folder = path.parent if path.parent.name else path.parent.resolve()
+    return Run(str(folder if path.name == "metrics.jsonl" else folder / path.name), start, records, cut_off)
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -102,12 +160,12 @@ def run_table(runs: Sequence[Run]) -> Rows:
 
     def row(run: Run) -> list[str]:
         step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
+        losses = run.last("loss"), run.last("val_loss")
         return [
             run.name,
             _cell(run.last("ranks")),
             _cell(run.last("step")),
-            _cell(run.last("loss"), ".4f"),
-            _cell(run.last("val_loss"), ".4f"),
+            *(_cell(loss, ".4f" if loss is None or abs(loss) < 1e6 else ".4g") for loss in losses),
             _cell(run.usual("tokens_per_s"), ",.0f"),
             _cell(step and 1e3 * step, ",.1f"),
             _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
@@ -124,7 +182,7 @@ def run_section(runs: Sequence[Run]) -> str:
     """Draw runs side by side."""
 
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: curve for run in runs if (curve := run.curve(key, **how))}
+        return {run.name: run.curve(key, **how) for run in runs}  # a colour is the same run everywhere
 
     def parts(run: Run) -> dict[str, float]:
         found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
@@ -140,7 +198,7 @@ def run_section(runs: Sequence[Run]) -> str:
         for run in runs
         for name, key in held.items()
         # Of a whole process on a CPU most is none of the model's.
-        if run.last(key) and (key != "peak_memory_bytes" or run.start.get("device") == "cuda")
+        if run.last(key) and (key != "peak_memory_bytes" or run.start.device == "cuda")
     }
     seconds = {"against": "seconds", "scale": 60.0}
     pictures = (
@@ -153,9 +211,9 @@ def run_section(runs: Sequence[Run]) -> str:
         charts.bars("Memory of a rank against the plan", "MB", memory),
     )
     plans = "".join(
-        f"<details><summary>Plan of {escape(run.name)}</summary><pre>{escape(run.start['plan'])}</pre></details>"
+        f"<details><summary>Plan of {escape(run.name)}</summary><pre>{escape(run.start.plan)}</pre></details>"
         for run in runs
-        if run.start.get("plan")
+        if run.start.plan
     )
     shown = f"{table_html(run_table(runs))}<div class=charts>{''.join(pictures)}</div>{plans}"
     return f"<section><h2>Runs</h2>{shown}</section>"
@@ -243,26 +301,28 @@ STYLE = """
   --c6: #f778ba; --c7: #d4b72c; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
   margin: 0 auto; padding: 16px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 12px 28px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 12px 28px; }
 h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
 figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; min-width: 440px; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
-svg text { font-size: 12px; fill: var(--faint); } .grid { stroke: var(--grid); }
+svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
+svg text { font-size: 13px; fill: var(--faint); } .grid { stroke: var(--grid); }
 polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .legend { margin: 2px 0; font-size: 13px; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.4; stroke-width: 1; }
+.legend { margin: 2px 0; font-size: 13px; }
 .legend span { margin-right: 16px; display: inline-block; }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } pre { overflow-x: auto; font-size: 13px; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
+  min-width: 7em; } pre { overflow-x: auto; font-size: 13px; }
 """
 
 
 def page(sections: Iterable[str]) -> str:
     """Return the whole page."""
     colours = "".join(
-        f"rect.c{i}, path.c{i}, circle.c{i} {{ fill: var(--c{i}); }} polyline.c{i} {{ stroke: var(--c{i}); }} "
-        f"i.c{i} {{ background: var(--c{i}); }}\n"
+        f"rect.c{i}, path.c{i}, circle.c{i}, .band.c{i} {{ fill: var(--c{i}); }} "
+        f".line.c{i}, .band.c{i} {{ stroke: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n"
         for i in range(8)
     )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -11,6 +11,7 @@ import gzip
 import json
 import re
 import sqlite3
+import zlib
 from collections import defaultdict
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -81,11 +82,23 @@ def read(path: Path) -> Trace:
         UnreadableError: it is neither, or holds no activity.
     """
     try:
-        launches, ranges = _read_nsys(path) if path.suffix == ".sqlite" else _read_kineto(path)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, sqlite3.DatabaseError) as error:
-        raise UnreadableError(
-            f"{path}: not a whole trace ({error}); was the program ended while it was written?"
-        ) from error
+        return _read(path)
+    except UnreadableError:
+        raise
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror or error}") from error
+    except (*_CUT_OFF, *_OF_ANOTHER_FORM) as error:
+        what = f"not a whole trace ({type(error).__name__}: {error}); was the program ended while it was written?"
+        raise UnreadableError(f"{path}: {what}") from error
+
+
+_CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, sqlite3.DatabaseError)
+_OF_ANOTHER_FORM = (AttributeError, KeyError, TypeError)
+"""What a value raises that is missing or of another kind than torch and nsys write."""
+
+
+def _read(path: Path) -> Trace:
+    launches, ranges = _read_nsys(path) if path.suffix == ".sqlite" else _read_kineto(path)
     if not launches:
         raise UnreadableError(f"{path}: no kernel, copy or operator in this trace; record it with yafsdp-cc profile")
     steps = [each for each in ranges if re.match(r"ProfilerStep#|YaFSDP::iteration", each.name)]
