@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from yafsdp_cc.api import plan_of, shard
-from yafsdp_cc.fake_ranks import fake_ranks
+from yafsdp_cc.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.plan import Plan, find_units
 from yafsdp_cc.plan.activations import Activations, Block
 from yafsdp_cc.plan.step_time import Work
@@ -188,10 +188,8 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     """
     with torch.device("meta"):
         model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # data pointers of fake tensors, which are only compared
-        with fake_ranks(mesh, device) as ranks:
-            return plan_of(shard(_give_fake_memory(model), mesh=ranks, **settings))
+    with fake_ranks(mesh, device, MetaDevice()) as ranks:
+        return plan_of(shard(model, mesh=ranks, **settings))
 
 
 # Activations and operations -------------------------------------------------------------------------------------------
