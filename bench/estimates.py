@@ -174,19 +174,28 @@ YAFSDP = [
         ("3-70B", 256, 2048, 7.17, 20),
     )
 ]
-"""Of YaFSDP's README, A100 of 80 GB."""
+"""Of YaFSDP's README, A100 of 80 GB, 8 in a machine."""
 TITAN = [Published("3-8B", ranks, 8192, 2 * 8192 / rate, batch=2) for ranks, rate in ((8, 5762), (128, 5605))]
 """Of torchtitan (2024-12), H100, eager, its default length of sequences assumed."""
 
 
+FP32_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""What both reduce in by default."""
+HOP = (7 * 3.4e-6 + 14e-6) / 8
+"""Seconds of a ring's hop: of 8, one is between machines.
+
+Source: NCCL 2.19, ``src/graph/tuning.cc``: ``hwLat`` of rings and the Simple protocol, by NVLink and by network.
+"""
+
+
 @cache
 def plan_of_llama(model: str, ranks: int) -> Plan:
-    return plan_over(subject_with(LLAMAS[model], 1, 1).build, (ranks,), mp_policy=POLICIES["bf16"])
+    return plan_over(subject_with(LLAMAS[model], 1, 1).build, (ranks,), mp_policy=FP32_REDUCE)
 
 
 def events_of_row(row: Published) -> list[Event]:
     """Return a step of a published row."""
-    found = probe(subject_with(LLAMAS[row.model], row.batch, row.tokens), POLICIES["bf16"])
+    found = probe(subject_with(LLAMAS[row.model], row.batch, row.tokens), FP32_REDUCE)
     return events_of(plan_of_llama(row.model, row.ranks), found.work_with(row.checkpointed))
 
 
@@ -236,13 +245,13 @@ LAB = [
 
 def published() -> None:
     """Print every row of the published tables as predicted from the others."""
-    rates = [1e12 * 120 * 1.03**step for step in range(20)]
-    links = [1e9 * 30 * 1.05**step for step in range(20)]
+    rates = [1e12 * 140 * 1.01**step for step in range(36)]
+    links = [1e9 * 50 * 1.02**step for step in range(36)]
     steps = {row: events_of_row(row) for row in YAFSDP}
     places = [(rate, link) for rate in rates for link in links]
     leave_one_out(
         {
-            row: [step_time(step, row.ranks, rate, Link(1 / link)).total for rate, link in places]
+            row: [step_time(step, row.ranks, rate, Link(1 / link, hop=HOP)).total for rate, link in places]
             for row, step in steps.items()
         },
         [f"{rate / 1e12:.0f} TFLOP/s, {link / 1e9:.0f} GB/s" for rate, link in places],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -42,23 +43,29 @@ def _run_examples(page: str, folder: Path) -> None:
         exec(script, module.__dict__)
 
 
-ELSEWHERE = ("make ", "source ", "srun ", "yafsdp-cc launch --nnodes=2")
-"""Begins of commands that need an installation of their own, Slurm or a second machine."""
+ELSEWHERE = (
+    "make ",
+    "source ",
+    "srun ",
+    "yafsdp-cc launch --nnodes=2",
+    *(f"yafsdp-cc bench --suite {name}" for name in ("slow", "train")),
+)
+"""Begins of commands that need an installation of their own, Slurm, a second machine or hours."""
+COMMANDS = ["README.md", *(f"docs/{name}.md" for name in ("launch", "estimate", "frameworks", "netlab"))]
+COMMANDS += [f"docs/tutorials/{name}.md" for name in TUTORIALS]
+"""Pages with commands; those of profiling.md have a test of their own, those of cuda.md need a GPU."""
+TUTORIAL = "docs/tutorials/loop.md"
 
 
 @LONG
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "tutorials" in page or "launch" in page or "README" in page]
-)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", COMMANDS)
 def test_commands_run(page: str, tmp_path: Path) -> None:
-    """Each in its turn, with the page's script as train.py, in a folder that has the repository's programs."""
+    """Each in its turn, in a folder that has the repository's programs and the files that the page speaks of."""
     text = (ROOT / page).read_text(encoding="utf-8")
     commands = [line for block in blocks_of(text, "bash") for line in block.splitlines() if not line.startswith("#")]
-    source = text if "slow-network" not in page else (ROOT / "docs/tutorials/loop.md").read_text(encoding="utf-8")
-    (tmp_path / "train.py").write_text(blocks_of(source, "python")[0])
-    for name in ("bench", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    assert commands
+    _make_files(text, tmp_path)
     found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in commands:
         if not command.startswith(ELSEWHERE):
@@ -72,6 +79,22 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
                 check=False,
             )
             assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def _make_files(page: str, folder: Path) -> None:
+    """Make what the commands of a page name: its script, or that of the first tutorial; a factory; a config."""
+    own, tutorial = (blocks_of(text, "python") for text in (page, (ROOT / TUTORIAL).read_text(encoding="utf-8")))
+    is_own = "`train.py`" in page and own not in ([], tutorial)
+    (folder / "train.py").write_text(own[0] if is_own else "\n".join(tutorial[:2]))
+    for name in ("bench", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("package", "path/to/model"):
+        (folder / name).mkdir(parents=True)
+    (folder / "package" / "module.py").write_text(own[0] if own else "")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, **sizes}
+    for path in (folder, folder / "path/to/model"):
+        (path / "config.json").write_text(json.dumps(config))
 
 
 def blocks_of(text: str, kind: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_cc
 from tests.plan.test_step_time import plan as plan_of_blocks
@@ -30,7 +31,7 @@ from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import loss_of
 from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.plan.step_time import Event
+from yafsdp_cc.plan.step_time import Event, Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -121,8 +122,33 @@ def test_operations_of_a_step_are_six_per_parameter_and_token_and_those_of_atten
     # torch counts the backward of attention with the scores computed again.
     assert sum(each.backward for each in found.work.values()) == 4 * matrices * tokens + 2.5 * attention
     assert found.work["blocks.0"] == found.work["blocks.5"]
-    again = found.work_with(2)["blocks.1"]
-    assert again == (found.work["blocks.1"].forward, sum(found.work["blocks.1"]))
+    more = [_counted(checkpointed) - _counted(0) for checkpointed in (2, 6)]
+    assert more == [_total(found.work_with(checkpointed)) - _total(found.work) for checkpointed in (2, 6)]
+    assert 0 < more[1] < sum(each.forward for each in found.work.values())
+
+
+def _total(work: dict[str, Work]) -> float:
+    return sum(each.forward + each.backward for each in work.values())
+
+
+def _counted(checkpointed: int) -> float:
+    """Return the operations of a step whose first blocks are checkpointed by torch."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as flops:
+        model = GPT(width=96, depth=6, heads=3)
+        for block in model.blocks[:checkpointed]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        loss_of_small(model).backward()
+    return float(flops.get_total_flops())
+
+
+def test_attention_of_a_config_is_causal(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 96, **sizes}))
+    subject = subject_of(str(tmp_path), 2, 32)
+    matrices = sum(p.numel() for name, p in subject.build().named_parameters() if p.ndim == 2 and "embed" not in name)
+    forward = sum(each.forward for each in probe(subject, BF16).work.values())
+    assert forward == 2 * 32 * (2 * matrices + 2 * 2 * 64 * 32)  # per token; half of the scores and values
 
 
 def test_a_config_is_a_model_type_a_file_or_a_folder(tmp_path: Path) -> None:

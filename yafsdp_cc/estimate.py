@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker, _ModState
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from yafsdp_cc.api import plan_of, shard
-from yafsdp_cc.fake_ranks import fake_ranks
+from yafsdp_cc.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.plan import Plan, find_units
 from yafsdp_cc.plan.activations import Activations, Block
 from yafsdp_cc.plan.step_time import Work
@@ -62,8 +64,7 @@ class Probe(NamedTuple):
 
     def work_with(self, checkpointed: int) -> dict[str, Work]:
         """Return ``work`` where the first so many blocks are recomputed."""
-        again = {name: self.work[name] for name in self.blocks[:checkpointed]}
-        return self.work | {name: Work(each.forward, each.forward + each.backward) for name, each in again.items()}
+        return self.work | {name: self.work[name].checkpointed() for name in self.blocks[:checkpointed]}
 
 
 # Models -------------------------------------------------------------------------------------------------------------
@@ -113,6 +114,7 @@ def _first(made: Any) -> nn.Module:
 def _from_config(name: str, batch: int, sequence: int) -> Subject:
     try:
         import transformers
+        from transformers import masking_utils
     except ImportError:
         raise ValueError(f"{name!r} would be a Hugging Face config: pip install 'yafsdp_cc[hf]'") from None
     path = Path(name)
@@ -144,7 +146,9 @@ def _from_config(name: str, batch: int, sequence: int) -> Subject:
 
     def loss(model: nn.Module) -> Tensor:
         tokens = _tokens(vocabulary, batch, sequence)
-        found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        # It would read the values of positions. Where these cannot be read, causal attention gets a mask.
+        with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+            found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found
 
     return Subject(lambda: kind(config).train(), loss)
@@ -188,10 +192,8 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     """
     with torch.device("meta"):
         model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # data pointers of fake tensors, which are only compared
-        with fake_ranks(mesh, device) as ranks:
-            return plan_of(shard(_give_fake_memory(model), mesh=ranks, **settings))
+    with fake_ranks(mesh, device, MetaDevice()) as ranks:
+        return plan_of(shard(model, mesh=ranks, **settings))
 
 
 # Activations and operations -------------------------------------------------------------------------------------------
@@ -220,10 +222,11 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
     with warnings.catch_warnings(), fake:
         warnings.simplefilter("ignore")
         probed = [block for block in blocks if block not in left_out]
-        measured, forward, total = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
+        measured, forward, total, again = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
 
     def work_of(name: str) -> Work:
-        return Work(forward.get(name, 0.0), total.get(name, 0.0) - forward.get(name, 0.0))
+        first = forward.get(name, 0.0)
+        return Work(first, total.get(name, 0.0) - first, again.get(name, 0.0))
 
     counted = {probed_names[unit.modules[0]] for unit in found if unit.modules[0] not in (*left_out, model)}
     rest, parts = work_of(""), [work_of(name) for name in counted]
@@ -259,8 +262,8 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
-) -> tuple[Activations, dict[str, float], dict[str, float]]:
-    """Return activations, and operations of the forward and of all by module name."""
+) -> tuple[Activations, dict[str, float], dict[str, float], dict[str, float]]:
+    """Return activations, and by module name operations: of the forward, of all, and of what a checkpoint repeats."""
     tracker = MemTracker()
     tracker.track_external(model)
     before = _total(tracker.get_tracker_snapshot())
@@ -272,7 +275,7 @@ def _run(
         first.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
 
     handle = blocks[-1].register_forward_hook(watch) if blocks else nullcontext()
-    with flops, tracker, handle:
+    with flops, tracker, handle, _count_repeated(blocks, flops) as repeated:
         loss = loss_of(model)
         forward = _by_name(flops, model)
         for parameter in model.parameters():
@@ -290,7 +293,35 @@ def _run(
         found.append(Block(after - inside, stats.output_mem, highest - kept))
     tail = (outside[0] if outside else peak + before) - before - kept
     known = Activations(tuple(found), tail, 0)
-    return known._replace(lowest=peak if peak > known.peak() else 0), forward, _by_name(flops, model)
+    again = {name: repeated.get(module, 0.0) for name, module in model.named_modules()}
+    return known._replace(lowest=peak if peak > known.peak() else 0), forward, _by_name(flops, model), again
+
+
+@contextmanager
+def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator[dict[nn.Module, float]]:
+    """Count of each block's forward the operations before the last tensor that is saved for its backward.
+
+    ``torch.utils.checkpoint`` stops a forward that it repeats at that tensor (``early_stop``).
+    """
+    repeated: dict[nn.Module, float] = {}
+
+    def enter(block: nn.Module, _: Any) -> None:
+        before = flops.get_total_flops()
+
+        def pack(tensor: Tensor) -> Tensor:
+            repeated[block] = float(flops.get_total_flops() - before)
+            return tensor
+
+        open_hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+
+    def leave(*_: Any) -> None:
+        open_hooks.close()
+
+    with ExitStack() as open_hooks, ExitStack() as handles:
+        for block in blocks:
+            handles.enter_context(block.register_forward_pre_hook(enter))
+            handles.enter_context(block.register_forward_hook(leave))
+        yield repeated
 
 
 def _let_go(parameter: nn.Parameter) -> None:

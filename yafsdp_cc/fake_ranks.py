@@ -1,9 +1,10 @@
 """Ranks and devices that are not there, for programs that are only planned or counted.
 
-``fake_ranks`` makes this process one rank of any number. Tensors are fake (``FakeTensorMode``): they have shapes and no
-memory. Where the mesh is one of CUDA devices, code that asks for the kind of device takes CUDA's branches, while
-factories that are asked for a CUDA device make fake tensors of the CPU: torch without CUDA cannot run autograd on
-others. Streams and events are stand-ins, what the host reads is zero, and collectives send nothing.
+``fake_ranks`` makes this process one rank of any number. Tensors have shapes and no memory: they are fake
+(``FakeTensorMode``), or meta tensors (``MetaDevice``). Where the mesh is one of CUDA devices, code that asks for the
+kind of device takes CUDA's branches, while factories that are asked for a CUDA device make tensors of the CPU: torch
+without CUDA cannot run autograd on others. Streams and events are stand-ins, what the host reads is zero, and
+collectives send nothing.
 """
 
 from __future__ import annotations
@@ -85,6 +86,26 @@ class FakeDevice(TorchFunctionMode):
         return made
 
 
+class MetaDevice(FakeDevice):
+    """Has tensors of the meta device pass for the CPU's: quicker than fake tensors, which torch handles in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__" and func.__self__ in _OF_CPU:
+            return _OF_CPU[func.__self__]
+        kwargs = {name: _meta(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(_meta, args)) if func is Tensor.to else args
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_OF_CPU = {Tensor.device: torch.device("cpu"), Tensor.is_cpu: True, Tensor.is_meta: False}
+"""What tensors of the CPU answer, by attribute."""
+
+
+def _meta(value: Any) -> Any:
+    names_device = isinstance(value, torch.device) or (isinstance(value, str) and value in BACKENDS)
+    return torch.device("meta") if names_device else value
+
+
 def _real(value: Any) -> Any:
     is_cuda = value == "cuda" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cuda"
     return torch.device("cpu") if is_cuda else value
@@ -108,14 +129,14 @@ def fake_ranks(
     event: type[Event] = Event,
     modes: tuple[Any, ...] = (),
 ) -> Iterator[DeviceMesh]:
-    """Be rank 1 of a mesh (0 where there is one) of ranks with a device each; within, tensors are fake.
+    """Be rank 1 of a mesh (0 where there is one) of ranks with a device each; within, tensors have no memory.
 
     Args:
         shape: of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
         kind: of devices, "cpu" or "cuda"; its backend is that of ``BACKENDS``.
         device: makes tensors and answers reads; ``FakeDevice()`` if None.
         event: stands for CUDA's events and streams.
-        modes: entered between ``FakeTensorMode`` and ``device``.
+        modes: entered before ``device``.
     """
     device = FakeDevice() if device is None else device
     for codec in error_feedback._NUMBERS:
@@ -141,7 +162,8 @@ def fake_ranks(
             stack.enter_context(mock.patch.multiple(owner, **values))
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-        fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        is_meta = isinstance(device, MetaDevice)
+        fake: Any = torch.device("meta") if is_meta else FakeTensorMode(allow_non_fake_inputs=True)
         for mode in (fake, *modes, device):
             stack.enter_context(mode)
         yield mesh

@@ -39,7 +39,13 @@ class Work(NamedTuple):
 
     forward: float
     backward: float
-    """With the forward again where it is recomputed."""
+    """With what is recomputed."""
+    recomputed: float = 0.0
+    """Of the forward, what is computed again in the backward where the unit is checkpointed."""
+
+    def checkpointed(self) -> Work:
+        """Return the work where the unit is checkpointed."""
+        return self._replace(backward=self.backward + self.recomputed)
 
 
 class Event(NamedTuple):
