@@ -207,7 +207,6 @@ def test_differences_from_fsdp2() -> None:
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
     for refused, error in (
-        (lambda: model.load_state_dict(model.state_dict(), assign=True), ValueError),
         (lambda: torch.save(model.state_dict(), io.BytesIO()), TypeError),
         (lambda: pickle.dumps(model), TypeError),
         (lambda: copy.deepcopy(model), RuntimeError),

@@ -33,6 +33,7 @@ from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.engine.layout import check_tensor_parallel, local_tensor
+from yafsdp_cc.engine.loading import patch_torch
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -317,6 +318,7 @@ def shard(
     if given.compression is not None:
         _warn_of_residuals(plan_of(model))
     mark_optimizer_steps()
+    patch_torch()
     return model
 
 
@@ -412,6 +414,7 @@ def fully_shard(
                     inner._buffers[key] = buffer.to(info.device)
         make_sharded(each)
     mark_optimizer_steps()
+    patch_torch()
     return module
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -259,6 +260,84 @@ def from_meta(api: Api) -> Run:
     return run
 
 
+def _on_meta(api: Api) -> Any:
+    with torch.device("meta"):
+        model = Transformer()
+    for block in model.blocks:
+        api.fully_shard(block)
+    return api.fully_shard(model)
+
+
+def _distributed(full: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """As torchtitan and torchtune shard what each rank has read."""
+    return {
+        name: nn.Parameter(distribute_tensor(value, like[name].device_mesh, like[name].placements))
+        if isinstance(like[name], DTensor)
+        else value
+        for name, value in full.items()
+    }
+
+
+def assigns(api: Api) -> Run:
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    assert not model.load_state_dict(_distributed(full, model.state_dict()), assign=True).missing_keys
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    model.load_state_dict(_distributed(full, model.state_dict()), assign=True)  # where there are values already
+    if api is not yafsdp_cc:  # whose parameters remain the same objects
+        run.optimizer.param_groups[0]["params"] = list(model.parameters())
+        run.optimizer.state.clear()
+    else:
+        run.optimizer.state.clear()
+    run.steps(2)
+    return run
+
+
+def assigns_in_parts(api: Api) -> Run:
+    """As torchtune loads a model with adapters: these are made on each rank, and the base comes from a file."""
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    adapters = [name for name in full if name.startswith("blocks.1.")]
+    model.blocks[1].down.to_empty(device="cpu")
+    for adapter in model.blocks[1].down.parameters():
+        nn.init.constant_(adapter, 0.01)
+    base = {name: value for name, value in full.items() if name not in adapters}
+    missing, unexpected = model.load_state_dict(_distributed(base, model.state_dict()), strict=False, assign=True)
+    assert (sorted(missing), unexpected) == (sorted(adapters), [])
+    still = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert still == {name for name in adapters if "down" not in name}
+    part = {name.removeprefix("blocks.1."): full[name] for name in still}
+    model.blocks[1].load_state_dict(_distributed(part, model.blocks[1].state_dict()), strict=False, assign=True)
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    return run
+
+
+def loads_from_rank_0(api: Api) -> Run:
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    set_model_state_dict(model, seeded(Transformer, 1).state_dict() if dist.get_rank() == 0 else {}, options=options)
+    run.steps(2)
+    return run
+
+
+def loads_optimizer_state_by_hand(api: Api) -> Run:
+    """As torchtune and the tutorial of FSDP2 do."""
+    run = Run(api)
+    run.steps(2)
+    state = run.optimizer.state_dict()
+    for moments in state["state"].values():
+        for name, value in moments.items():
+            if isinstance(value, DTensor):
+                full = value.full_tensor() * 2
+                moments[name] = distribute_tensor(full, value.device_mesh, value.placements)
+    run.optimizer.load_state_dict(state)
+    run.steps(2)
+    return run
+
+
 def ignores_parameters(api: Api) -> Run:
     model: Any = seeded(Transformer)
     ignored = {model.norm.weight, model.norm.bias}
@@ -379,6 +458,10 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     enters_by_another_way,
     checkpoints,
     from_meta,
+    assigns,
+    assigns_in_parts,
+    loads_from_rank_0,
+    loads_optimizer_state_by_hand,
     ignores_parameters,
     scales,
     shares_lanes,

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._state_dict_utils
-import torch.distributed.checkpoint.state_dict
 from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
@@ -41,6 +39,7 @@ from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
+from yafsdp_cc.engine.rows import flat_range_of, is_by_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,8 +73,8 @@ class FlatShard(Shard):
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            f"a slice along a dimension was asked of {self.spec}, which is sharded by flat ranges. To set a full state "
-            "dict with torch.distributed.checkpoint.state_dict, call yafsdp_cc.patch_torch() once before"
+            f"a slice along a dimension was asked of {self.spec}, which is sharded by flat ranges: write to it with "
+            ".copy_(), which takes full tensors and DTensors of any placements, and read it with .full_tensor()"
         )
 
 
@@ -478,8 +477,8 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 
 _FULL = "call .full_tensor() for the whole tensor, on every rank"
 _STATE_OF_TORCH = (
-    ". Optimizer state that torch has made of a full state dict is sharded otherwise: call yafsdp_cc.patch_torch() "
-    "before set_optimizer_state_dict"
+    ". Optimizer state that was put in place by hand is sharded otherwise: pass it to optimizer.load_state_dict, whose "
+    "next step converts it"
 )
 
 
@@ -559,6 +558,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
                 return spec.local_of(value._local_tensor)
+            if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
+                return flat_range_of(value, spec)
             value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
@@ -886,10 +887,11 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
 
 
 @functools.cache
-def refuse_stale_optimizers() -> None:
-    """Let every optimizer of this process be refused whose parameters were replaced by sharded ones since it was made.
+def check_optimizers() -> None:
+    """Have every optimizer of this process looked at before each step.
 
-    Its steps would change nothing, without a word.
+    One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
+    without a word. State that was loaded as DTensors of rows is sharded like its parameter.
     """
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -900,53 +902,15 @@ def refuse_stale_optimizers() -> None:
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
+        if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
+            _shard_alike(optimizer)
 
     register_optimizer_step_pre_hook(check)
 
 
-@functools.cache
-def patch_torch() -> None:
-    """Let torch's state dict functions fill sharded parameters from full state dicts. Repeated calls do nothing more.
-
-    Needed for ``set_optimizer_state_dict`` with ``full_state_dict=True``, and for ``set_model_state_dict`` with
-    ``broadcast_from_rank0=True``: of each whole tensor, they take the slice along a dimension that a placement names.
-    A flat range is no such slice, and torch has no hook there that a tensor could implement. Replaced are
-
-    * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
-    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
-    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
-
-    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range; all other tensors go the way they always went.
-    """
-    utils: Any = torch.distributed._state_dict_utils
-    state_dict: Any = torch.distributed.checkpoint.state_dict
-    scatter = utils._distribute_tensors
-    broadcast, distribute = state_dict._broadcast_state_dict, state_dict._distribute_state_dict
-
-    @functools.wraps(scatter)
-    def distribute_tensors(local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
-        for key in keys:
-            pair = local.get(key)
-            if isinstance(pair, tuple) and type(pair[0]) is FlatDTensor:
-                local[key] = pair[0].copy_(pair[1])
-        scatter(local, keys, *args, **kwargs)
-
-    @functools.wraps(broadcast)
-    def broadcast_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
-        broadcast(full, local, *args, **kwargs)
-        for key, scalar in scalars.items():
-            if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one
-                local[key] = scalar.copy_(local[key])
-
-    @functools.wraps(distribute)
-    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # In the order of ``full``, the same on every rank: to copy from a DTensor is a collective.
-        filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
-        for key in filled:
-            local[key].copy_(full[key])
-        distribute({key: x for key, x in full.items() if key not in filled}, local, *args, **kwargs)
-
-    utils._distribute_tensors = distribute_tensors
-    state_dict._broadcast_state_dict = broadcast_state_dict
-    state_dict._distribute_state_dict = distribute_state_dict
+def _shard_alike(optimizer: Optimizer) -> None:
+    """Shard state like its parameter: what ``distribute_tensor(full, p.device_mesh, p.placements)`` made is rows."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(parameter, FlatDTensor) else ():
+            if type(value) is DTensor and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
