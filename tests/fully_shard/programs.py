@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import yafsdp_cc
 from tests.fully_shard.run import Api, Run
 from tests.internals import owned_range
-from tests.models import Transformer
+from tests.models import VOCABULARY, Transformer
 from tests.twins import seeded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -260,6 +260,55 @@ def from_meta(api: Api) -> Run:
     return run
 
 
+class Asks(nn.Module):
+    """Looks for its weights by all the ways that there are."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+        self.recomputes = recomputes
+
+    def _layers(self, x: torch.Tensor) -> torch.Tensor:
+        found = dict(self.named_parameters())
+        assert all(isinstance(each, nn.Parameter) for each in (*found.values(), self.inner.weight, self.outer.weight))
+        assert found["outer.weight"] is next(self.outer.parameters()) is self.outer.weight
+        assert {each.dtype for each in found.values()} == {next(self.parameters()).dtype} == {x.dtype}
+        hidden = nn.functional.linear(x, found["inner.weight"], found["inner.bias"]).relu()
+        return x + nn.functional.linear(hidden, next(self.outer.parameters()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._layers, x, use_reentrant=False) if self.recomputes else self._layers(x)
+
+
+class AsksInTheModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList([Asks(), Asks(recomputes=True)])
+        self.head = nn.Linear(16, VOCABULARY)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of Hugging Face models."""
+        return next(each.dtype for each in self.parameters() if each.is_floating_point())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.dtype == torch.bfloat16
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        own = dict(self.named_parameters())
+        return nn.functional.linear(x, own["head.weight"], own["head.bias"])
+
+
+def asks_inside_a_forward(api: Api) -> Run:
+    run = Run(api, seeded(AsksInTheModel), mp_policy=BF16)
+    run.steps()
+    assert run.model.dtype == torch.float32
+    assert all(isinstance(each, DTensor) for each in run.model.parameters())
+    return run
+
+
 def _on_meta(api: Api) -> Any:
     with torch.device("meta"):
         model = Transformer()
@@ -388,6 +437,38 @@ def on_an_explicit_mesh(api: Api) -> Run:
     return run
 
 
+def shards_other_dimensions(api: Api) -> Run:
+    """And reads its shards in that layout, rows and columns."""
+    run = Run(api, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    run.steps(2)
+    weight = run.model.blocks[1].down.weight
+    with torch.no_grad():
+        for dim in (0, 1):
+            part = weight.redistribute(placements=[Shard(dim)])
+            assert part.placements == (Shard(dim),)
+            run.figures[f"along {dim}"] = part.to_local().clone()
+            weight.copy_(part * 0.5)
+    run.steps(1)
+    return run
+
+
+def steps_by_lbfgs(api: Api) -> Run:
+    run = Run(api)
+    optimizer = torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=3, history_size=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        run.count = 0  # the same batch
+        loss = run.loss()
+        loss.backward()
+        dist.all_reduce(mean := loss.detach().clone())
+        return mean
+
+    for _ in range(3):
+        run.figures[f"loss {_}"] = optimizer.step(closure)
+    return run
+
+
 def _replicated(api: Api, **options: Any) -> Run:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return Run(api, mesh=mesh, **options)
@@ -458,6 +539,7 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     enters_by_another_way,
     checkpoints,
     from_meta,
+    asks_inside_a_forward,
     assigns,
     assigns_in_parts,
     loads_from_rank_0,
@@ -466,6 +548,8 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     scales,
     shares_lanes,
     on_an_explicit_mesh,
+    shards_other_dimensions,
+    steps_by_lbfgs,
     with_replicas,
     with_replicas_in_bf16,
     with_replicas_summed_at_the_end,
@@ -473,4 +557,4 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     gathers_from_a_second_shard,
 ]
 
-IN_BF16 = (in_bf16, in_mixed_policies, with_replicas_in_bf16)
+IN_BF16 = (asks_inside_a_forward, in_bf16, in_mixed_policies, with_replicas_in_bf16)

@@ -39,12 +39,14 @@ from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.engine.rows import flat_range_of, is_by_rows
+from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from yafsdp_cc.engine.layout import ShardSpec
 
@@ -176,12 +178,23 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
         return whole  # no view, which users could not write to behind an autograd function
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As torch's, but of the whole tensor: a plain DTensor. A collective."""
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """As torch's: a plain DTensor, in whose layout ``to_local()`` is. A collective.
+
+        ``[Shard(0)]`` under ``torch.no_grad()`` is without a whole tensor on any rank; other placements, and gradients,
+        go through one. ``copy_`` of the result is the way back.
+        """
+        spec = self.shard_spec
+        is_plain = device_mesh in (None, spec.mesh) and spec.tensor_parallel is None and not options
+        is_read = not (self.requires_grad and torch.is_grad_enabled())
+        if is_plain and is_read and spec.bounds is not None and spec.shape and placements and are_rows(placements):
+            _follow_reduces()
+            return rows_of(self._local_tensor, spec)
         replicated = [Replicate()] * self.device_mesh.ndim
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False).redistribute(
-            *args, **kwargs
-        )
+        whole = DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False)
+        return whole.redistribute(device_mesh, placements, **options)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
         """Refused, because it would never run: the engine writes gradients of forwards past autograd."""
@@ -537,7 +550,7 @@ def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
 
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     """What stands for ``value`` in an operation on local tensors sharded by ``spec`` (None: on plain tensors): a local
-    tensor of the same elements, or one number. Copies also take this rank's elements of a whole tensor."""
+    tensor of the same elements, or one number. ``_TAKE_WHOLE`` takes this rank's elements of a whole tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
@@ -554,7 +567,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
         return _plain_grad(spec, value)  # it comes from where all tensors are whole
-    if func in _COPIES:
+    if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
                 return spec.local_of(value._local_tensor)
@@ -574,7 +587,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     return value
 
 
-_COPIES = {aten.copy_.default, aten._foreach_copy_.default}
+_TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor}
+"""Updates from whole tensors: ``load_state_dict``, and steps of LBFGS, whose vectors every rank has whole."""
 
 
 @functools.cache
@@ -869,6 +883,58 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     return _in_place if 0 in _written(func) else _out_of_place
 
 
+# What modules hold ---------------------------------------------------------------------------------------------------
+
+
+class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
+    """``module._parameters`` of a module that holds sharded parameters.
+
+    By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
+    ``named_parameters()`` and all that is made of it do, gives what a forward computes with while it is under way: a
+    module that looks there for weights, or for a dtype (``next(self.parameters()).dtype``), finds the attributes that
+    ``FSDPParam.register_unsharded`` has set.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module._parameters)
+        self._attributes = module.__dict__
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self._shown().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self._shown().values()
+
+    def _shown(self) -> dict[str, Any]:
+        held = dict(super().items())
+        unsharded = {name: self._attributes[name] for name in held if name in self._attributes}
+        return held | unsharded if unsharded and any(map(_is_in_forward, held.values())) else held
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return dict, (dict(super().items()),)  # of a copy of the module
+
+
+def _is_in_forward(parameter: torch.nn.Parameter | None) -> bool:
+    """Return whether a forward that sees ``parameter`` is under way, or run again by activation checkpointing."""
+    owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
+    param = None if owner is None else owner()
+    if param is None or param.state is None:
+        return False
+    param.state.drop_interrupted()
+    # Hooks of a backward run without grad mode, and see the sharded parameters.
+    return param.state.context.in_forward or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+def show_unsharded(module: torch.nn.Module) -> None:
+    """Let ``module.parameters()`` give unsharded parameters inside of a forward."""
+    module.__dict__["_parameters"] = ShownParameters(module)
+
+
+def show_as_held(module: torch.nn.Module) -> None:
+    """Take back ``show_unsharded``."""
+    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+
+
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
 
 _SHARDED_AS = "_yafsdp_cc_sharded_as"
@@ -891,12 +957,19 @@ def check_optimizers() -> None:
     """Have every optimizer of this process looked at before each step.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. State that was loaded as DTensors of rows is sharded like its parameter.
+    without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
+    its parameter.
     """
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        is_muon = isinstance(optimizer, torch.optim.Muon)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if is_muon and isinstance(parameter, FlatDTensor):
+                    raise NotImplementedError(
+                        f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
+                        "docs/migrating.md has a Muon of sharded matrices under 'Matrix optimizers'"
+                    )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "

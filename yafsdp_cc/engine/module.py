@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single
+from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.engine.param import Divisor
@@ -367,6 +367,9 @@ def make_sharded(module: nn.Module) -> None:
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += follow_assignments(spec)
+        for holder in {holder for param in spec.params for holder, _ in param.sites}:
+            show_unsharded(holder)
+            _undo_later(module, functools.partial(show_as_held, holder))
     for hook in hooks:
         _undo_later(module, hook.remove)
     if len(specs_below(module)) > 1:
