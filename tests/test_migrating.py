@@ -112,7 +112,7 @@ def test_muon_on_shards_is_refused() -> None:
     model = yafsdp_cc.shard(seeded(Transformer))
     optimizer = torch.optim.Muon(split(model)[0])
     loss(model, 0, dist.get_rank()).backward()
-    with pytest.raises(NotImplementedError, match=r"on 'blocks\.\d\."):
+    with pytest.raises(NotImplementedError, match=r"torch.optim.Muon .*'blocks\.\d\..*has a Muon"):
         optimizer.step()
 
 
@@ -207,7 +207,6 @@ def test_differences_from_fsdp2() -> None:
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
     for refused, error in (
-        (lambda: model.load_state_dict(model.state_dict(), assign=True), ValueError),
         (lambda: torch.save(model.state_dict(), io.BytesIO()), TypeError),
         (lambda: pickle.dumps(model), TypeError),
         (lambda: copy.deepcopy(model), RuntimeError),

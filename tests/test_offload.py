@@ -293,7 +293,6 @@ def test_checkpoints_and_whole_weights(tmp_path: Path) -> None:
     assert not full or all(full[name].equal(value) for name, value in truth.items())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     fresh, _ = _job(seed=2, offload_policy=OFFLOADED)
-    yafsdp_cc.patch_torch()
     set_model_state_dict(fresh, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with torch.no_grad(), yafsdp_cc.whole_parameters(fresh, write=True):
         assert all(parameter.equal(truth[name]) for name, parameter in fresh.named_parameters())

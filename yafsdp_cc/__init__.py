@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.compression.ddp import encoded_mean as encoded_mean
     from yafsdp_cc.compression.fsdp2 import compress as compress
     from yafsdp_cc.compression.schedule import follow_scaler as follow_scaler
-    from yafsdp_cc.engine.dtensor import patch_torch as patch_torch
+    from yafsdp_cc.engine.loading import patch_torch as patch_torch
     from yafsdp_cc.engine.module import register_forward_method as register_forward_method
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.full",
     "Metrics": "yafsdp_cc.metrics",
-    "patch_torch": "yafsdp_cc.engine.dtensor",
+    "patch_torch": "yafsdp_cc.engine.loading",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
     "register_fsdp_forward_method": "yafsdp_cc.api",

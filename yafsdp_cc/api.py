@@ -33,6 +33,7 @@ from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.engine.layout import check_tensor_parallel, local_tensor
+from yafsdp_cc.engine.loading import patch_torch
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -317,6 +318,7 @@ def shard(
     if given.compression is not None:
         _warn_of_residuals(plan_of(model))
     mark_optimizer_steps()
+    patch_torch()
     return model
 
 
@@ -345,8 +347,9 @@ def fully_shard(
         reshard_after_forward: whether weights are dropped after forward and gathered again in backward. None: for all
             but the root. A number: they are resharded across so many neighbouring ranks, and gathered again from there
             until they change.
-        shard_placement_fn: may return None or ``Shard(0)``. Parameters are sharded into flat ranges, so that no
-            dimension has to be divisible; other placements are refused.
+        shard_placement_fn: may return None or any ``Shard(dim)``, without effect: parameters are sharded into flat
+            ranges, so that no dimension has to be divisible. ``p.redistribute(placements=[Shard(dim)])`` has a
+            ``to_local()`` in that layout.
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the network, and of this module's output.
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
             Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
@@ -381,11 +384,7 @@ def fully_shard(
         check_no_hooks(owned)
         if shard_placement_fn is not None:
             for one in owned:
-                if (placement := shard_placement_fn(one.parameter)) not in (None, Shard(0)):
-                    raise NotImplementedError(
-                        f"shard_placement_fn returns {placement} for '{one.name}': parameters are sharded into flat "
-                        "ranges, which fit any number of ranks; return None"
-                    )
+                _check_placement(one, shard_placement_fn(one.parameter))
     info = given.info
     settings = {"compression": (given.compression, FORMAT), "mp_policy": mp_policy}
     check_settings(settings, all_groups(mesh), "fully_shard()")
@@ -412,6 +411,7 @@ def fully_shard(
                     inner._buffers[key] = buffer.to(info.device)
         make_sharded(each)
     mark_optimizer_steps()
+    patch_torch()
     return module
 
 
@@ -585,6 +585,20 @@ def _check_not_sharded(model: nn.Module) -> None:
         if isinstance(module, ShardedModule):
             where = f"its module '{name}'" if name else "it"
             raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
+
+
+def _check_placement(one: OwnedParameter, placement: object) -> None:
+    """Raise where ``shard_placement_fn`` asks for more of a parameter than a layout, which users do not see."""
+    if placement is None:
+        return
+    if type(placement) is not Shard:
+        raise NotImplementedError(
+            f"shard_placement_fn returns {placement} for '{one.name}': it may return None or Shard(dim). Parameters of "
+            "one forward are on the same ranks"
+        )
+    ndim = one.parameter.ndim
+    if not -ndim <= placement.dim < ndim:
+        raise ValueError(f"shard_placement_fn returns {placement} for '{one.name}', which has {ndim} dimensions")
 
 
 def _check_module(module: Any) -> None:

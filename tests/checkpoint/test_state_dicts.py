@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same, train, whole
@@ -66,7 +67,6 @@ def test_getting():
 
 
 def sets():
-    yafsdp_cc.patch_torch()
     source = job("fsdp2", steps=2)
     expected = contents(*source)
     for full, broadcast, flatten in [
@@ -104,45 +104,30 @@ def patched_once():
     before = patched()
     assert all(one.__module__ == "torch.distributed._state_dict_utils" for one in before)
     assert not any(hasattr(one, "__wrapped__") for one in before)
-    yafsdp_cc.patch_torch()
+    job("ours")
     after = patched()
     assert [one.__wrapped__ for one in after] == before
     yafsdp_cc.patch_torch()
     assert patched() == after
 
 
-def test_torch_is_patched_by_a_call_alone_and_once():
+def test_torch_is_patched_when_a_model_is_sharded_and_once():
     on_ranks(1, patched_once)
 
 
-def unpatched():
-    """Weights that every rank has are set all the same; what torch would set wrongly says what to call."""
-    source = job("fsdp2", steps=2)
-    full = StateDictOptions(full_state_dict=True)
-    weights, moments = get_model_state_dict(source[0], options=full), get_optimizer_state_dict(*source, options=full)
-    model, optimizer = job("ours", seed=1)
-    set_model_state_dict(model, dict(weights), options=full)
-    expected = {name: whole(value) for name, value in source[0].state_dict().items()}
-    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
-
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    given = weights if dist.get_rank() == 0 else {}
-    with pytest.raises(NotImplementedError, match=r"'[a-z.0-9]+weight'.*sharded by flat ranges.*patch_torch\(\)"):
-        set_model_state_dict(model, given, options=broadcast)
-    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
-
-    set_optimizer_state_dict(model, optimizer, moments, options=full)
-    with pytest.raises(NotImplementedError, match=r"not sharded alike on '.*weight' .*patch_torch\(\) before"):
-        train(model, optimizer, 1)
+def sliced():
+    model, _ = job("ours")
+    weight = model.head.weight
+    with pytest.raises(NotImplementedError, match=r"'head.weight'.*sharded by flat ranges: write to it with .copy_"):
+        compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
 
 
-def test_without_the_patch():
-    on_ranks(2, unpatched)
+def test_a_flat_range_is_no_slice():
+    on_ranks(2, sliced)
 
 
 def torch_cannot():
     """Setting what is flattened and whole: so it is with FSDP2 too."""
-    yafsdp_cc.patch_torch()
     for form, broadcast in itertools.product(("fsdp2", "ours"), (False, True)):
         options = StateDictOptions(
             full_state_dict=True, flatten_optimizer_state_dict=True, broadcast_from_rank0=broadcast
@@ -173,7 +158,6 @@ class Scalar(nn.Module):
 
 
 def scalars():
-    yafsdp_cc.patch_torch()
     torch.manual_seed(0)
     model = Scalar()
     yafsdp_cc.shard(model, units=[model.linear])
@@ -206,7 +190,6 @@ def test_parameters_without_dimensions():
 
 
 def strictly():
-    yafsdp_cc.patch_torch()
     model, _ = job("ours")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     del weights["norm.weight"]

@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests.fully_shard.run import Api, Run
 from tests.internals import owned_range
-from tests.models import Transformer
+from tests.models import VOCABULARY, Transformer
 from tests.twins import seeded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -259,6 +260,133 @@ def from_meta(api: Api) -> Run:
     return run
 
 
+class Asks(nn.Module):
+    """Looks for its weights by all the ways that there are."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+        self.recomputes = recomputes
+
+    def _layers(self, x: torch.Tensor) -> torch.Tensor:
+        found = dict(self.named_parameters())
+        assert all(isinstance(each, nn.Parameter) for each in (*found.values(), self.inner.weight, self.outer.weight))
+        assert found["outer.weight"] is next(self.outer.parameters()) is self.outer.weight
+        assert {each.dtype for each in found.values()} == {next(self.parameters()).dtype} == {x.dtype}
+        hidden = nn.functional.linear(x, found["inner.weight"], found["inner.bias"]).relu()
+        return x + nn.functional.linear(hidden, next(self.outer.parameters()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._layers, x, use_reentrant=False) if self.recomputes else self._layers(x)
+
+
+class AsksInTheModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList([Asks(), Asks(recomputes=True)])
+        self.head = nn.Linear(16, VOCABULARY)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of Hugging Face models."""
+        return next(each.dtype for each in self.parameters() if each.is_floating_point())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.dtype == torch.bfloat16
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        own = dict(self.named_parameters())
+        return nn.functional.linear(x, own["head.weight"], own["head.bias"])
+
+
+def asks_inside_a_forward(api: Api) -> Run:
+    run = Run(api, seeded(AsksInTheModel), mp_policy=BF16)
+    run.steps()
+    assert run.model.dtype == torch.float32
+    assert all(isinstance(each, DTensor) for each in run.model.parameters())
+    return run
+
+
+def _on_meta(api: Api) -> Any:
+    with torch.device("meta"):
+        model = Transformer()
+    for block in model.blocks:
+        api.fully_shard(block)
+    return api.fully_shard(model)
+
+
+def _distributed(full: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """As torchtitan and torchtune shard what each rank has read."""
+    return {
+        name: nn.Parameter(distribute_tensor(value, like[name].device_mesh, like[name].placements))
+        if isinstance(like[name], DTensor)
+        else value
+        for name, value in full.items()
+    }
+
+
+def assigns(api: Api) -> Run:
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    assert not model.load_state_dict(_distributed(full, model.state_dict()), assign=True).missing_keys
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    model.load_state_dict(_distributed(full, model.state_dict()), assign=True)  # where there are values already
+    if api is not yafsdp_cc:  # whose parameters remain the same objects
+        run.optimizer.param_groups[0]["params"] = list(model.parameters())
+        run.optimizer.state.clear()
+    else:
+        run.optimizer.state.clear()
+    run.steps(2)
+    return run
+
+
+def assigns_in_parts(api: Api) -> Run:
+    """As torchtune loads a model with adapters: these are made on each rank, and the base comes from a file."""
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    adapters = [name for name in full if name.startswith("blocks.1.")]
+    model.blocks[1].down.to_empty(device="cpu")
+    for adapter in model.blocks[1].down.parameters():
+        nn.init.constant_(adapter, 0.01)
+    base = {name: value for name, value in full.items() if name not in adapters}
+    missing, unexpected = model.load_state_dict(_distributed(base, model.state_dict()), strict=False, assign=True)
+    assert (sorted(missing), unexpected) == (sorted(adapters), [])
+    still = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert still == {name for name in adapters if "down" not in name}
+    part = {name.removeprefix("blocks.1."): full[name] for name in still}
+    model.blocks[1].load_state_dict(_distributed(part, model.blocks[1].state_dict()), strict=False, assign=True)
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    return run
+
+
+def loads_from_rank_0(api: Api) -> Run:
+    model, full = _on_meta(api), seeded(Transformer).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    run = Run.of_sharded(api, model)
+    run.steps(2)
+    set_model_state_dict(model, seeded(Transformer, 1).state_dict() if dist.get_rank() == 0 else {}, options=options)
+    run.steps(2)
+    return run
+
+
+def loads_optimizer_state_by_hand(api: Api) -> Run:
+    """As torchtune and the tutorial of FSDP2 do."""
+    run = Run(api)
+    run.steps(2)
+    state = run.optimizer.state_dict()
+    for moments in state["state"].values():
+        for name, value in moments.items():
+            if isinstance(value, DTensor):
+                full = value.full_tensor() * 2
+                moments[name] = distribute_tensor(full, value.device_mesh, value.placements)
+    run.optimizer.load_state_dict(state)
+    run.steps(2)
+    return run
+
+
 def ignores_parameters(api: Api) -> Run:
     model: Any = seeded(Transformer)
     ignored = {model.norm.weight, model.norm.bias}
@@ -306,6 +434,38 @@ def on_an_explicit_mesh(api: Api) -> Run:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     run = Run(api, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False), shard_placement_fn=lambda _: Shard(0))
     run.steps()
+    return run
+
+
+def shards_other_dimensions(api: Api) -> Run:
+    """And reads its shards in that layout, rows and columns."""
+    run = Run(api, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    run.steps(2)
+    weight = run.model.blocks[1].down.weight
+    with torch.no_grad():
+        for dim in (0, 1):
+            part = weight.redistribute(placements=[Shard(dim)])
+            assert part.placements == (Shard(dim),)
+            run.figures[f"along {dim}"] = part.to_local().clone()
+            weight.copy_(part * 0.5)
+    run.steps(1)
+    return run
+
+
+def steps_by_lbfgs(api: Api) -> Run:
+    run = Run(api)
+    optimizer = torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=3, history_size=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        run.count = 0  # the same batch
+        loss = run.loss()
+        loss.backward()
+        dist.all_reduce(mean := loss.detach().clone())
+        return mean
+
+    for _ in range(3):
+        run.figures[f"loss {_}"] = optimizer.step(closure)
     return run
 
 
@@ -379,10 +539,17 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     enters_by_another_way,
     checkpoints,
     from_meta,
+    asks_inside_a_forward,
+    assigns,
+    assigns_in_parts,
+    loads_from_rank_0,
+    loads_optimizer_state_by_hand,
     ignores_parameters,
     scales,
     shares_lanes,
     on_an_explicit_mesh,
+    shards_other_dimensions,
+    steps_by_lbfgs,
     with_replicas,
     with_replicas_in_bf16,
     with_replicas_summed_at_the_end,
@@ -390,4 +557,4 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     gathers_from_a_second_shard,
 ]
 
-IN_BF16 = (in_bf16, in_mixed_policies, with_replicas_in_bf16)
+IN_BF16 = (asks_inside_a_forward, in_bf16, in_mixed_policies, with_replicas_in_bf16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import yafsdp_cc
 from tests.models import Transformer
@@ -29,10 +29,15 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         ValueError,
         "fully_shard\\(\\[one, other\\]\\)",
     ),
-    "another dimension": (
-        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Shard(1)),
+    "a dimension that is not there": (
+        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda p: Shard(p.ndim)),
+        ValueError,
+        r"returns .* for 'embed.weight', which has 2 dimensions",
+    ),
+    "no dimension": (
+        lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Replicate()),
         NotImplementedError,
-        "flat ranges",
+        r"for 'embed.weight': it may return None or Shard\(dim\)",
     ),
     "a number of ranks": (
         lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward=3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from yafsdp_cc.plan import find_units
 
@@ -34,6 +35,19 @@ def test_a_lazy_parameter() -> None:
     model = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet \(a lazy module\): run one forward"):
         find_units(model, [model])
+
+
+class Marked(nn.Parameter):
+    """As ``bitsandbytes.nn.Params4bit``."""
+
+
+def test_a_parameter_of_another_class() -> None:
+    wrapped = TwoTensor(torch.ones(32, 32), torch.ones(32, 32))  # with __torch_dispatch__, as torchao's
+    for parameter, kind in ((Marked(torch.empty(32, 32)), "Marked"), (nn.Parameter(wrapped), "TwoTensor")):
+        model = model_with(parameter)
+        with pytest.raises(ValueError, match=rf"'1.0.odd' is a [a-z._]+\.{kind}, and a forward .* ignored_params"):
+            find_units(model, [model])
+        assert find_units(model, [model], ignored={parameter}).units
 
 
 def test_a_sparse_parameter() -> None:

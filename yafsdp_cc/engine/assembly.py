@@ -21,6 +21,7 @@ from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
+from yafsdp_cc.engine.loading import meta_params, take_back
 from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
@@ -83,6 +84,7 @@ def assemble(model: nn.Module) -> FSDPState:
     """
     specs = specs_below(model)
     _name(model, specs)
+    take_back(specs)
     _check(model, specs)
     collectives = _join_collectives(specs)
     retired = list(dict.fromkeys(old for spec in specs for module in spec.modules if (old := state_of(module))))
@@ -151,10 +153,10 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
                 "is called in one forward takes one mesh"
             )
         for part in spec.parts:
-            if part.sharded.is_meta:
+            if (waiting := next(meta_params(part), None)) is not None:
                 raise RuntimeError(
-                    f"'{part.name}' is still on the meta device: call model.to_empty(device=...) and "
-                    "initialise the weights, or load them, before the first forward"
+                    f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
+                    "initialise the weights, or load them (load_state_dict(..., assign=True)), before the first forward"
                 )
 
 

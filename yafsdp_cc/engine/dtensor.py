@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._state_dict_utils
-import torch.distributed.checkpoint.state_dict
 from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
@@ -41,11 +39,14 @@ from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
+from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from yafsdp_cc.engine.layout import ShardSpec
 
@@ -74,8 +75,8 @@ class FlatShard(Shard):
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            f"a slice along a dimension was asked of {self.spec}, which is sharded by flat ranges. To set a full state "
-            "dict with torch.distributed.checkpoint.state_dict, call yafsdp_cc.patch_torch() once before"
+            f"a slice along a dimension was asked of {self.spec}, which is sharded by flat ranges: write to it with "
+            ".copy_(), which takes full tensors and DTensors of any placements, and read it with .full_tensor()"
         )
 
 
@@ -177,12 +178,23 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
         return whole  # no view, which users could not write to behind an autograd function
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As torch's, but of the whole tensor: a plain DTensor. A collective."""
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """As torch's: a plain DTensor, in whose layout ``to_local()`` is. A collective.
+
+        ``[Shard(0)]`` under ``torch.no_grad()`` is without a whole tensor on any rank; other placements, and gradients,
+        go through one. ``copy_`` of the result is the way back.
+        """
+        spec = self.shard_spec
+        is_plain = device_mesh in (None, spec.mesh) and spec.tensor_parallel is None and not options
+        is_read = not (self.requires_grad and torch.is_grad_enabled())
+        if is_plain and is_read and spec.bounds is not None and spec.shape and placements and are_rows(placements):
+            _follow_reduces()
+            return rows_of(self._local_tensor, spec)
         replicated = [Replicate()] * self.device_mesh.ndim
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False).redistribute(
-            *args, **kwargs
-        )
+        whole = DTensor.from_local(self.full_tensor(), self.device_mesh, replicated, run_check=False)
+        return whole.redistribute(device_mesh, placements, **options)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
         """Refused, because it would never run: the engine writes gradients of forwards past autograd."""
@@ -478,8 +490,8 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 
 _FULL = "call .full_tensor() for the whole tensor, on every rank"
 _STATE_OF_TORCH = (
-    ". Optimizer state that torch has made of a full state dict is sharded otherwise: call yafsdp_cc.patch_torch() "
-    "before set_optimizer_state_dict"
+    ". Optimizer state that was put in place by hand is sharded otherwise: pass it to optimizer.load_state_dict, whose "
+    "next step converts it"
 )
 
 
@@ -538,7 +550,7 @@ def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
 
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     """What stands for ``value`` in an operation on local tensors sharded by ``spec`` (None: on plain tensors): a local
-    tensor of the same elements, or one number. Copies also take this rank's elements of a whole tensor."""
+    tensor of the same elements, or one number. ``_TAKE_WHOLE`` takes this rank's elements of a whole tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
@@ -555,10 +567,12 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
         return _plain_grad(spec, value)  # it comes from where all tensors are whole
-    if func in _COPIES:
+    if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
                 return spec.local_of(value._local_tensor)
+            if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
+                return flat_range_of(value, spec)
             value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
@@ -573,7 +587,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     return value
 
 
-_COPIES = {aten.copy_.default, aten._foreach_copy_.default}
+_TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor}
+"""Updates from whole tensors: ``load_state_dict``, and steps of LBFGS, whose vectors every rank has whole."""
 
 
 @functools.cache
@@ -868,6 +883,58 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     return _in_place if 0 in _written(func) else _out_of_place
 
 
+# What modules hold ---------------------------------------------------------------------------------------------------
+
+
+class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
+    """``module._parameters`` of a module that holds sharded parameters.
+
+    By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
+    ``named_parameters()`` and all that is made of it do, gives what a forward computes with while it is under way: a
+    module that looks there for weights, or for a dtype (``next(self.parameters()).dtype``), finds the attributes that
+    ``FSDPParam.register_unsharded`` has set.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module._parameters)
+        self._attributes = module.__dict__
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self._shown().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self._shown().values()
+
+    def _shown(self) -> dict[str, Any]:
+        held = dict(super().items())
+        unsharded = {name: self._attributes[name] for name in held if name in self._attributes}
+        return held | unsharded if unsharded and any(map(_is_in_forward, held.values())) else held
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return dict, (dict(super().items()),)  # of a copy of the module
+
+
+def _is_in_forward(parameter: torch.nn.Parameter | None) -> bool:
+    """Return whether a forward that sees ``parameter`` is under way, or run again by activation checkpointing."""
+    owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
+    param = None if owner is None else owner()
+    if param is None or param.state is None:
+        return False
+    param.state.drop_interrupted()
+    # Hooks of a backward run without grad mode, and see the sharded parameters.
+    return param.state.context.in_forward or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+
+def show_unsharded(module: torch.nn.Module) -> None:
+    """Let ``module.parameters()`` give unsharded parameters inside of a forward."""
+    module.__dict__["_parameters"] = ShownParameters(module)
+
+
+def show_as_held(module: torch.nn.Module) -> None:
+    """Take back ``show_unsharded``."""
+    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+
+
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
 
 _SHARDED_AS = "_yafsdp_cc_sharded_as"
@@ -886,67 +953,37 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
 
 
 @functools.cache
-def refuse_stale_optimizers() -> None:
-    """Let every optimizer of this process be refused whose parameters were replaced by sharded ones since it was made.
+def check_optimizers() -> None:
+    """Have every optimizer of this process looked at before each step.
 
-    Its steps would change nothing, without a word.
+    One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
+    without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
+    its parameter.
     """
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        is_muon = isinstance(optimizer, torch.optim.Muon)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if is_muon and isinstance(parameter, FlatDTensor):
+                    raise NotImplementedError(
+                        f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
+                        "docs/migrating.md has a Muon of sharded matrices under 'Matrix optimizers'"
+                    )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
+        if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
+            _shard_alike(optimizer)
 
     register_optimizer_step_pre_hook(check)
 
 
-@functools.cache
-def patch_torch() -> None:
-    """Let torch's state dict functions fill sharded parameters from full state dicts. Repeated calls do nothing more.
-
-    Needed for ``set_optimizer_state_dict`` with ``full_state_dict=True``, and for ``set_model_state_dict`` with
-    ``broadcast_from_rank0=True``: of each whole tensor, they take the slice along a dimension that a placement names.
-    A flat range is no such slice, and torch has no hook there that a tensor could implement. Replaced are
-
-    * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
-    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
-    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
-
-    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range; all other tensors go the way they always went.
-    """
-    utils: Any = torch.distributed._state_dict_utils
-    state_dict: Any = torch.distributed.checkpoint.state_dict
-    scatter = utils._distribute_tensors
-    broadcast, distribute = state_dict._broadcast_state_dict, state_dict._distribute_state_dict
-
-    @functools.wraps(scatter)
-    def distribute_tensors(local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
-        for key in keys:
-            pair = local.get(key)
-            if isinstance(pair, tuple) and type(pair[0]) is FlatDTensor:
-                local[key] = pair[0].copy_(pair[1])
-        scatter(local, keys, *args, **kwargs)
-
-    @functools.wraps(broadcast)
-    def broadcast_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
-        broadcast(full, local, *args, **kwargs)
-        for key, scalar in scalars.items():
-            if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one
-                local[key] = scalar.copy_(local[key])
-
-    @functools.wraps(distribute)
-    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # In the order of ``full``, the same on every rank: to copy from a DTensor is a collective.
-        filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
-        for key in filled:
-            local[key].copy_(full[key])
-        distribute({key: x for key, x in full.items() if key not in filled}, local, *args, **kwargs)
-
-    utils._distribute_tensors = distribute_tensors
-    state_dict._broadcast_state_dict = broadcast_state_dict
-    state_dict._distribute_state_dict = distribute_state_dict
+def _shard_alike(optimizer: Optimizer) -> None:
+    """Shard state like its parameter: what ``distribute_tensor(full, p.device_mesh, p.placements)`` made is rows."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(parameter, FlatDTensor) else ():
+            if type(value) is DTensor and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -21,10 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single
+from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
+from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.engine.param import Divisor
-from yafsdp_cc.engine.sharding import SPEC, materialize_shards, spec_of, specs_below
+from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 
 if TYPE_CHECKING:
@@ -363,7 +364,12 @@ def make_sharded(module: nn.Module) -> None:
         sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
-    hooks = [*install_hooks(module, current_state), module.register_load_state_dict_pre_hook(_refuse_assignment)]
+    hooks = install_hooks(module, current_state)
+    if (spec := spec_of(module)) is not None and module is spec.modules[0]:
+        hooks += follow_assignments(spec)
+        for holder in {holder for param in spec.params for holder, _ in param.sites}:
+            show_unsharded(holder)
+            _undo_later(module, functools.partial(show_as_held, holder))
     for hook in hooks:
         _undo_later(module, hook.remove)
     if len(specs_below(module)) > 1:
@@ -383,14 +389,6 @@ def make_plain(module: nn.Module) -> None:
 
 def _undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
     module.__dict__.setdefault(_UNDO, []).append(undo)
-
-
-def _refuse_assignment(module: nn.Module, _: object, __: str, metadata: dict[str, object], *___: object) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            f"load_state_dict(assign=True) on a sharded {type(module).__name__} would cut its parameters off from the "
-            "engine: leave assign out, and the values are copied"
-        )
 
 
 def require_state(module: nn.Module) -> FSDPState:

@@ -48,8 +48,8 @@ class FSDPParam:
         self.spec = spec
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
-        # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees,
-        # while named_parameters() goes on to show the sharded parameter.
+        # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees;
+        # named_parameters() shows it there, too (ShownParameters), and goes on to show the sharded parameter outside.
         self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
@@ -117,11 +117,8 @@ class FSDPParam:
                 return
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self.written:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-            self.written = True
+        (target.add_ if self.written else target.copy_)(grad)
+        self.written = True
 
     def local_range(self, chunk: Tensor) -> Tensor:
         """Return this rank's part of the parameter in a buffer that is as long as its chunk."""
@@ -139,6 +136,7 @@ class FSDPParam:
         """Let the modules' forwards see ``view``."""
         if self.spec.tensor_parallel is not None:
             view = self.spec.tensor_parallel.wrap_unsharded(view)
+        view._is_param = True  # to isinstance(view, nn.Parameter)
         for place, attribute in self._places:
             place[attribute] = view
         for weights, index in self._lists:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.dtensor import (
     FlatDTensor,
+    check_optimizers,
     flat_dtensor,
     mark_replaced,
-    refuse_stale_optimizers,
     take_grads_of_autograd,
 )
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
@@ -388,7 +388,7 @@ def shard_parameters(
             if inner.outer is None and inner is not spec:
                 inner.outer = spec
         module.__dict__[SPEC] = spec
-    refuse_stale_optimizers()
+    check_optimizers()
     return spec
 
 
@@ -447,31 +447,3 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     else:
         whole.data = whole.new_empty(0)
     mark_replaced(whole, param.spec)
-
-
-@torch.no_grad()
-def materialize_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give shards on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes.
-
-    Raises:
-        RuntimeError: that is another device's, and the group's shards are to be in host memory.
-    """
-    for part in spec.parts:
-        if not part.sharded.is_meta:
-            continue
-        shard = fn(part.sharded)
-        if isinstance(part, HostFlatParam):
-            if not shard.is_cpu:
-                raise RuntimeError(
-                    f"'{part.name}' was sharded with CPUOffloadPolicy and so belongs to host memory, "
-                    f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
-                    "used"
-                )
-            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if it has to be
-        part.use_sharded(shard)
-        for param in part.params:
-            param.local = param.local_range(shard)
-            fresh = nn.Parameter(flat_dtensor(param.local, param.spec), param.parameter.requires_grad)
-            attributes = vars(param.parameter) | {"_local_tensor": param.local, "shard_spec": param.spec}
-            fresh.__dict__.update(attributes)
-            torch.utils.swap_tensors(param.parameter, fresh)  # remains the object that everybody knows

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yafsdp_cc.engine.dtensor import patch_torch
 from yafsdp_cc.engine.module import require_state
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
-    with stays; of its settings only those of saving matter. Calls ``yafsdp_cc.patch_torch``, for the setting
-    ``FULL_STATE_DICT``: Accelerate broadcasts full state dicts from rank 0.
+    with stays; of its settings only those of saving matter.
 
     Raises:
         ValueError: ``model`` is not sharded, or the plugin is for the first FSDP.
@@ -33,7 +31,6 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     require_state(model)
-    patch_torch()
     state: Any = accelerator.state
     if getattr(state, "fsdp_plugin", None) is None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -30,6 +31,9 @@ class OwnedParameter:
     def numel(self) -> int:
         return present(self.parameter).numel()
 
+
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+"""What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
 
 Paths = Mapping[OwnedParameter, tuple[Path, ...]]
 """Every way to an owner of each parameter."""
@@ -85,6 +89,12 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         parameter = owned.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{owned.name!r} has no shape yet (a lazy module): run one forward pass before sharding")
+        if (kind := type(present(parameter))) not in _PLAIN:
+            raise ValueError(
+                f"{owned.name!r} is a {kind.__module__}.{kind.__qualname__}, and a forward of a sharded model sees "
+                "plain tensors: quantise or wrap weights in the forward, or pass this one in ignored_params, which "
+                "leaves it whole on every rank"
+            )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"{owned.name!r} is {parameter.dtype} and requires a gradient, but only floating-point gradients are "

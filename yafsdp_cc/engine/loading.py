@@ -1,0 +1,232 @@
+"""Values that sharded parameters take over from outside: of state dicts, in whatever form, and out of the meta device.
+
+torch assigns what ``load_state_dict(assign=True)`` is given: the module then holds another parameter. A sharded one has
+its place in a shard, so it takes the values over there, in place, and one on the meta device gets its memory first. To
+the caller the result is the same: what was assigned and the parameter show the same elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed._state_dict_utils
+import torch.distributed.checkpoint.state_dict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.offload import HostFlatParam
+from yafsdp_cc.engine.rows import flat_range_of, is_by_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.sharding import ParamGroupSpec
+
+_parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.WeakKeyDictionary()
+"""The flat buffer that each parameter, sharded or replicated, has its place in."""
+
+
+# Out of the meta device ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def materialize_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give shards on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes.
+
+    Raises:
+        RuntimeError: that is another device's, and the group's shards are to be in host memory.
+    """
+    for part in spec.parts:
+        waiting = [param for param in part.params if param.local.is_meta]
+        if waiting:
+            _materialize(part, waiting, fn)
+
+
+def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Tensor], Tensor]) -> None:
+    """Let ``params`` leave the meta device; others of their flat buffer may stay there until they have values."""
+    if part.sharded.is_meta:
+        shard = fn(part.sharded)
+        if isinstance(part, HostFlatParam):
+            if not shard.is_cpu:
+                raise RuntimeError(
+                    f"'{part.name}' was sharded with CPUOffloadPolicy and so belongs to host memory, "
+                    f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
+                    "used"
+                )
+            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if it has to be
+        part.use_sharded(shard)
+    for param in params:
+        param.local = param.local_range(part.sharded)
+        _show(param.parameter, param)
+
+
+def _leave_meta(part: FlatParam, param: FSDPParam) -> None:
+    device = "cpu" if isinstance(part, HostFlatParam) else part.device
+    _materialize(part, [param], functools.partial(torch.zeros_like, device=device))
+
+
+def _show(tensor: Tensor, param: FSDPParam) -> None:
+    """Let ``tensor`` have the elements of ``param``, and remain the object that everybody knows."""
+    fresh = flat_dtensor(param.local, param.spec, tensor.requires_grad)
+    fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
+    torch.utils.swap_tensors(tensor, fresh)
+
+
+def meta_params(part: FlatParam) -> Iterator[FSDPParam]:
+    """Yield the parameters that are still on the meta device."""
+    return (param for param in part.params if param.local.is_meta)
+
+
+@torch.no_grad()
+def take_back(specs: Sequence[ParamGroupSpec]) -> None:
+    """Return parameters to their shards that have got memory of their own since.
+
+    ``to_empty`` on a module that is no sharded one gives it, as adapters are initialised after ``fully_shard``.
+    """
+    for part in (part for spec in specs for part in spec.parts):
+        for param in part.params:
+            values = param.parameter._local_tensor  # type: ignore[attr-defined]
+            if param.is_held and not values.is_meta and param.local.is_meta and values.dtype == param.local.dtype:
+                _leave_meta(part, param)
+                param.local.copy_(values)
+
+
+# load_state_dict(assign=True) ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def take_over(param: FSDPParam, value: Tensor) -> None:
+    """Give ``param`` the elements of ``value``, a full tensor or a DTensor: where it is, or else on its mesh's device.
+
+    A collective where ``value`` is a DTensor: ranks exchange rows, and gather what is divided otherwise. That DTensor
+    shows the sharded parameter afterwards, and no longer keeps memory of its own.
+    """
+    if value is param.parameter or (value.is_meta and param.local.is_meta):
+        return
+    if value.is_meta:
+        raise ValueError(f"'{param.spec.name}' has values, which one on the meta device would replace: leave it out")
+    part = _parts[param]()
+    assert part is not None
+    if value.dtype != param.local.dtype:
+        raise ValueError(
+            f"load_state_dict(assign=True) would make {value.dtype} of '{param.spec.name}', which is sharded as "
+            f"{param.local.dtype}: leave assign out to have values cast, or choose the dtype before sharding, with "
+            "model.to(dtype)"
+        )
+    if param.local.is_meta:
+        _leave_meta(part, param)
+    spec = param.spec
+    is_in_place = param.local.device.type == spec.mesh.device_type and spec.bounds is not None
+    if is_in_place and type(value) is DTensor and is_by_rows(value, spec.mesh):
+        flat_range_of(value, spec, param.local)
+    else:
+        param.parameter.copy_(value)
+    if type(value) is DTensor:
+        try:
+            _show(value, param)
+        except RuntimeError:  # somebody else refers to it: it stays as it is
+            return
+
+
+def follow_assignments(spec: ParamGroupSpec) -> Iterator[Any]:
+    """Have parameters of ``spec`` take assigned values over; yield the handles of the hooks on modules that do it."""
+    held: dict[nn.Module, list[tuple[str, FSDPParam]]] = {}
+    for part in spec.parts:
+        for param in part.params:
+            _parts[param] = weakref.ref(part)
+            for module, attribute in param.sites:
+                held.setdefault(module, []).append((attribute, param))
+    for module, params in held.items():
+        yield module.register_load_state_dict_pre_hook(functools.partial(_take_over_assigned, params))
+
+
+def _take_over_assigned(
+    params: Sequence[tuple[str, FSDPParam]],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *_: Any,
+) -> None:
+    """Before ``module`` loads: take values over, and leave it the parameters themselves to assign."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for attribute, param in params:
+        value = state_dict.get(prefix + attribute)
+        if not isinstance(value, Tensor) or value.shape != param.parameter.shape:
+            continue  # torch's own message tells
+        if module._parameters.get(attribute) is not param.parameter:
+            raise ValueError(
+                f"load_state_dict(assign=True) inside whole_parameters, or after '{param.spec.name}' was replaced, "
+                "would assign to what is not the sharded parameter: do it outside"
+            )
+        take_over(param, value)
+        state_dict[prefix + attribute] = param.parameter
+
+
+# torch's state dict functions ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def patch_torch() -> None:
+    """Let torch's state dict functions fill sharded parameters from full state dicts.
+
+    ``shard`` and ``fully_shard`` call it; further calls do nothing more. It is for ``set_optimizer_state_dict`` with
+    ``full_state_dict=True``, and for ``set_model_state_dict`` with ``broadcast_from_rank0=True``: of each whole tensor,
+    they take the slice along a dimension that a placement names. A flat range is no such slice, and torch has no hook
+    there that a tensor could implement. Replaced are
+
+    * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
+    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
+    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
+
+    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, gives the parameter memory
+    and values; all other tensors go the way they always went.
+    """
+    utils: Any = torch.distributed._state_dict_utils
+    state_dict: Any = torch.distributed.checkpoint.state_dict
+    scatter = utils._distribute_tensors
+    broadcast, distribute = state_dict._broadcast_state_dict, state_dict._distribute_state_dict
+
+    @functools.wraps(scatter)
+    def distribute_tensors(local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            pair = local.get(key)
+            if isinstance(pair, tuple) and type(pair[0]) is FlatDTensor:
+                local[key] = _filled(*pair)
+        scatter(local, keys, *args, **kwargs)
+
+    @functools.wraps(broadcast)
+    def broadcast_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
+        broadcast(full, local, *args, **kwargs)
+        for key, scalar in scalars.items():
+            if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one
+                local[key] = _filled(scalar, local[key])
+
+    @functools.wraps(distribute)
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # In the order of ``full``, the same on every rank: to copy from a DTensor is a collective.
+        filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
+        for key in filled:
+            local[key] = _filled(local[key], full[key])
+        distribute({key: x for key, x in full.items() if key not in filled}, local, *args, **kwargs)
+
+    utils._distribute_tensors = distribute_tensors
+    state_dict._broadcast_state_dict = broadcast_state_dict
+    state_dict._distribute_state_dict = distribute_state_dict
+
+
+def _filled(target: FlatDTensor, value: Tensor) -> Tensor:
+    """Return ``target`` with the elements of ``value``; on the meta device, only parameters can have some."""
+    owner = None if target.shard_spec.owner is None else target.shard_spec.owner()
+    if target.is_meta and owner is not None and target is owner.parameter:
+        take_over(owner, value.to(target.dtype))
+    else:
+        target.copy_(value)
+    return target

@@ -1,0 +1,109 @@
+"""Between the two ways to divide a tensor: by flat ranges, as here, and by rows, as in FSDP2 (``Shard(0)``).
+
+    whole, [3, 4] row-major     0 1 2 3 4 5 6 7 8 9 a b
+    by rows, 2 ranks            |     rank 0    | rank 1|     ceil(3 / 2) rows each, the last ranks fewer or none
+    by flat ranges              |  rank 0   |  rank 1   |
+
+Rows one after another are a flat range, too. So each rank sends the others what of its own they are to hold, and no
+rank ever has the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from yafsdp_cc.engine.mesh import shard_group, to_mesh_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from yafsdp_cc.engine.layout import ShardSpec
+
+
+def first_rows(rows: int, world: int) -> list[int]:
+    """Return ``world + 1`` offsets: rank r of ``Shard(0)`` holds the rows ``first[r]:first[r + 1]``."""
+    most = -(-rows // world)
+    return [min(rank * most, rows) for rank in range(world + 1)]
+
+
+def row_bounds(shape: Sequence[int], world: int) -> list[int]:
+    """Return the same as offsets of elements, row-major."""
+    return [first * math.prod(shape[1:]) for first in first_rows(shape[0], world)]
+
+
+def are_rows(placements: Sequence[Placement]) -> bool:
+    """Return whether they divide a tensor by rows along the last dimension of a mesh, and not along the others."""
+    *replicas, shard = placements
+    return shard == Shard(0) and all(each == Replicate() for each in replicas)
+
+
+def is_by_rows(tensor: DTensor, mesh: DeviceMesh) -> bool:
+    """Return whether ``tensor`` is divided by rows across the last dimension of ``mesh``."""
+    return tensor.device_mesh == mesh and are_rows(tensor.placements)
+
+
+def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
+    """Return the tensor whose flat range ``local`` is, divided by rows. A collective.
+
+    Args:
+        local: this rank's range, sharded by ``spec``, any dtype.
+        spec: with bounds.
+    """
+    assert spec.bounds is not None
+    group, source = shard_group(spec.mesh), to_mesh_device(local, spec.mesh)
+    first = first_rows(spec.shape[0], group.size())
+    rows = source.new_empty((first[spec.rank + 1] - first[spec.rank], *spec.shape[1:]))
+    _redivide(source, spec.bounds, rows.view(-1), row_bounds(spec.shape, group.size()), group)
+    placements = [*[Replicate()] * (spec.mesh.ndim - 1), Shard(0)]
+    return DTensor.from_local(
+        rows.to(local.device),
+        spec.mesh,
+        placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=make_contiguous_strides_for(spec.shape),
+    )
+
+
+def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return this rank's flat range, sharded by ``spec``, of a tensor that ``is_by_rows``. A collective.
+
+    Args:
+        tensor: on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
+        spec: with bounds.
+        out: where to put it, on the mesh's device, of ``spec.local_shape``, in the dtype of ``tensor``. None: new.
+    """
+    assert spec.bounds is not None
+    group = shard_group(spec.mesh)
+    rows = to_mesh_device(tensor._local_tensor.detach().contiguous().view(-1), spec.mesh)
+    if out is None:
+        out = rows.new_empty(spec.local_shape)
+    _redivide(rows, row_bounds(spec.shape, group.size()), out, spec.bounds, group)
+    return out.to(tensor.device)
+
+
+def _redivide(
+    source: torch.Tensor, held: Sequence[int], target: torch.Tensor, wanted: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """Write to ``target`` this rank's part of a tensor that ``wanted`` divides; ``source`` is that by ``held``."""
+    rank = group.rank()
+    ours, theirs = list(pairwise(held)), list(pairwise(wanted))
+    sent = [_overlap(ours[rank], each) * source.itemsize for each in theirs]
+    received = [_overlap(theirs[rank], each) * source.itemsize for each in ours]
+    # Bytes: not every dtype is carried.
+    dist.all_to_all_single(target.view(torch.uint8), source.view(torch.uint8), received, sent, group=group)
+    torch._C._increment_version((target,))
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
