@@ -80,11 +80,12 @@ class Collectives:
 
     def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
         """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
-        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype, casts=flat.device.type != "cuda")
+        layout, casts = flat.layout, flat.device.type != "cuda"
+        return ExactReduceScatter(layout.numel, flat.reduce_dtype, casts=casts, chunks=layout.uneven_chunks)
 
     def all_reduce(self, flat: FlatParam) -> AllReduce:
         """Make the all-reduce of the partial sums of ``flat`` over replicas."""
-        return ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+        return ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
 
     def observers(self) -> Sequence[Observer]:
         """Return what is to be called as training goes."""
@@ -415,9 +416,9 @@ def _flat_param(
     layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment)
     dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
     if plan.host is not None and not is_meta:
-        chunk = plan.host.zeros(layout.chunk, dtype)
+        chunk = plan.host.zeros(layout.chunks[rank], dtype)
     else:
-        chunk = torch.zeros(layout.chunk, dtype=dtype, device="meta" if is_meta else info.device)
+        chunk = torch.zeros(layout.chunks[rank], dtype=dtype, device="meta" if is_meta else info.device)
     params = []
     for each, extent in zip(owned, layout.extents, strict=True):
         whole, bounds = each.parameter, None if replicates else layout.bounds(extent)
