@@ -23,7 +23,7 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -305,6 +305,7 @@ class ShardSpec:
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
         tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
         owner: what the engine keeps the parameter in; None outside of it.
+        is_matrix: whether it is a matrix, or a stack of some, that lies whole on one rank or, replicated, on every one.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
@@ -316,6 +317,7 @@ class ShardSpec:
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
     owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    is_matrix: bool = False
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
     """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""
 
@@ -341,6 +343,13 @@ class ShardSpec:
     def rank(self) -> int:
         """This rank's number along the shard dimension."""
         return shard_rank(self.mesh)
+
+    @property
+    def owning_rank(self) -> int | None:
+        """The first rank of the shard dimension that holds all elements; None where none does, or every one."""
+        if self.bounds is None:
+            return None
+        return next((rank for rank, held in enumerate(pairwise(self.bounds)) if held == (0, self.numel)), None)
 
     def local_range(self) -> tuple[int, int]:
         """Return the half-open row-major range that this rank holds."""
