@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-ALGORITHM, ADAMW = "algorithm", "adamw"
-"""The key of a parameter group that tells what updates it, and its value for all that is no matrix."""
 _ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 """Settings as of ``torch.optim.AdamW``, and its defaults."""
 
@@ -42,8 +40,7 @@ class MatrixOptimizer(Optimizer):
     as the weights of experts, counts as k of them.
 
     Parameter groups that have both are divided in two: one of matrices, with the settings given, and one of the other
-    parameters, with those of ``adamw``; ``group["algorithm"]`` tells which one it is. The first rank prints what goes
-    where.
+    parameters, with those of ``adamw``, ``betas`` among them. The first rank prints what goes where.
 
     State dicts hold state by parameter, sharded like the parameter or owned by the same rank. ``load_state_dict`` also
     takes whole tensors, as of a single process, and cuts them.
@@ -117,9 +114,9 @@ class MatrixOptimizer(Optimizer):
         for each in given:
             kinds[self._spec_of(each).is_matrix].append(each)
         if kinds[True]:
-            super().add_param_group({**group, "params": kinds[True], ALGORITHM: type(self).__name__.lower()})
+            super().add_param_group({**group, "params": kinds[True]})
         if kinds[False]:
-            super().add_param_group({**adamw, "params": kinds[False], ALGORITHM: ADAMW})
+            super().add_param_group({**adamw, "params": kinds[False]})
             for name in self.defaults.keys() - adamw.keys():  # torch adds what only matrices have
                 del self.param_groups[-1][name]
 
@@ -142,7 +139,8 @@ class MatrixOptimizer(Optimizer):
 
     @staticmethod
     def _is_of_matrices(group: Mapping[str, Any]) -> bool:
-        return bool(group[ALGORITHM] != ADAMW)
+        is_matrix: bool = group["params"][0].shard_spec.is_matrix
+        return is_matrix
 
     def describe(self) -> str:
         """Return a line for each kind of parameters: names, shape, number, what updates them, and on which ranks."""
@@ -154,9 +152,12 @@ class MatrixOptimizer(Optimizer):
                 alike[re.sub(r"(?<![^.])\d+(?![^.])", "*", spec.name), tuple(spec.global_shape)].append(spec)
             for (name, shape), specs in alike.items():
                 line = f"  {name} {list(shape)}" + (f" x{len(specs)}" if len(specs) > 1 else "")
+                if not self._is_of_matrices(group):
+                    lines.append(f"{line}: by AdamW")
+                    continue
                 owners = sorted({spec.owning_rank for spec in specs if spec.owning_rank is not None})
-                where = f", on rank {', '.join(map(str, owners))}" if owners and self._is_of_matrices(group) else ""
-                lines.append(f"{line}: {group[ALGORITHM]}{where}")
+                where = f"rank {', '.join(map(str, owners))}" if owners else "every rank"
+                lines.append(f"{line}: whole, on {where}")
         return "\n".join(lines)
 
     # Steps

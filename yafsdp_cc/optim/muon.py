@@ -33,8 +33,9 @@ class Muon(MatrixOptimizer):
         O = NewtonSchulz(M), or with Nesterov momentum of (1 − μ)·G + μ·M
         W ← (1 − lr·weight_decay)·W − lr·adjustment·O
 
-    Gradients reach the owners of matrices by the reduce-scatter, and updated weights reach the others by the all-gather,
-    that there are anyway: a step sends as many bytes as with AdamW, encoded where the model has a ``Compression``.
+    Gradients reach the owners of matrices by the reduce-scatter, and updated weights reach the others by the
+    all-gather, that there are anyway: a step sends as many bytes as with AdamW, encoded where the model has a
+    ``Compression``.
 
     Steps are those of ``torch.optim.Muon``, to the bit where gradients are equal to the bit. State dicts have its names
     (``momentum_buffer``; of other parameters those of ``torch.optim.AdamW``).
