@@ -68,7 +68,7 @@ def flat_param(model: nn.Module, index: int) -> Any:
 
 def shard_numel(flat: Any) -> int:
     """Return how many elements of a flat parameter a rank owns, padding counted."""
-    numel: int = flat.layout.chunk
+    numel: int = flat.sharded.numel()
     return numel
 
 
@@ -112,7 +112,7 @@ def first_weight_buffer(model: nn.Module) -> Any:
 
 def chunk_numels(model: nn.Module) -> list[int]:
     """Return the elements of this rank's chunk of each flat parameter."""
-    return [flat.layout.chunk for flat in flat_params(model)]
+    return [flat.sharded.numel() for flat in flat_params(model)]
 
 
 def set_input_device(model: nn.Module, device: torch.device) -> None:
@@ -583,7 +583,10 @@ def set_nccl_sums(add: Callable[[Tensor], Tensor]) -> None:
         make(self, group, device)
         self.is_gloo, self.reduces_in_place = False, True
 
-    def reduce_scatter(self: Communicator, buffer: Tensor, async_op: bool) -> list[dist.Work]:
+    def reduce_scatter(
+        self: Communicator, buffer: Tensor, async_op: bool, chunks: Sequence[int] = ()
+    ) -> list[dist.Work]:
+        assert not chunks
         if self.world > 1:
             contributions = [torch.empty_like(buffer) for _ in range(self.world)]
             dist.all_gather(contributions, buffer, group=self.group)

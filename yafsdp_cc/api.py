@@ -10,9 +10,10 @@ import atexit
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -57,7 +58,7 @@ from yafsdp_cc.engine.sharding import (
     spec_of,
     specs_below,
 )
-from yafsdp_cc.plan import Division, OwnedParameter, Plan, Units, find_units
+from yafsdp_cc.plan import Division, OwnedParameter, Ownership, Plan, Units, assign_owners, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.parameters import check_shardable, find_parameters
@@ -98,8 +99,13 @@ class _Arguments(NamedTuple):
     secondary_ranks: int
     ignored: frozenset[nn.Parameter]
 
-    def plan(self, prepare: Callable[[Sequence[OwnedParameter]], None], policy: MixedPrecisionPolicy) -> ShardingPlan:
-        return ShardingPlan(self.info, policy, self.collectives, self.host, prepare)
+    def plan(
+        self,
+        prepare: Callable[[Sequence[OwnedParameter]], None],
+        policy: MixedPrecisionPolicy,
+        owners: Mapping[OwnedParameter, int] = MappingProxyType({}),
+    ) -> ShardingPlan:
+        return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
 
 
 # Arguments that a script leaves out ----------------------------------------------------------------------------------
@@ -198,6 +204,7 @@ def shard(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     separate_reduce_group: bool = False,
     compression: Compression | str | None = None,
+    ownership: Ownership = "flat",
 ) -> Model:
     """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
 
@@ -232,6 +239,11 @@ def shard(
         compression: how gradients and weights are encoded on the network: a codec of gradients by name (``"int8"``,
             ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. ``"auto"``: in each unit as few bits
             lost as hide its sum under the backward, measured and chosen as training goes. None: sums are exact.
+        ownership: what ranks own of a parameter. ``"flat"``: a range of its elements each. ``"matrix"``: each matrix of
+            the repeated blocks, and each stack of matrices, lies whole on one rank, together with its gradient and
+            optimizer state, as ``yafsdp_cc.optim.Muon`` needs it; other parameters as before. Ranks own as much as
+            balances Newton-Schulz iterations over the model, so the chunks of a unit differ in length. A list of ``*``
+            patterns over parameter names: the parameters that lie whole.
 
     Returns:
         The same object.
@@ -271,6 +283,7 @@ def shard(
         check_no_hooks(owned)
         if given.compression is not None:
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
+        owners = assign_owners(division, ownership, given.info.shard_group.size())
         keeps = given.keeps_after_forward or zero_stage < 3
         for unit in division.units:
             if unit.modules != (model,):
@@ -285,13 +298,14 @@ def shard(
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "compression": (given.compression, FORMAT),
+        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
         "torch": torch.__version__,
     }
     check_settings(settings, across)
     check_equal(owned, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
-    inner = given.plan(prepare, replace(policy, output_dtype=None))  # the model's output is meant
+    inner = given.plan(prepare, replace(policy, output_dtype=None), owners)  # the model's output is meant
     blocks = sum(unit.role == "block" for unit in division.units)
     root_params: tuple[OwnedParameter, ...] = ()
     for unit in division.units:
@@ -303,7 +317,7 @@ def shard(
         spec.settings.secondary_ranks = given.secondary_ranks
         if zero_stage == 1:
             spec.settings.grad_buffers = blocks
-    root = shard_parameters((model,), "", root_params, division.replicated, given.plan(prepare, policy), "root")
+    root = shard_parameters((model,), "", root_params, division.replicated, given.plan(prepare, policy, owners), "root")
     root.ignored = given.ignored
     if zero_stage == 1:
         root.settings.grad_buffers = blocks

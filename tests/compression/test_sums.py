@@ -73,9 +73,9 @@ def summed(compressed: Any, grads: Tensor) -> Tensor:
 
 def all_unsent(compressed: Any) -> Tensor:
     """Return what all ranks have not sent yet for this rank's chunk."""
-    rows: Tensor = compressed.unsent()
-    dist.all_reduce(rows)
-    return rows.double() if isinstance(compressed, CompressedAllReduce) else rows[dist.get_rank()].double()
+    unsent: Tensor = compressed.unsent()
+    dist.all_reduce(unsent)
+    return (unsent if isinstance(compressed, CompressedAllReduce) else part_of(compressed, unsent)).double()
 
 
 def made(kind: Any, schedule: CompressionSchedule, codec: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -86,8 +86,8 @@ def made(kind: Any, schedule: CompressionSchedule, codec: str, dtype: torch.dtyp
 
 def part_of(compressed: Any, whole: Tensor) -> Tensor:
     """Return the chunk of ``whole`` that this rank's sum is of."""
-    chunk = compressed.chunk
-    return whole[compressed.flat.rank * chunk : (compressed.flat.rank + 1) * chunk]
+    first, last = compressed.flat.layout.starts[compressed.flat.rank :][:2]
+    return whole[first:last]
 
 
 def elements_of(compressed: Any, chunk: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def against_definition() -> None:
     assert counts is not None
     for codec, carry, dtype in itertools.product(CODECS[1:-1], (1.0, 0.5), (torch.float32, torch.bfloat16)):
         compressed = made(CompressedReduceScatter, scheduled(codec, carry=carry), codec, dtype)
-        residuals = [Residual.zeros(1, place.chunk, torch.float32, 256, CPU) for _ in range(world)]
+        residuals = [Residual.zeros(1, place.chunks[rank], torch.float32, 256, CPU) for _ in range(world)]
         for step in range(3):
             found = summed(compressed, gradients(place, step, rank, dtype))
             due = torch.empty_like(found)
@@ -122,7 +122,7 @@ def against_definition() -> None:
                 if peer == rank:
                     continue
                 kind, chunk = codec_of(codec), gradients(place, step, peer, dtype).view(world, -1)[rank]
-                message = torch.zeros(1, kind.message_bytes(place.chunk), dtype=torch.uint8)
+                message = torch.zeros(1, kind.message_bytes(place.chunks[rank]), dtype=torch.uint8)
                 definition.encode(
                     kind,
                     chunk.unsqueeze(0),
@@ -252,7 +252,7 @@ def not_finite() -> None:
         before = compressed.residual.values.clone()
         grads = gradients(place, 1, rank)
         if rank == 0:
-            grads[place.chunk] = torch.inf  # of rank 1's chunk
+            grads[place.starts[1]] = torch.inf  # of rank 1's chunk
         if deferred:
             compressed.defer(grads)
             grads = gradients(place, 2, rank)
@@ -353,7 +353,7 @@ def allocations() -> None:
             work.wait()
         for _ in compressed.finish(grads):
             pass
-    assert max(event.cpu_memory_usage for event in profile.events()) < 4 * place.chunk
+    assert max(event.cpu_memory_usage for event in profile.events()) < 4 * place.chunks[0]
 
 
 def test_steady_state_allocates_nothing():

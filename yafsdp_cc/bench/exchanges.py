@@ -75,7 +75,7 @@ class Buffers(NamedTuple):
     def layout(self) -> Layout:
         """One parameter that fills the buffer."""
         n = self.whole.numel()
-        return Layout((Extent((n,), 0, n),), dist.get_world_size(), self.chunk.numel())
+        return Layout((Extent((n,), 0, n),), (self.chunk.numel(),) * dist.get_world_size())
 
 
 def make_exchange(name: str, buffers: Buffers) -> Callable[[], object]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +37,14 @@ from yafsdp_cc.compression.error_feedback import CompressionError, lost_share
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
     from yafsdp_cc.engine.param import FlatParam
 
 ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +61,34 @@ _MEASURED = 4
 """Parts of a chunk whose loss is measured at once."""
 
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
+
+
+class Messages:
+    """Where each rank's message lies in a buffer of those of all ranks, which are as long as their chunks demand.
+
+    Args:
+        layout: of the weights.
+        size: from the elements of a chunk to the bytes of its message.
+    """
+
+    def __init__(self, layout: Layout, size: Callable[[int], int]) -> None:
+        self._layout = layout
+        self._sizes = [size(chunk) if chunk else 0 for chunk in layout.chunks]
+        self._starts = list(accumulate(self._sizes, initial=0))
+        self.nbytes = self._starts[-1]
+        self.uneven: Sequence[int] = self._sizes if layout.uneven_chunks else ()
+        """Bytes of each message where they are not all the same."""
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank sends for all others to have its message."""
+        return (self._layout.world - 1) * self._sizes[rank]
+
+    def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the elements of a chunk, and [ranks, bytes] messages and [ranks, elements] weights of ranks alike."""
+        for run in self._layout.runs():
+            first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
+            sent = messages[self._starts[run.start] : self._starts[run.stop]]
+            yield self._layout.chunks[run.start], sent.view(len(run), -1), weights[first:last].view(len(run), -1)
 
 
 class RoundedAllGather(ExactAllGather):
@@ -78,13 +108,13 @@ class RoundedAllGather(ExactAllGather):
         self.schedule = schedule
         self._codec = codec
         self._rounds = False
+        self._messages = Messages(flat.layout, codec.message_bytes)
 
     def scratch_bytes(self) -> int:
-        layout = self.flat.layout
-        return layout.world * self._codec.message_bytes(layout.chunk)
+        return self._messages.nbytes
 
     def planned_bytes(self) -> int:
-        return self.context.comm.peer_bytes(self.scratch_bytes())
+        return self._messages.sent_bytes(self.flat.rank)
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         self._rounds = scratch is not None and self.schedule.phase.encodes_weights
@@ -92,16 +122,17 @@ class RoundedAllGather(ExactAllGather):
             return super().start(output, held, scratch, async_op)
         comm, shard = self.context.comm, self.flat.sharded
         if self.flat.host_bytes:
-            shard = self.flat.send_buffer(comm.own_chunk(output), in_place=True)
-        own = comm.own_chunk(scratch)
-        error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
-        self.sent_bytes = comm.peer_bytes(scratch.nbytes)
-        return comm.all_gather(scratch, own, async_op)
+            shard = self.flat.send_buffer(comm.own_chunk(output, self.flat.layout.uneven_chunks), in_place=True)
+        own = comm.own_chunk(scratch, self._messages.uneven)
+        if own.numel():
+            error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
+        self.sent_bytes = self._messages.sent_bytes(comm.rank)
+        return comm.all_gather(scratch, own, async_op, self._messages.uneven)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is not None and self._rounds:
-            world = self.context.comm.world
-            error_feedback.decode(self._codec, scratch.view(world, -1), output.view(world, -1))
+            for _, messages, weights in self._messages.rows(scratch, output):
+                error_feedback.decode(self._codec, messages, weights)
 
 
 class DeltaAllGather(ExactAllGather):
@@ -142,24 +173,25 @@ class DeltaAllGather(ExactAllGather):
         """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
         self._sends_delta = False
         layout, rank = flat.layout, flat.rank
-        spans = ((max(first - rank * layout.chunk, 0), last - rank * layout.chunk) for first, last in layout.gaps)
-        self._gaps = [(first, min(last, layout.chunk)) for first, last in spans if first < min(last, layout.chunk)]
+        begin, chunk = layout.starts[rank], layout.chunks[rank]
+        spans = ((max(first - begin, 0), last - begin) for first, last in layout.gaps)
+        self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
         """Padding within this rank's chunk: there is nothing to send of it."""
-        counts = counts_of(layout, codec.block, flat.device)
-        self._counts = None if counts is None else counts[rank : rank + 1]
+        self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
+        self._messages = Messages(layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        numel = min(self._part, self.flat.layout.chunk) * self.flat.layout.world
+        numel = min(self._part, max(self.flat.layout.chunks)) * self.flat.layout.world
         context.scratch.reserve(_DIFFERENCE, 4 * numel)
         if self._casts:
             context.scratch.reserve(_CAST, 4 * numel)
 
     def scratch_bytes(self) -> int:
-        return self.flat.layout.world * sum(size for *_, size in self._parts())
+        return self._messages.nbytes
 
     def planned_bytes(self) -> int:
-        return super().planned_bytes() if self.always_exact else self.context.comm.peer_bytes(self.scratch_bytes())
+        return super().planned_bytes() if self.always_exact else self._messages.sent_bytes(self.flat.rank)
 
     def watch(self) -> CompressionError:
         """Observe messages from the next one on, until ``compression_error`` is None again."""
@@ -177,8 +209,9 @@ class DeltaAllGather(ExactAllGather):
                 comm, held = self.context.comm, version
                 if own.is_cuda:  # made on another stream
                     own.record_stream(torch.cuda.current_stream(own.device))
-                works += comm.all_gather(output, comm.own_chunk(output).copy_(own), async_op)
-                sent = comm.peer_bytes(output.nbytes)
+                chunks = self.flat.layout.uneven_chunks
+                works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
+                sent = (comm.world - 1) * own.nbytes
                 self.context.record("kept weights", self.flat.name)
         is_behind = held != self.flat.version
         self._sends_delta = scratch is not None and is_behind and held is not None and self._can_start_from(held)
@@ -199,9 +232,10 @@ class DeltaAllGather(ExactAllGather):
 
     def _send_delta(self, output: Tensor, scratch: Tensor, async_op: bool) -> Works:
         comm, room = self.context.comm, self.context.scratch
-        kept, message = comm.own_chunk(output), comm.own_chunk(scratch)
-        error, block, parts = self.compression_error, self._codec.block, list(self._parts())
-        measured = parts[:: -(-len(parts) // _MEASURED)]
+        kept = comm.own_chunk(output, self.flat.layout.uneven_chunks)
+        message = comm.own_chunk(scratch, self._messages.uneven)
+        error, block, parts = self.compression_error, self._codec.block, list(self._parts(kept.numel()))
+        measured = parts[:: -(-len(parts) // _MEASURED) or 1]
         for start, count, offset, size in parts:
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)
@@ -214,25 +248,24 @@ class DeltaAllGather(ExactAllGather):
             error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)
             if error is not None and (start, count, offset, size) in measured:
                 error_feedback.decode(self._codec, part, decoded := torch.empty_like(difference).unsqueeze(0))
-                share = sum(each[1] for each in measured) / self.flat.layout.chunk
+                share = sum(each[1] for each in measured) / kept.numel()
                 error.add(difference - decoded[0], difference, decoded[0], share=share)
         self.context.record("delta", self.flat.name)
-        self.sent_bytes = comm.peer_bytes(scratch.nbytes)
-        return comm.all_gather(scratch, message, async_op)
+        self.sent_bytes = self._messages.sent_bytes(comm.rank)
+        return comm.all_gather(scratch, message, async_op, self._messages.uneven)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is None or not self._sends_delta:
             return
-        world = self.context.comm.world
-        messages, weights = scratch.view(world, -1), output.view(world, -1)
-        for start, count, offset, size in self._parts():
-            decoded = self.context.scratch.take(_DIFFERENCE, world * count, torch.float32).view(world, count)
-            error_feedback.decode(self._codec, messages.narrow(1, offset, size), decoded)
-            kept = weights.narrow(1, start, count)
-            if self._casts:
-                kept.copy_(decoded.add_(self._in_fp32(kept)))
-            else:
-                kept.add_(decoded)
+        for chunk, messages, weights in self._messages.rows(scratch, output):
+            for start, count, offset, size in self._parts(chunk):
+                kept = weights.narrow(1, start, count)
+                decoded = self.context.scratch.take(_DIFFERENCE, kept.numel(), torch.float32).view(kept.shape)
+                error_feedback.decode(self._codec, messages.narrow(1, offset, size), decoded)
+                if self._casts:
+                    kept.copy_(decoded.add_(self._in_fp32(kept)))
+                else:
+                    kept.add_(decoded)
 
     def _in_fp32(self, kept: Tensor) -> Tensor:
         """Return kept weights in fp32, or as they are where operations on both allocate nothing."""
@@ -240,9 +273,9 @@ class DeltaAllGather(ExactAllGather):
             return kept
         return self.context.scratch.take(_CAST, kept.numel(), torch.float32).view(kept.shape).copy_(kept)
 
-    def _parts(self) -> Iterator[tuple[int, int, int, int]]:
+    def _parts(self, chunk: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield of each part of a chunk: its first element and their number, its first byte and their number."""
-        offset, chunk = 0, self.flat.layout.chunk
+        offset = 0
         for start in range(0, chunk, self._part):
             count = min(self._part, chunk - start)
             size = self._codec.message_bytes(count)
@@ -263,7 +296,7 @@ class DeltaAllGather(ExactAllGather):
         else:
             held, weights = self.flat.group.gathered(self.flat)
             version = _UNKNOWN if held is None else held
-            own = self.context.comm.own_chunk(weights)
+            own = self.context.comm.own_chunk(weights, self.flat.layout.uneven_chunks)
         return (own, version != self.flat.version) if self._can_start_from(version) else None
 
     @torch.inference_mode(False)

@@ -46,7 +46,8 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     _rows = 1
 
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
-        self._exact = ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+        self._residual_shape = (1, flat.layout.chunks[flat.rank])
+        self._exact = ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
         self._before: Tensor | None = None
         super().__init__(flat, schedule, codec)
 
@@ -118,7 +119,7 @@ class SharedMessages(CodecEncoder):
             self.codec,
             values.unsqueeze(0),
             own,
-            counts=None if self._counts is None else self._counts[self._rank : self._rank + 1],
+            counts=self._counts(range(self._rank, self._rank + 1)),
             residual=feedback.residual,
             recursion=feedback.recursion,
             noise=feedback.noise if self.codec.rounds_randomly else None,
@@ -148,7 +149,7 @@ class CompressedMean:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, codec: Codec, layout: Layout) -> None:
         self.world: int = group.size()
         self.rank: int = group.rank()
-        self.chunk = layout.chunk
+        self.chunk = layout.chunks[0]
         self.worker = Residual.zeros(self.world, self.chunk, torch.float32, codec.block, device)
         """[world, chunk], what this rank's messages to the owner of each chunk have lost."""
         self.server = Residual.zeros(1, self.chunk, torch.float32, codec.block, device)

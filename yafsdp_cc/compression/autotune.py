@@ -329,7 +329,7 @@ class CodecAutotuner(CompressionObserver):
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
         """Return the seconds per element that a rank needs to encode, decode and sum a reduce-scatter, by codec."""
         config, device, peers = self._config, self.state.context.device, self.state.context.gather.comm.world - 1
-        chunk = min(max(flat.layout.chunk for flat in flats), _TRIAL // peers) // config.block * config.block
+        chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)  # of all shards but the own
         total = torch.zeros(chunk, device=device)
         found = {EXACT: 0.0}

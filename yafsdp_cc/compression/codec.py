@@ -232,11 +232,22 @@ def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
 
 
-def counts_of(layout: Layout, block: int, device: torch.device) -> Tensor | None:
-    """Return how many elements of parameters each block of a buffer has, [world, blocks] int32; None: each is full."""
-    starts = torch.arange(0, layout.numel, block, device="cpu")
+def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | None = None) -> Tensor | None:
+    """Return how many elements of parameters each block of equal chunks has.
+
+    Args:
+        layout: of the buffer.
+        block: elements of a block.
+        device: of the result.
+        ranks: neighbours whose chunks are equally long; None: all.
+
+    Returns:
+        [ranks, blocks of a chunk] int32; None: each is full.
+    """
+    ranks = range(layout.world) if ranks is None else ranks
+    starts = torch.arange(layout.starts[ranks.start], layout.starts[ranks.stop], block, device="cpu")
     counts = torch.zeros_like(starts)
     for extent in layout.extents:  # each begins with a block of its own
         inside = (starts >= extent.offset) & (starts < extent.end)
         counts += inside * (extent.end - starts).clamp(max=block)
-    return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(layout.world, -1)
+    return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(len(ranks), -1)

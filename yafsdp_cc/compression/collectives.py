@@ -122,12 +122,12 @@ class CompressedCollectives(Collectives):
     def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
         """Return what it would cost to encode the gradients of all ``flats`` with a codec."""
         messages = 1 if self.schedule.over_replicas else self._ranks - 1
-        kept = messages * sum(flat.layout.chunk for flat in flats)
+        kept = messages * sum(flat.layout.chunks[flat.rank] for flat in flats)
         if codec == LOW_RANK:
             sent = sum(map(self._low_rank_bytes, flats))
         else:
             made = self.config.make(codec)
-            sent = (self._ranks - 1) * sum(made.message_bytes(flat.layout.chunk) for flat in flats)
+            sent = (self._ranks - 1) * sum(made.message_bytes(flat.layout.chunks[flat.rank]) for flat in flats)
         return PlannedChoice(
             codec=codec,
             reduce=sent,
@@ -139,7 +139,7 @@ class CompressedCollectives(Collectives):
         layout, matrix_rank = flat.layout, self.config.matrix_rank
         first, last = 0, layout.numel
         if self.schedule.over_replicas:
-            first, last = flat.rank * layout.chunk, (flat.rank + 1) * layout.chunk
+            first, last = layout.starts[flat.rank : flat.rank + 2]
         matrices = matrices_of(layout.places, matrix_rank, first, last)
         factors = [4 * numel_of(*matrices, matrix_rank, is_right) for is_right in (False, True)]
         return sum(2 * nbytes // self._ranks * (self._ranks - 1) for nbytes in factors) // 2

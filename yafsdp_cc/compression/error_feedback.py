@@ -85,6 +85,20 @@ class Residual(NamedTuple):
         """Return a view of messages ``first`` to ``last``."""
         return Residual(self.values[first:last], self.scales[first:last], self.block)
 
+    def span(self, first: int, messages: int, n: int) -> Residual:
+        """Return a view of ``messages`` of ``n`` elements, ``first`` elements after the first message's first.
+
+        Messages of one residual need not be equally long; then its own shape means nothing.
+        """
+        values = self.values.view(-1)[first : first + messages * n].view(messages, n)
+        start, blocks = (first // self.block, n // self.block) if self.scales.numel() else (0, 0)
+        scales = self.scales.view(-1)[start : start + messages * blocks].view(messages, blocks)
+        return Residual(values, scales, self.block)
+
+    def of(self, chunks: PeerChunks) -> Residual:
+        """Return a view of what is kept of ``chunks``."""
+        return self.span(chunks.before, *chunks.values.shape)
+
     def columns(self, first: int, last: int) -> Residual:
         """Return a view of elements ``first`` to ``last`` of each message, whole blocks."""
         blocks = slice(first // self.block, last // self.block)
@@ -396,13 +410,31 @@ class Encoder(ABC):
         """Drop what an interrupted exchange may have left different on some ranks."""
 
 
-def other_chunks(buffer: Tensor, world: int, rank: int) -> list[tuple[int, Tensor]]:
-    """Return the chunks of other ranks in ``buffer`` [world * chunk], as those below and those above ``rank``.
+class PeerChunks(NamedTuple):
+    """Chunks of other ranks in a buffer that lie side by side and are equally long."""
 
-    Each as [chunks, chunk], with the number of its first message among all.
+    ranks: range
+    values: Tensor
+    """[ranks, chunk], a view."""
+    before: int
+    """Elements of all other ranks' chunks before them."""
+
+
+def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
+    """Return the chunks of other ranks in ``buffer``: those below and those above ``rank``, where all are equally long.
+
+    Args:
+        buffer: laid out by ``layout``, or one element for each block of it.
+        layout: of the chunks.
+        rank: whose chunk is left out.
     """
-    chunks = buffer.view(world, -1)
-    return [(first, part) for first, part in ((0, chunks[:rank]), (rank, chunks[rank + 1 :])) if part.shape[0]]
+    block = layout.numel // max(buffer.numel(), 1)
+    found = []
+    for run in layout.runs(without=rank):
+        first, last = layout.starts[run.start] // block, layout.starts[run.stop] // block
+        before = first - (layout.chunks[rank] // block if run.start > rank else 0)
+        found.append(PeerChunks(run, buffer[first:last].view(len(run), -1), before))
+    return found
 
 
 # The native extension ----------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class CompressedCommunication:
         world, n, device = group.size(), output.numel(), grads.device
         chunk = align(n, self.config.block)
         if name not in self._reduce_scatters:
-            layout = Layout(tuple(Extent((n,), rank * chunk, n) for rank in range(world)), world, chunk)
+            layout = Layout(tuple(Extent((n,), rank * chunk, n) for rank in range(world)), (chunk,) * world)
             buffer = PlainBuffer(name, layout, group.rank(), device, Divisor(world, device), grads.dtype)
             made = self._reduce_scatters[name] = CompressedReduceScatter(buffer, self._schedule, self.config.gradients)
             made.bind(self.context(group, device))
@@ -230,7 +230,7 @@ class CompressedCommunication:
             if self.config.gradients != LOW_RANK:  # tensors need not begin at blocks of their own
                 places = [(0, (n,))]
             extents = tuple(Extent(tuple(shape), start, torch.Size(shape).numel()) for start, shape in places)
-            layout = Layout(extents, 1, align(n, self.config.block))
+            layout = Layout(extents, (align(n, self.config.block),))
             buffer = PlainBuffer(name, layout, 0, device, Divisor(world, device))
             made = self._all_reduces[key] = CompressedAllReduce(buffer, self._schedule, self.config.gradients)
             made.bind(self.context(group, device))

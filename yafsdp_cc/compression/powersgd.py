@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, other_chunks
+from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, PeerChunks, other_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -242,7 +242,7 @@ class FactorEncoder(Encoder):
         self._numel = last - first
         self._block = config.block
         self._is_finite = torch.empty(self._numel // config.block, dtype=torch.bool, device=flat.device)
-        self.step = flat.layout.chunk
+        self.step = flat.layout.chunks[flat.rank]
         self.nbytes = self.low_rank.factors.nbytes + self._is_finite.nbytes
 
     def bind(self, context: CommContext) -> None:
@@ -271,14 +271,14 @@ class FactorEncoder(Encoder):
         return self.context.scratch.take(buffer, self._message_numel, torch.float32)
 
     @abstractmethod
-    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """Return what of a whole buffer has a residual, as rows, with the number of the first row of each part."""
+    def _rows(self, buffer: Tensor) -> list[PeerChunks]:
+        """Return what of a whole buffer has a residual."""
 
     def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
         """Write ``message`` of gradients ``due`` fp32, which is used up, and keep what is lost in the residual."""
         residual, recursion = feedback.residual, feedback.recursion
         assert residual is not None
-        parts = [(residual.rows(first, first + len(rows)), rows) for first, rows in self._rows(due)]
+        parts = [(residual.of(chunks), chunks.values) for chunks in self._rows(due)]
         for kept, rows in parts:
             rows.add_(kept.load(), alpha=recursion.carry)
         self.low_rank.encode(due, message)
@@ -287,13 +287,13 @@ class FactorEncoder(Encoder):
                 rows.add_(kept.load(), alpha=1 - recursion.carry)
         before = None if feedback.error is None else due.clone()
         self.low_rank.subtract(due, message, recursion.taken, self._is_finite, self._block)
-        for (kept, rows), (_, finite) in zip(parts, self._rows(self._is_finite), strict=True):
-            kept.store(rows, finite)
+        for (kept, rows), finite in zip(parts, self._rows(self._is_finite), strict=True):
+            kept.store(rows, finite.values)
         if feedback.error is not None and before is not None:
-            for (_, left), (_, was) in zip(parts, self._rows(before), strict=True):
+            for (_, left), was in zip(parts, self._rows(before), strict=True):
                 # h − D(m), h and D(m), where E = h − a·D(m) is ``left`` of what ``was`` due
-                decoded = (was - left) / recursion.taken
-                feedback.error.add(was - decoded, was, decoded)
+                decoded = (was.values - left) / recursion.taken
+                feedback.error.add(was.values - decoded, was.values, decoded)
 
 
 class ChunkFactors(FactorEncoder):
@@ -319,19 +319,19 @@ class ChunkFactors(FactorEncoder):
         summed = self._message(RECEIVED)
         others = self._message(SENT).neg_().add_(summed)
         total.copy_(own)
-        self.low_rank.add(others, total, self._rank * self.step + start)
+        self.low_rank.add(others, total, self._layout.starts[self._rank] + start)
         self.low_rank.advance(summed)
 
-    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        return other_chunks(buffer, self._layout.world, self._rank)
+    def _rows(self, buffer: Tensor) -> list[PeerChunks]:
+        return other_chunks(buffer, self._layout, self._rank)
 
 
 class SharedFactors(FactorEncoder):
     """Encodes the partial sums of an all-reduce: all ranks make the same product of the same summed factors."""
 
     def __init__(self, flat: SummedBuffer, config: Compression) -> None:
-        rank, chunk = flat.rank, flat.layout.chunk
-        super().__init__(flat, config, rank * chunk, (rank + 1) * chunk, f"{flat.name}/{rank}")
+        first, last = flat.layout.starts[flat.rank : flat.rank + 2]
+        super().__init__(flat, config, first, last, f"{flat.name}/{flat.rank}")
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
@@ -343,5 +343,5 @@ class SharedFactors(FactorEncoder):
         self.low_rank.add(message, total.zero_(), 0)
         self.low_rank.advance(message)
 
-    def _rows(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        return [(0, buffer.view(1, -1))]
+    def _rows(self, buffer: Tensor) -> list[PeerChunks]:
+        return [PeerChunks(range(1), buffer.view(1, -1), 0)]

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.powersgd import LowRank
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.layout import Layout
 
 _OWN = "own chunk"
 
@@ -89,10 +90,12 @@ class CompressedSum(Collective):
     """The exact sum of the same buffer."""
     _rows: int
     """Messages that have a residual each."""
+    _residual_shape: tuple[int, int]
+    """Of the residual's values: messages and their elements."""
 
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
         self.flat = flat
-        self.chunk = flat.layout.chunk
+        self.chunk = flat.layout.chunks[flat.rank]
         self.schedule = schedule
         self.is_tuned = codec == AUTO
         """Whether the codec is chosen as training goes."""
@@ -152,7 +155,7 @@ class CompressedSum(Collective):
     def _make_residual(self) -> None:
         config = self.schedule.config
         if self.residual is None and (dtype := config.residual_dtype) is not None:
-            self.residual = Residual.zeros(self._rows, self.chunk, dtype, config.block, self.flat.device)
+            self.residual = Residual.zeros(*self._residual_shape, dtype, config.block, self.flat.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -303,14 +306,18 @@ def _inverse(share: float, device: torch.device) -> Tensor:
 class CompressedReduceScatter(CompressedSum, ReduceScatter):
     """Sums the gradients of a buffer by encoded messages, each chunk at its owner, with error feedback.
 
-    Each other rank's messages have a residual of [chunk]; this rank's own chunk crosses no network and is exact.
+    Messages to each other rank have a residual as long as its chunk; this rank's own chunk crosses no network and is
+    exact.
     """
 
     _exact: ExactReduceScatter
 
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
-        self._exact = ExactReduceScatter(flat.layout.numel, flat.reduce_dtype)
-        self._rows = flat.layout.world - 1
+        layout = flat.layout
+        self._exact = ExactReduceScatter(layout.numel, flat.reduce_dtype, chunks=layout.uneven_chunks)
+        self._rows = layout.world - 1
+        others = layout.numel - layout.chunks[flat.rank]
+        self._residual_shape = (1, others) if layout.uneven_chunks else (self._rows, layout.chunks[0])
         self._pending: Tensor | None = None
         """[chunk] fp32, deferred gradients of the own chunk."""
         self._has_deferred = False
@@ -334,13 +341,16 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def message_room(self) -> int:
         """Bytes that each message may have, where the codec is chosen as training goes."""
         config = self.schedule.config
-        return max(4 * config.block, *(config.make(name).message_bytes(self.chunk) for name in config.candidates))
+        longest = max(self.flat.layout.chunks)
+        return max(4 * config.block, *(config.make(name).message_bytes(longest) for name in config.candidates))
 
     def bytes_with(self, codec: str) -> int:
-        """Return the bytes that this rank would send per sum with a codec; ``fp32``: with exact sums."""
+        """Return the bytes that the rank with the most to send would send per sum; ``fp32``: with exact sums."""
+        chunks = self.flat.layout.chunks
         if codec == EXACT:
-            return self._exact.planned_bytes()
-        return self.schedule.config.make(codec).message_bytes(self.chunk) * self._rows
+            return (sum(chunks) - min(chunks)) * self.flat.reduce_dtype.itemsize
+        sizes = message_sizes(self.flat.layout, self.schedule.config.make(codec))
+        return sum(sizes) - min(sizes)
 
     @property
     def defers(self) -> bool:
@@ -351,9 +361,9 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
         self.schedule.clip_gradients(self.flat.name, grads)
-        for first, chunks in other_chunks(grads, self.flat.layout.world, self.flat.rank):
-            error_feedback.accumulate(chunks, self.residual.rows(first, first + len(chunks)))
-        self._defer_own(self.context.comm.own_chunk(grads))
+        for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
+            error_feedback.accumulate(chunks.values, self.residual.of(chunks))
+        self._defer_own(self._own_chunk_of(grads))
         poison = grads.sum(dtype=torch.float32).mul_(0.0)
         self._poison = poison.add_(self._poison) if self._has_deferred and self._poison is not None else poison
         self._has_deferred = True
@@ -379,13 +389,14 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         self.sent_bytes, works = 0, ()
         if comm.world > 1:
             if self._has_deferred and self._poison is not None:
-                grads.view(comm.world, -1)[:, 0].add_(self._poison)  # all ranks are to see it
+                for chunks in other_chunks(grads, self.flat.layout, -1):
+                    chunks.values[:, 0].add_(self._poison)  # all ranks are to see it
             self.sent_bytes = encoder.sent_bytes()
             works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
             return works
         if comm.reduces_in_place:  # over the own chunk, which is decoded into the other sum later
-            self._own_chunk().copy_(comm.own_chunk(grads))
+            self._own_chunk().copy_(self._own_chunk_of(grads))
         works = [*works, *self._exact.start(grads, async_op)]
         self.sent_bytes += self._exact.sent_bytes
         return works
@@ -393,7 +404,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         comm, own = self.context.comm, None
         if self._encodes:
-            own = self._own_chunk() if self._keeps_exact and comm.reduces_in_place else comm.own_chunk(grads)
+            own = self._own_chunk() if self._keeps_exact and comm.reduces_in_place else self._own_chunk_of(grads)
         for start, part in self._exact.finish(grads) if own is None else self._decode(own):
             if own is None and self._keeps_exact:
                 self._keep_exact(part, start)
@@ -408,7 +419,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         """Yield what messages, this rank's own chunk and what was deferred of it sum up to, as ``finish`` does."""
         encoder = self._encoder
         assert encoder is not None
-        for start in range(0, self.chunk, encoder.step):
+        for start in range(0, self.chunk, encoder.step or 1):  # a rank may own nothing
             total = self.context.scratch.take(SUM, min(encoder.step, self.chunk - start), torch.float32)
             mine = own.narrow(0, start, total.numel())
             if self.context.comm.world > 1:
@@ -419,6 +430,9 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
         self._has_deferred = False
+
+    def _own_chunk_of(self, grads: Tensor) -> Tensor:
+        return self.context.comm.own_chunk(grads, self.flat.layout.uneven_chunks)
 
     def _own_chunk(self) -> Tensor:
         return self.context.scratch.take(_OWN, self.chunk, self.flat.reduce_dtype)
@@ -437,39 +451,51 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         self._has_deferred = False
 
     def unsent(self) -> Tensor:
-        """Return what this rank has not sent yet to each rank, [world, chunk] fp32.
+        """Return what this rank has not sent yet to each rank, laid out as the gradients, fp32.
 
-        In its own row: what it adds to the next sum of its own chunk.
+        In its own chunk: what it adds to the next sum of that.
         """
-        world, rank = self.flat.layout.world, self.flat.rank
-        rows = torch.zeros(world, self.chunk, dtype=torch.float32, device=self.flat.device)
+        whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
         if self.residual is not None:
-            rows[[peer for peer in range(world) if peer != rank]] = self.residual.load()
+            for chunks in other_chunks(whole, self.flat.layout, self.flat.rank):
+                chunks.values.copy_(self.residual.of(chunks).load())
         if (own := self.not_in_residual) is not None:
-            rows[rank] += own
-        return rows
+            self._own_chunk_of(whole).add_(own)
+        return whole
 
     def _hand_over(self, residual: Residual) -> Tensor:
+        layout, rank = self.flat.layout, self.flat.rank
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
         comm, scratch, block = self.context.comm, self.context.scratch, residual.block
         room = self.message_room // 4 // block * block
         for buffer in (SENT, RECEIVED):
             scratch.reserve(buffer, self._rows * 4 * room)
-        for start in range(0, self.chunk, room):
-            end = min(start + room, self.chunk)
-            size = self._rows * (end - start)
-            sent = scratch.take(SENT, size, torch.float32).view(self._rows, -1)
-            received = scratch.take(RECEIVED, size, torch.float32).view(self._rows, -1)
-            sent.copy_(residual.columns(start, end).load())
-            for work in comm.exchange(received.view(torch.uint8), sent.view(torch.uint8), async_op=False):
+        for start in range(0, max(layout.chunks), room):
+            counts = [min(max(chunk - start, 0), room) for chunk in layout.chunks]
+            sent = scratch.take(SENT, sum(counts) - counts[rank], torch.float32)
+            received = scratch.take(RECEIVED, self._rows * counts[rank], torch.float32)
+            offset = before = 0
+            for peer, (chunk, count) in enumerate(zip(layout.chunks, counts, strict=True)):
+                if peer != rank:
+                    part = residual.span(before, 1, chunk).columns(start, start + count)
+                    sent[offset : offset + count] = part.load().view(-1)
+                    before, offset = before + chunk, offset + count
+            for work in comm.exchange(
+                received.view(torch.uint8), sent.view(torch.uint8), async_op=False, sizes=[4 * each for each in counts]
+            ):
                 work.wait()
-            for row in received:
-                total[start:end].add_(row)
+            for row in received.view(self._rows, counts[rank]):
+                total[start : start + counts[rank]].add_(row)
         return total
 
     def memory(self) -> Mapping[str, int]:
         pending = 0 if self._pending is None else self._pending.nbytes
         return {"residual": super().memory()["residual"] + pending}
+
+
+def message_sizes(layout: Layout, codec: Codec) -> list[int]:
+    """Return the bytes of a message that holds the chunk of each rank."""
+    return [codec.message_bytes(chunk) if chunk else 0 for chunk in layout.chunks]
 
 
 class CodecEncoder(Encoder):
@@ -481,15 +507,12 @@ class CodecEncoder(Encoder):
     """
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
-        layout = flat.layout
         self.codec = codec
-        self.step = layout.chunk
-        self._world = layout.world
-        self._rank = flat.rank
-        self.chunk = layout.chunk
-        self._size = codec.message_bytes(layout.chunk)
-        self._counts = counts_of(layout, codec.block, flat.device)
-        """[world, blocks], how many elements each block of a chunk has; None: all."""
+        self._layout, self._rank = flat.layout, flat.rank
+        self.step = self.chunk = flat.layout.chunks[flat.rank]
+        self._size = codec.message_bytes(self.chunk) if self.chunk else 0
+        self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
+        """By ranks whose chunks are equally long: [ranks, blocks], the elements of each block; None: all are full."""
 
     @property
     def kept(self) -> float:
@@ -501,39 +524,49 @@ class ChunkMessages(CodecEncoder):
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         super().__init__(flat, codec)
+        self._sizes = message_sizes(flat.layout, codec)
+        """Bytes of the message to each rank, this one counted."""
         if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
             self.step = min(PART, self.chunk)  # what stays in the processor's cache
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
         context.scratch.reserve(SENT, self.sent_bytes())
-        context.scratch.reserve(RECEIVED, self.sent_bytes())
+        context.scratch.reserve(RECEIVED, self._size * (self._layout.world - 1))
         context.scratch.reserve(SUM, 4 * self.step)
 
     def sent_bytes(self) -> int:
-        return self._size * (self._world - 1)
+        return sum(self._sizes) - self._size
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        sent, received = self._messages(SENT), self._messages(RECEIVED)
-        residual, noise = feedback.residual, feedback.noise
-        for first, chunks in other_chunks(values, self._world, self._rank):
-            last, peer = first + len(chunks), first + (first >= self._rank)
+        sent = self.context.scratch.take(SENT, self.sent_bytes(), torch.uint8)
+        residual, noise, offset = feedback.residual, feedback.noise, 0
+        for chunks in other_chunks(values, self._layout, self._rank):
+            first = chunks.ranks.start
+            message = sent.narrow(0, offset, len(chunks.ranks) * self._sizes[first]).view(len(chunks.ranks), -1)
+            offset += message.nbytes
+            place = self._layout.starts[first]
+            kept = None if residual is None else residual.of(chunks)
             error_feedback.encode(
                 self.codec,
-                chunks,
-                sent[first:last],
-                counts=None if self._counts is None else self._counts[peer : peer + len(chunks)],
-                residual=None if residual is None else residual.rows(first, last),
+                chunks.values,
+                message,
+                counts=self._counts(chunks.ranks),
+                residual=kept,
                 recursion=feedback.recursion,
-                noise=noise._replace(first=peer * self.chunk) if noise and self.codec.rounds_randomly else None,
+                noise=noise._replace(first=place) if noise and self.codec.rounds_randomly else None,
             )
-        if feedback.error is not None and residual is not None:
-            feedback.error.observe(self.codec, sent, residual)
-        return self.context.comm.exchange(received, sent, async_op)
+            if feedback.error is not None and kept is not None and self._layout.uneven_chunks:
+                feedback.error.observe(self.codec, message, kept)
+        if not self._layout.uneven_chunks:
+            sent = sent.view(self._layout.world - 1, -1)
+            if feedback.error is not None and residual is not None:
+                feedback.error.observe(self.codec, sent, residual)
+        return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        messages = self._messages(RECEIVED)
-        error_feedback.decode_sum(self.codec, messages, self.chunk, own, self._rank, total, start)
+        error_feedback.decode_sum(self.codec, self._received(), self.chunk, own, self._rank, total, start)
 
-    def _messages(self, buffer: str) -> Tensor:
-        return self.context.scratch.take(buffer, self.sent_bytes(), torch.uint8).view(self._world - 1, -1)
+    def _received(self) -> Tensor:
+        others = self._layout.world - 1
+        return self.context.scratch.take(RECEIVED, others * self._size, torch.uint8).view(others, self._size)

@@ -160,8 +160,9 @@ def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
     shard, *replicas = all_groups(state.context.info.mesh)
     total = compressed.unsent()
     if isinstance(compressed, CompressedReduceScatter):
-        parts = torch.empty_like(total)
-        dist.all_to_all_single(parts, total, group=shard)
+        chunks = list(compressed.flat.layout.chunks)
+        parts = total.new_empty(len(chunks), compressed.chunk)
+        dist.all_to_all_single(parts.view(-1), total, [compressed.chunk] * len(chunks), chunks, group=shard)
         total = parts.sum(0)
     for group in replicas:
         dist.all_reduce(total, group=group)
@@ -214,7 +215,7 @@ def _by_name(flat: FlatParam, chunk: Tensor) -> dict[str, FlatDTensor]:
 
 def _chunk_of(flat: FlatParam, tensors: Mapping[str, FlatDTensor], dtype: torch.dtype) -> Tensor:
     """Return the chunk of ``flat`` that ``_by_name`` gives these for, zero between them."""
-    chunk = torch.zeros(flat.layout.chunk, dtype=dtype, device=flat.device)
+    chunk = torch.zeros(flat.layout.chunks[flat.rank], dtype=dtype, device=flat.device)
     for param in flat.params:
         param.local_range(chunk).copy_(tensors[param.spec.name].to_local())
     return chunk

@@ -38,14 +38,15 @@ class ExactAllGather(AllGather):
         self.flat = flat
 
     def planned_bytes(self) -> int:
-        return self.context.comm.peer_bytes(self.flat.layout.numel * self.flat.compute_dtype.itemsize)
+        layout, dtype = self.flat.layout, self.flat.compute_dtype
+        return (layout.world - 1) * layout.chunks[self.flat.rank] * dtype.itemsize
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
-        comm, chunk = self.context.comm, self.flat.layout.chunk
-        own = output.narrow(0, comm.rank * chunk, chunk)
-        source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1)
-        self.sent_bytes = comm.peer_bytes(output.nbytes)  # not planned_bytes: subclasses send less on average
-        return comm.all_gather(output, source, async_op)
+        comm, chunks = self.context.comm, self.flat.layout.uneven_chunks
+        own = comm.own_chunk(output, chunks)
+        source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1 or bool(chunks))
+        self.sent_bytes = (comm.world - 1) * own.nbytes  # not planned_bytes: subclasses send less on average
+        return comm.all_gather(output, source, async_op, chunks)
 
 
 class ExactReduceScatter(ReduceScatter):
@@ -55,16 +56,19 @@ class ExactReduceScatter(ReduceScatter):
         numel: elements of the unsharded gradients, world * chunk.
         dtype: of the unsharded gradients.
         casts: whether ``finish`` yields fp32 where NCCL leaves bf16, which a CUDA device divides in fp32 as it is.
+        chunks: elements of each rank's chunk where these are not equal.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, casts: bool = True) -> None:
-        self._numel, self._dtype, self._casts = numel, dtype, casts
+    def __init__(self, numel: int, dtype: torch.dtype, *, casts: bool = True, chunks: Sequence[int] = ()) -> None:
+        self._numel, self._dtype, self._casts, self._chunks = numel, dtype, casts, chunks
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        comm, chunk = context.comm, self._numel // context.comm.world
+        comm = context.comm
+        chunk = self._chunks[comm.rank] if self._chunks else self._numel // comm.world
         self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1  # the sum in fp32
-        self._received_numel = chunk if comm.world == 2 else self._numel
+        self._received_numel = chunk if comm.world == 2 else chunk * comm.world
+        self._planned_bytes = (self._numel - chunk) * self._dtype.itemsize
         if not comm.reduces_in_place:
             context.scratch.reserve("received chunks", self._received_numel * self._dtype.itemsize)
         is_left = comm.reduces_in_place and self._dtype == torch.bfloat16 and not self._casts
@@ -74,22 +78,23 @@ class ExactReduceScatter(ReduceScatter):
             context.scratch.reserve("fp32 sum", 4 * count)
 
     def planned_bytes(self) -> int:
-        return self.context.comm.peer_bytes(self._numel * self._dtype.itemsize)
+        return self._planned_bytes
 
     def start(self, grads: Tensor, async_op: bool) -> Works:
         comm = self.context.comm
-        self.sent_bytes = comm.peer_bytes(grads.nbytes)
+        self.sent_bytes = self._planned_bytes
         if comm.world == 1:
             return ()
         if comm.reduces_in_place:
-            return comm.reduce_scatter(grads if self._scale == 1 else grads.mul_(1 / self._scale), async_op)
-        return comm.all_to_all(self._received(), grads, async_op)
+            scaled = grads if self._scale == 1 else grads.mul_(1 / self._scale)
+            return comm.reduce_scatter(scaled, async_op, self._chunks)
+        return comm.all_to_all(self._received(), grads, async_op, self._chunks)
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         summands = self._summands(grads)
         chunk = summands[0].numel()
         step = chunk if self.context.comm.reduces_in_place else _SUM_PART
-        for start in range(0, chunk, step):
+        for start in range(0, chunk, step or 1):  # a rank may own nothing
             yield start, self._sum([each.narrow(0, start, min(step, chunk - start)) for each in summands])
 
     def finish_whole(self, grads: Tensor) -> Tensor:
@@ -102,8 +107,8 @@ class ExactReduceScatter(ReduceScatter):
     def _summands(self, grads: Tensor) -> Sequence[Tensor]:
         """Return the chunks to sum, in rank order."""
         comm = self.context.comm
-        own = comm.own_chunk(grads)
-        if comm.reduces_in_place:
+        own = comm.own_chunk(grads, self._chunks)
+        if comm.reduces_in_place or not own.numel():
             return (own,)
         chunks = self._received().split(own.numel())
         others = chunks if comm.world == 2 else (*chunks[: comm.rank], *chunks[comm.rank + 1 :])

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
+    ReduceOptions,
     ReduceScatterOptions,
 )
 
@@ -42,6 +43,9 @@ class Communicator:
     for the occasion and copies. Two ranks swap chunks, which is one operation where broadcasts are two. Gathers and
     sums must not share a gloo group then: an operation of a rank that has lost step would meet one of another size, and
     gloo ends the process where it does. Over slow links (``mesh.probe_links``) chunks are point-to-point messages.
+
+    Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps none: then an all-gather is broadcasts
+    on every backend, and an NCCL reduce-scatter a reduce to each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,64 +63,80 @@ class Communicator:
         self._scatter_options = ReduceScatterOptions()
         self._reduce_options = AllreduceOptions()
         self._broadcast_options = BroadcastOptions()
+        self._to_one_options = ReduceOptions()
 
-    def own_chunk(self, buffer: Tensor) -> Tensor:
-        """Return this rank's chunk [n] of ``buffer`` [world * n]."""
-        chunk = buffer.numel() // self.world
-        return buffer.narrow(0, self.rank * chunk, chunk)
+    def split(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Sequence[Tensor]:
+        """Return the chunk of each rank in ``buffer``."""
+        return buffer.split(chunks) if chunks else buffer.chunk(self.world)
 
-    def all_gather(self, output: Tensor, source: Tensor, async_op: bool) -> Works:
-        """Fill ``output`` [world * n] with every rank's ``source`` [n] of the same dtype.
+    def own_chunk(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Tensor:
+        """Return this rank's chunk of ``buffer``."""
+        chunk = chunks[self.rank] if chunks else buffer.numel() // self.world
+        return buffer.narrow(0, sum(chunks[: self.rank]) if chunks else self.rank * chunk, chunk)
 
-        Over gloo ``source`` must be this rank's own chunk of ``output``.
+    def all_gather(self, output: Tensor, source: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
+        """Fill ``output`` with every rank's ``source`` of the same dtype.
+
+        Over gloo, and with ``chunks``, ``source`` must be this rank's own chunk of ``output``.
         """
         if self.world == 1:
             return ()
         if output.dtype not in _GATHERED_DTYPES:
+            chunks = [output.itemsize * chunk for chunk in chunks]
             output, source = output.view(torch.uint8), source.view(torch.uint8)
-        if not self.is_gloo:
+        if not (self.is_gloo or chunks):
             self._gather_options.asyncOp = async_op
             return _works(self.group._allgather_base(output, source, self._gather_options))
         if (self._is_slow or output.dtype == torch.uint8) and self._prefers_messages(output.nbytes):
-            chunks = output.chunk(self.world)
-            return self._send_messages(chunks, [source] * self.world, _GATHER_TAG)
+            return self._send_messages(self.split(output, chunks), [source] * self.world, _GATHER_TAG)
         if self.world == 2:
-            return self._swap(output.narrow(0, (1 - self.rank) * source.numel(), source.numel()), source, async_op)
+            return self._swap(self.split(output, chunks)[1 - self.rank], source, async_op)
         works: list[dist.Work] = []
         self._broadcast_options.asyncOp = async_op
-        for root, chunk in enumerate(output.chunk(self.world)):
+        for root, chunk in enumerate(self.split(output, chunks)):
             self._broadcast_options.rootRank = root
-            works += _works(self.group.broadcast([chunk], self._broadcast_options))
+            works += _works(self.group.broadcast([chunk], self._broadcast_options)) if chunk.numel() else ()
         return works
 
-    def reduce_scatter(self, buffer: Tensor, async_op: bool) -> Works:
-        """Sum ``buffer`` [world * n] over ranks into this rank's own chunk of it, in its dtype (NCCL alone)."""
-        self._scatter_options.asyncOp = async_op
-        return _works(self.group._reduce_scatter_base(self.own_chunk(buffer), buffer, self._scatter_options))
+    def reduce_scatter(self, buffer: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
+        """Sum ``buffer`` over ranks into this rank's own chunk of it, in its dtype (NCCL alone)."""
+        if not chunks:
+            self._scatter_options.asyncOp = async_op
+            return _works(self.group._reduce_scatter_base(self.own_chunk(buffer), buffer, self._scatter_options))
+        works: list[dist.Work] = []
+        self._to_one_options.asyncOp = async_op
+        for root, chunk in enumerate(self.split(buffer, chunks)):
+            self._to_one_options.rootRank = root
+            works += _works(self.group.reduce([chunk], self._to_one_options)) if chunk.numel() else ()
+        return works
 
-    def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
-        """Give every rank its chunk of ``sent`` [world * n].
+    def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
+        """Give every rank its chunk of ``sent``.
 
-        ``received`` is [world * n] in rank order; for two ranks [n], what the other one has sent.
+        ``received`` is [world * n] in rank order for an own chunk of n; for two ranks [n], what the other one has sent.
         """
         if self._is_slow and self._prefers_messages(sent.nbytes):
-            chunks = [received] * 2 if self.world == 2 else received.chunk(self.world)
-            return self._send_messages(chunks, sent.chunk(self.world), _MESSAGE_TAG)
+            parts = [received] * 2 if self.world == 2 else received.view(self.world, received.numel() // self.world)
+            return self._send_messages(list(parts), self.split(sent, chunks), _MESSAGE_TAG)
         if self.world == 2:
-            return self._swap(received, sent.narrow(0, (1 - self.rank) * received.numel(), received.numel()), async_op)
+            return self._swap(received, self.split(sent, chunks)[1 - self.rank], async_op)
         self._exchange_options.asyncOp = async_op
-        return _works(self.group.alltoall_base(received, sent, [], [], self._exchange_options))
+        own = [received.numel() // self.world] * self.world if chunks else []
+        return _works(self.group.alltoall_base(received, sent, own, list(chunks), self._exchange_options))
 
-    def exchange(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
-        """Send each other rank its message: ``sent`` and ``received`` are [world - 1, bytes] uint8, in rank order."""
-        size = sent.shape[1]
-        parts = [size] * (self.world - 1)
-        parts.insert(self.rank, 0)
+    def exchange(self, received: Tensor, sent: Tensor, async_op: bool, sizes: Sequence[int] = ()) -> Works:
+        """Send each other rank its message: ``sent`` and ``received`` are [world - 1, bytes] uint8, in rank order.
+
+        With ``sizes``, the bytes of each message to a rank, ``sent`` is [bytes], of one message after the other.
+        """
+        sizes = sizes or [sent.shape[1]] * self.world
+        ours = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+        theirs = [0 if rank == self.rank else sizes[self.rank] for rank in range(self.world)]
         received, sent = received.view(-1), sent.view(-1)
-        if self.is_gloo and self._prefers_messages(self.world * size):
-            return self._send_messages(received.split(parts), sent.split(parts), _MESSAGE_TAG)
+        if self.is_gloo and self._prefers_messages(sum(sizes)):
+            return self._send_messages(received.split(theirs), sent.split(ours), _MESSAGE_TAG)
         self._exchange_options.asyncOp = async_op
-        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange_options))
+        return _works(self.group.alltoall_base(received, sent, theirs, ours, self._exchange_options))
 
     def all_reduce(self, tensor: Tensor, async_op: bool) -> Works:
         """Sum ``tensor`` over ranks, in place."""
@@ -126,7 +146,7 @@ class Communicator:
         return _works(self.group.allreduce([tensor], self._reduce_options))
 
     def peer_bytes(self, nbytes: int) -> int:
-        """Return the bytes that this rank sends where a buffer of ``nbytes`` is gathered, or summed by its chunks."""
+        """Return the bytes that this rank sends where ``nbytes`` of equal chunks are gathered, or summed by chunks."""
         return nbytes // self.world * (self.world - 1)
 
     def all_reduce_bytes(self, nbytes: int) -> int:
@@ -139,15 +159,15 @@ class Communicator:
 
     def _send_messages(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
         """Send each other rank its part of ``sent``, all at once; nothing where there is nothing for a rank."""
-        peers = [peer for step in range(1, self.world) if sent[peer := (self.rank + step) % self.world].numel()]
-        works = [self.group.recv([received[peer]], peer, tag) for peer in reversed(peers)]
-        return works + [self.group.send([sent[peer]], peer, tag) for peer in peers]
+        peers = [(self.rank + step) % self.world for step in range(1, self.world)]
+        works = [self.group.recv([received[peer]], peer, tag) for peer in reversed(peers) if received[peer].numel()]
+        return works + [self.group.send([sent[peer]], peer, tag) for peer in peers if sent[peer].numel()]
 
     def _swap(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
         """Exchange ``sent`` for ``received`` with the other one of two ranks."""
-        parts = [0, sent.numel()] if self.rank == 0 else [sent.numel(), 0]
+        theirs, ours = ([0, each.numel()] if self.rank == 0 else [each.numel(), 0] for each in (received, sent))
         self._exchange_options.asyncOp = async_op
-        return _works(self.group.alltoall_base(received, sent, parts, parts, self._exchange_options))
+        return _works(self.group.alltoall_base(received, sent, theirs, ours, self._exchange_options))
 
 
 def _works(work: dist.Work | None) -> list[dist.Work]:

@@ -61,7 +61,7 @@ class PartialReduceOutput:
 
     def __init__(self, replicas: Replicas, flat: FlatParam, all_reduce: AllReduce) -> None:
         self.flat = flat
-        self.total = torch.zeros(flat.layout.chunk, dtype=flat.sum_dtype, device=flat.device)
+        self.total = torch.zeros(flat.layout.chunks[flat.rank], dtype=flat.sum_dtype, device=flat.device)
         self.handle = replicas.stream.handle()
         self.used: list[bool] | None = None
         """Which parameters this rank has written; None while the sum is empty."""

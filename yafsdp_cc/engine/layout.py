@@ -5,7 +5,10 @@
 
 Every parameter and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads in
 any dtype, and a block of a codec lies in one chunk and in one parameter. A parameter may straddle chunks, so a rank
-holds a flat range of it (``ShardSpec``), possibly an empty one.
+holds a flat range of it (``ShardSpec``), possibly an empty one. Where matrices are to lie whole on one rank each
+(``plan.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing:
+
+    chunks       | rank 0              | rank 1          | rank 3 |      rank 2 owns nothing of this group
 
 Where tensor parallelism has divided a parameter before (``TensorParallel``), each rank shards what it holds:
 
@@ -20,6 +23,7 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +37,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch.distributed as dist
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -67,27 +71,67 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Extents of a group's parameters in a buffer of ``world`` equal chunks."""
+    """Extents of a group's parameters in a buffer of one chunk for each rank."""
 
     extents: tuple[Extent, ...]
-    world: int
-    chunk: int
+    chunks: tuple[int, ...]
+    """Elements of each rank's chunk, which follow one another."""
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], world: int, alignment: int = ALIGNMENT) -> Layout:
-        """Lay out parameters of ``shapes`` in the order given, for ``world`` ranks."""
+    def of(
+        cls, shapes: Sequence[Sequence[int]], world: int, alignment: int = ALIGNMENT, owners: Sequence[int] = ()
+    ) -> Layout:
+        """Lay out parameters of ``shapes`` in the order given, for ``world`` ranks.
+
+        Args:
+            shapes: of the parameters.
+            world: how many chunks there are.
+            alignment: elements that parameters and chunks begin at multiples of.
+            owners: the rank of each parameter that is to lie in one chunk, in ascending order; empty: chunks are equal.
+        """
         extents: list[Extent] = []
         offset = 0
         for shape in shapes:
             extent = Extent(tuple(shape), offset, math.prod(shape))
             extents.append(extent)
             offset = align(extent.end, alignment)
-        return cls(tuple(extents), world, align(-(-offset // world), alignment))
+        if not owners:
+            return cls(tuple(extents), (align(-(-offset // world), alignment),) * world)
+        chunks = [0] * world
+        for extent, owner in zip(extents, owners, strict=True):
+            chunks[owner] += align(extent.numel, alignment)
+        chunks[-1] += -offset % (alignment * world)  # a secondary shard is an equal part, whoever owns what
+        return cls(tuple(extents), tuple(chunks))
+
+    @property
+    def world(self) -> int:
+        return len(self.chunks)
 
     @cached_property
+    def uneven_chunks(self) -> tuple[int, ...]:
+        """``chunks``, or nothing where they are equal."""
+        return () if len(set(self.chunks)) == 1 else self.chunks
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where chunks begin, and where the last one ends."""
+        return tuple(accumulate(self.chunks, initial=0))
+
+    def runs(self, without: int | None = None) -> Iterator[range]:
+        """Yield neighbouring ranks whose chunks are equally long, and not empty: those that one kernel can serve.
+
+        Args:
+            without: a rank that is left out, and so ends a run.
+        """
+        ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
+        for _, run in groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0])):
+            members = [rank for _, rank in run]
+            yield range(members[0], members[-1] + 1)
+
+    @property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
-        return self.chunk * self.world
+        return self.starts[-1]
 
     @property
     def places(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -103,11 +147,11 @@ class Layout:
 
     def bounds(self, extent: Extent) -> tuple[int, ...]:
         """``world + 1`` offsets into the parameter: rank r owns its elements ``bounds[r]`` to ``bounds[r + 1]``."""
-        return tuple(min(max(r * self.chunk - extent.offset, 0), extent.numel) for r in range(self.world + 1))
+        return tuple(min(max(start - extent.offset, 0), extent.numel) for start in self.starts)
 
     def owned(self, extent: Extent, rank: int) -> tuple[int, int]:
         """The half-open range of ``rank``'s chunk that holds its part of the parameter (empty ranges are equal)."""
-        first, last = rank * self.chunk, (rank + 1) * self.chunk
+        first, last = self.starts[rank : rank + 2]
         start = min(max(extent.offset, first), last)
         return start - first, max(min(extent.end, last), start) - first
 
@@ -261,6 +305,7 @@ class ShardSpec:
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
         tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
         owner: what the engine keeps the parameter in; None outside of it.
+        is_matrix: whether it is a matrix, or a stack of some, that lies whole on one rank or, replicated, on every one.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
@@ -272,6 +317,7 @@ class ShardSpec:
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
     owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    is_matrix: bool = False
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
     """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""
 
@@ -297,6 +343,13 @@ class ShardSpec:
     def rank(self) -> int:
         """This rank's number along the shard dimension."""
         return shard_rank(self.mesh)
+
+    @property
+    def owning_rank(self) -> int | None:
+        """The first rank of the shard dimension that holds all elements; None where none does, or every one."""
+        if self.bounds is None:
+            return None
+        return next((rank for rank, held in enumerate(pairwise(self.bounds)) if held == (0, self.numel)), None)
 
     def local_range(self) -> tuple[int, int]:
         """Return the half-open row-major range that this rank holds."""

@@ -492,7 +492,8 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for flat in state.flats:
         takes_part = everywhere or is_first_replica
-        buffer = _gathered(flat.sharded.to(state.context.device), info.shard_group, everywhere) if takes_part else None
+        shard = flat.sharded.to(state.context.device)
+        buffer = _gathered(shard, flat.layout.chunks, info.shard_group, everywhere) if takes_part else None
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
@@ -529,22 +530,33 @@ def ranks_of_model(state: FSDPState) -> list[int]:
     return members
 
 
-def _gathered(shard: Tensor, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
+def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
     if not everywhere and backend_of(group, shard.device) != "nccl":
         shard = shard.cpu()  # gloo sends messages from host memory only
     part = shard.view(torch.uint8)  # bytes: not every dtype is carried
     if not everywhere and group.rank() > 0:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, part, group=group, group_peer=0)]):
+        for work in (
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, part, group=group, group_peer=0)]) if len(part) else ()
+        ):
             work.wait()
         return None
-    buffer = shard.new_empty(shard.numel() * group.size())
-    if everywhere:
+    buffer = shard.new_empty(sum(chunks))
+    if everywhere and len(set(chunks)) == 1:
         all_gather_single(buffer.view(torch.uint8), part, group=group)
         return buffer
+    parts = buffer.view(torch.uint8).split([shard.itemsize * chunk for chunk in chunks])
+    parts[group.rank()].copy_(part)
+    if everywhere:
+        for root, theirs in enumerate(parts):
+            if theirs.numel():
+                dist.broadcast(theirs, group=group, group_src=root)
+        return buffer
     # One message from each, right to its place: a gather would receive into a second buffer.
-    own, *parts = buffer.view(torch.uint8).view(group.size(), -1)
-    own.copy_(part)
-    receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=peer) for peer, part in enumerate(parts, start=1)]
+    receives = [
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)
+        for peer, theirs in enumerate(parts)
+        if peer and theirs.numel()
+    ]
     for work in dist.batch_isend_irecv(receives) if receives else ():
         work.wait()
     return buffer

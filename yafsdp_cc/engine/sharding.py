@@ -36,7 +36,7 @@ from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -80,11 +80,12 @@ class Collectives:
 
     def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
         """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
-        return ExactReduceScatter(flat.layout.numel, flat.reduce_dtype, casts=flat.device.type != "cuda")
+        layout, casts = flat.layout, flat.device.type != "cuda"
+        return ExactReduceScatter(layout.numel, flat.reduce_dtype, casts=casts, chunks=layout.uneven_chunks)
 
     def all_reduce(self, flat: FlatParam) -> AllReduce:
         """Make the all-reduce of the partial sums of ``flat`` over replicas."""
-        return ExactAllReduce(flat.layout.chunk * flat.sum_dtype.itemsize)
+        return ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
 
     def observers(self) -> Sequence[Observer]:
         """Return what is to be called as training goes."""
@@ -357,6 +358,8 @@ class ShardingPlan(NamedTuple):
     """Where shards are in host memory; None: they are on the device."""
     prepare: Callable[[Sequence[OwnedParameter]], None]
     """Gives parameters their values, the same on every rank, just before they are sharded."""
+    owners: Mapping[OwnedParameter, int]
+    """The rank of each matrix that is to lie whole on one (``plan.ownership``)."""
 
 
 def shard_parameters(
@@ -395,12 +398,12 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; where sharded, each of what is trained and encoded alike."""
+    """Put ``owned`` into flat buffers, one per dtype; where sharded, of what is trained, owned and encoded alike."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
-    for each in owned:
-        parameter = each.parameter
-        reduced = None if replicates else (parameter.requires_grad, plan.collectives.flat_key(each.name))
+    for each in owned if replicates else sorted(owned, key=lambda each: plan.owners.get(each, 0)):
+        parameter, is_matrix = each.parameter, each in plan.owners
+        reduced = None if replicates else (parameter.requires_grad, is_matrix, plan.collectives.flat_key(each.name))
         alike[parameter.dtype, parameter.is_meta, reduced].append(each)
     return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
 
@@ -412,17 +415,19 @@ def _flat_param(
     world, rank, alignment = group.size(), group.rank(), plan.collectives.alignment
     if replicates:
         world, rank, alignment = 1, 0, VECTOR
-    layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment)
+    owners = [] if replicates else [plan.owners[each] for each in owned if each in plan.owners]
+    layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment, owners)
     dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
     if plan.host is not None and not is_meta:
-        chunk = plan.host.zeros(layout.chunk, dtype)
+        chunk = plan.host.zeros(layout.chunks[rank], dtype)
     else:
-        chunk = torch.zeros(layout.chunk, dtype=dtype, device="meta" if is_meta else info.device)
+        chunk = torch.zeros(layout.chunks[rank], dtype=dtype, device="meta" if is_meta else info.device)
     params = []
     for each, extent in zip(owned, layout.extents, strict=True):
         whole, bounds = each.parameter, None if replicates else layout.bounds(extent)
         parallel = TensorParallel.of(whole) if isinstance(whole, DTensor) else None
-        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel)
+        is_matrix = each in plan.owners
+        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, is_matrix=is_matrix)
         param = FSDPParam(spec, each.sites, extent)
         param.span = layout.owned(extent, rank)
         _replace(param, chunk, whole)

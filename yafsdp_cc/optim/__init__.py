@@ -1,9 +1,22 @@
-"""Optimizers of the 1-bit family: exact sums for a short while, then encoded ones of about a bit per element."""
+"""Optimizers of sharded models: Muon and the base of others that update whole matrices, and the 1-bit family.
+
+The latter sums exactly for a short while, and then sends about a bit per element.
+"""
 
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.lamb import OneBitLamb
+from yafsdp_cc.optim.matrix import MatrixOptimizer
+from yafsdp_cc.optim.muon import Muon
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.optim.sgd import OneBitSGD
 from yafsdp_cc.optim.zero_one import ZeroOneAdam
 
-__all__ = ["OneBitAdam", "OneBitLamb", "OneBitSGD", "ReplicatedOneBitAdam", "ZeroOneAdam"]
+__all__ = [
+    "MatrixOptimizer",
+    "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
+    "OneBitSGD",
+    "ReplicatedOneBitAdam",
+    "ZeroOneAdam",
+]

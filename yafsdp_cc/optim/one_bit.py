@@ -288,7 +288,7 @@ class OneBitOptimizer(Optimizer):
             assert param is not None
             assert param.flat is not None
             if compressed.momentum is None:
-                chunk, device = param.flat.layout.chunk, param.local.device
+                chunk, device = param.flat.sharded.numel(), param.local.device
                 compressed.momentum = torch.zeros(chunk, dtype=torch.float32, device=device)
             shared = flat_dtensor(param.local_range(compressed.momentum), param.spec)
             if self._local(parameter, self.moments[0]).data_ptr() != shared.to_local().data_ptr():

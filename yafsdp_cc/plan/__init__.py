@@ -1,11 +1,23 @@
 """What is gathered together, and what that costs: known and printable before the first step.
 
 ``parameters`` says what a model owns, ``blocks`` finds its repeated blocks, ``units`` divides the parameters among
-units, and ``report`` is the printed plan. Nothing here imports ``torch.distributed``: a plan needs no process group.
+units, ``ownership`` whole matrices among ranks, and ``report`` is the printed plan. Nothing here imports
+``torch.distributed``: a plan needs no process group.
 """
 
+from yafsdp_cc.plan.ownership import Ownership, assign_owners
 from yafsdp_cc.plan.parameters import OwnedParameter
 from yafsdp_cc.plan.report import Plan
 from yafsdp_cc.plan.units import Division, Role, Units, UnitSpec, find_units
 
-__all__ = ["Division", "OwnedParameter", "Plan", "Role", "UnitSpec", "Units", "find_units"]
+__all__ = [
+    "Division",
+    "OwnedParameter",
+    "Ownership",
+    "Plan",
+    "Role",
+    "UnitSpec",
+    "Units",
+    "assign_owners",
+    "find_units",
+]

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
+from yafsdp_cc.plan.ownership import newton_schulz_flops
 from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
     PlannedCommunication,
     PlannedHost,
+    PlannedOwner,
     PlannedReplicated,
     PlannedTraffic,
     PlannedUnit,
@@ -20,7 +22,7 @@ from yafsdp_cc.plan.report import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
     from yafsdp_cc.plan.units import Role
@@ -55,12 +57,33 @@ def plan_for(state: FSDPState) -> Plan:
         secondary_shard_bytes=held["secondary shard"],
         receive_bytes=context.reduce.scratch.nbytes,
         residual_bytes=held["residual"],
+        owners=_owners(state),
         choices=tuple(state.collectives.planned_choices(trainable)),
         adamw_bytes=2 * sum(param.local.nbytes for param in state.params if param.parameter.requires_grad),
         delta_bytes=context.gather.scratch.nbytes,
         transfer_bytes=0 if state.transfers is None else state.transfers.nbytes,
         host=None if state.transfers is None else _host(state),
         chosen=state.collectives.describe_choice(),
+    )
+
+
+def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
+    owned: dict[int, list[FSDPParam]] = {rank: [] for rank in range(state.context.gather.comm.world)}
+    for param in state.params:
+        if param.spec.is_matrix and (rank := param.spec.owning_rank) is not None:
+            owned[rank].append(param)
+    if not any(owned.values()):
+        return ()
+    return tuple(
+        PlannedOwner(
+            rank=rank,
+            matrices=tuple(param.spec.name for param in params),
+            elements=sum(param.spec.numel for param in params),
+            newton_schulz_flops=sum(
+                newton_schulz_flops(param.spec.shape) for param in params if param.parameter.requires_grad
+            ),
+        )
+        for rank, params in owned.items()
     )
 
 

@@ -144,6 +144,18 @@ class PlannedHost(RenamedFields):
 
 
 @dataclass(frozen=True)
+class PlannedOwner:
+    """The matrices that one rank of a shard owns whole, stacks of matrices counted once."""
+
+    rank: int
+    matrices: tuple[str, ...]
+    """Full names."""
+    elements: int
+    newton_schulz_flops: int
+    """Floating-point operations of one iteration on those that are trained."""
+
+
+@dataclass(frozen=True)
 class PlannedArgument:
     """An argument that is no default, or a setting of a run file that stands for one, and where it is from."""
 
@@ -177,6 +189,8 @@ class Plan(RenamedFields):
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
     """What error feedback keeps of encoded gradients."""
+    owners: tuple[PlannedOwner, ...] = ()
+    """Of every rank, where matrices lie whole (``ownership``)."""
     choices: tuple[PlannedChoice, ...] = ()
     """Where gradients are encoded, what each codec would cost instead."""
     delta_bytes: int = 0
@@ -253,6 +267,8 @@ class Plan(RenamedFields):
         ]
         if secondary:
             parts[3] += [f"Of this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."]
+        if self.owners:
+            parts.append(_table(_owner_rows(self.owners)))
         if self.choices:
             parts.append(_table(_choice_rows(self.choices)))
         if self.host is not None:
@@ -322,6 +338,18 @@ def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
     yield "if all gradients were", "sent", *(f"residual {kind}" for kind in choices[0].residual)
     for choice in choices:
         yield f"  {choice.codec}", human(choice.reduce), *map(human, choice.residual.values())
+
+
+def _owner_rows(owners: Sequence[PlannedOwner]) -> Iterator[Row]:
+    yield "owner of whole matrices", "matrices", "elements", "of the mean", "Newton-Schulz FLOPs", "of the mean"
+    sizes, work = ([getattr(each, name) for each in owners] for name in ("elements", "newton_schulz_flops"))
+    for owner in owners:
+        shares = (
+            f"{value * len(owners) / max(sum(all_of_them), 1):.0%}"
+            for value, all_of_them in ((owner.elements, sizes), (owner.newton_schulz_flops, work))
+        )
+        counts = f"{owner.elements:,}", next(shares), f"{owner.newton_schulz_flops:,}", next(shares)
+        yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *counts
 
 
 def _table(rows: Iterable[Row], left: int = 1) -> list[str]:

@@ -1,0 +1,313 @@
+"""Muon on whole matrices against one process that has ``torch.optim.Muon`` and ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+import yafsdp_cc
+from tests.models import VOCABULARY, WIDTH, Attention, Mlp
+from tests.ranks import on_ranks, ranks
+from tests.reference import far_apart, mean_gradients, mean_in_rank_order
+from yafsdp_cc.optim.muon import newton_schulz
+
+STEPS = 20
+CLIP = 0.5
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}
+
+
+class Block(nn.Module):
+    """With a matrix that is never used, and one that only the first rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention(WIDTH)
+        self.never, self.sometimes = nn.Linear(24, 16), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, is_first: bool) -> Tensor:
+        x = self.inner(x)
+        return x + self.sometimes(x) if is_first else x
+
+
+class Model(nn.Module):
+    """A language model with a tied head and a frozen matrix."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].inner.up.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, is_first: bool) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, is_first)
+        out: Tensor = self.head(x)
+        return out
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    draws = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(VOCABULARY, (2, 9), generator=draws)
+
+
+def loss_of(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    tokens = batch(step, micro, rank)
+    logits = model(tokens[:, :-1], rank == 0)
+    loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return loss
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return name.startswith("blocks.") and parameter.ndim == 2
+
+
+def torchs(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers of one process, AdamW in the form whose bits the engine's has."""
+    named = dict(model.named_parameters())
+    matrices = [each for name, each in named.items() if is_matrix(name, each)]
+    others = [each for name, each in named.items() if not is_matrix(name, each)]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, fused=True, **ADAMW)]
+
+
+class Pair:
+    """The sharded model, and what one process makes of the batches of all ranks: the first one, or each for itself.
+
+    Newton-Schulz iterations in bf16 turn the last bit of a gradient into differences of 1e-4, so gradients have to be
+    equal to the bit. Clipping multiplies both by the same number, which is compared itself.
+    """
+
+    def __init__(self, *, everywhere: bool = False, **sharding: Any) -> None:
+        self.compares = everywhere or dist.get_rank() == 0
+        self.plain, self.model = Model(), Model()
+        yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
+        self.optimizers = torchs(self.plain)
+        self.optimizer = yafsdp_cc.optim.Muon(self.model.parameters(), lr=0.02, adamw=ADAMW)
+
+    def train(self, steps: range, micros: int = 1, clips: bool = False) -> None:
+        for step in steps:
+            for micro in range(micros):
+                self.model.set_requires_gradient_sync(micro == micros - 1)
+                loss_of(self.model, step, micro, dist.get_rank()).backward()
+            if self.compares:
+                self._set_mean_gradients(step, micros)
+            if clips:
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP).full_tensor()
+            if clips and self.compares:
+                truth = nn.utils.get_total_norm([p.grad for p in self.plain.parameters() if p.grad is not None])
+                assert far_apart(norm, truth) < 1e-6
+                assert norm > CLIP
+                nn.utils.clip_grads_with_norm_(self.plain.parameters(), CLIP, norm)
+            for optimizer in (*(self.optimizers if self.compares else ()), self.optimizer):
+                optimizer.step()
+            self.model.zero_grad()
+
+    def _set_mean_gradients(self, step: int, micros: int) -> None:
+        by_rank = []
+        for rank in range(dist.get_world_size()):
+            self.plain.zero_grad()
+            for micro in range(micros):
+                loss_of(self.plain, step, micro, rank).backward()
+            by_rank.append({name: each.grad for name, each in self.plain.named_parameters()})
+        for name, parameter in self.plain.named_parameters():
+            parameter.grad = mean_in_rank_order([found[name] for found in by_rank])
+
+    def check(self, within: float = 1e-6) -> None:
+        """Compare all weights."""
+        with yafsdp_cc.whole_parameters(self.model):
+            found = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        for name, each in self.plain.named_parameters() if self.compares else ():
+            assert far_apart(found[name], each.detach()) <= within, name
+
+
+def parity() -> None:
+    for zero_stage, micros, clips in ((3, 1, False), (2, 1, True), (1, 2, False)):
+        pair = Pair(zero_stage=zero_stage)
+        pair.train(range(STEPS), micros, clips)
+        pair.check()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_are_those_of_one_process(world: int) -> None:
+    """Tied, frozen, unused, used by one rank; accumulated, clipped; at every stage."""
+    on_ranks(world, parity)
+
+
+# Checkpoints
+
+
+def saved(folder: Path, steps: int) -> None:
+    pair = Pair(everywhere=True)
+    pair.train(range(steps))
+    yafsdp_cc.save(folder, pair.model, pair.optimizer)
+    yafsdp_cc.save(folder.with_suffix(".plain"), pair.plain, pair.optimizers)
+
+
+def resumed(folder: Path, steps: int) -> None:
+    """Each of the pair goes on with what both have left."""
+    for path in (folder, folder.with_suffix(".plain")):
+        pair = Pair(zero_stage=2)
+        yafsdp_cc.load(path, pair.model, pair.optimizer)
+        yafsdp_cc.load(path, pair.plain, pair.optimizers)
+        pair.check()
+        pair.train(range(steps, 2 * steps))
+        pair.check()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
+def test_resumes_at_another_number_of_ranks(writers: int, readers: int, tmp_path: Path) -> None:
+    """Also from and to the states of ``torch.optim.Muon`` and ``torch.optim.AdamW``."""
+    on_ranks(writers, saved, tmp_path / "checkpoint", 5)
+    on_ranks(readers, resumed, tmp_path / "checkpoint", 5)
+
+
+# The iteration, and what it is made for
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64), (1, 300)])
+def test_a_batch_is_iterated_as_each_matrix_by_torch(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    matrices, coefficients = torch.randn(3, *shape), (3.4445, -4.7750, 2.0315)
+    matrices[2] = 0
+    found = newton_schulz(matrices.bfloat16(), coefficients, 5, 1e-7)
+    for one, each in zip(found, matrices, strict=True):
+        assert one.equal(_zeropower_via_newtonschulz(each, coefficients, 5, 1e-7))
+
+
+class Stacked(nn.Module):
+    """A block with a stack of matrices, and queries, keys and values in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], dim=-1)
+        out: Tensor = x + q * torch.cat([k, v], dim=-1) + torch.einsum("bi,eij->bj", x, self.experts)
+        return out
+
+
+@ranks(2)
+def test_stacks_and_split_matrices_are_several_each() -> None:
+    torch.manual_seed(5)
+    plain, model = nn.Sequential(Stacked(), Stacked()), nn.Sequential(Stacked(), Stacked())
+    model.load_state_dict(plain.state_dict())
+    yafsdp_cc.shard(model, ownership=["*.qkv.weight", "*.experts"])
+    rows = (WIDTH, WIDTH // 2, WIDTH // 2)
+    optimizer = yafsdp_cc.optim.Muon(
+        model.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw", splits={"*qkv*": rows}, nesterov=False
+    )
+    pieces = [part for block in plain for whole in (block.qkv.weight.split(rows), block.experts) for part in whole]
+    apart = [nn.Parameter(each.detach().clone()) for each in pieces]
+    truth = torch.optim.Muon(apart, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False)
+    batches = [torch.randn(4, WIDTH) for _ in range(2)]
+    for _ in range(3):
+        _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
+        grads = [
+            part
+            for index in range(2)
+            for whole in (found[f"{index}.qkv.weight"].split(rows), found[f"{index}.experts"])  # type: ignore[union-attr]
+            for part in whole
+        ]
+        for each, grad in zip(apart, grads, strict=True):
+            each.grad = grad
+        truth.step()
+        with torch.no_grad():
+            for piece, each in zip(pieces, apart, strict=True):
+                piece.copy_(each)
+        model(batches[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, each), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert far_apart(sharded.full_tensor(), each.detach()) <= 1e-6, name
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_more_bytes_than_adamw_and_an_equal_share_of_the_work(world: int) -> None:
+    on_ranks(world, costs)
+
+
+def costs() -> None:
+    world = dist.get_world_size()
+    flat, whole = (
+        yafsdp_cc.shard(Mlp(8, width=128), zero_stage=2, ownership=ownership) for ownership in ("flat", "matrix")
+    )
+    sent = []
+    for model in (flat, whole):
+        for _ in range(2):  # the first step gathers frozen weights, too
+            before = yafsdp_cc.counters_of(model)
+            start = before.gathered_bytes + before.reduced_bytes
+            model(torch.randn(2, 128)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        after = yafsdp_cc.counters_of(model)
+        plan = yafsdp_cc.plan_of(model).communication
+        assert after.gathered_bytes + after.reduced_bytes - start == plan.total
+        sent.append(torch.tensor([plan.total]))
+        dist.all_reduce(sent[-1])
+    assert sent[1] <= 1.02 * sent[0]
+    work = torch.tensor([each.newton_schulz_flops for each in yafsdp_cc.plan_of(whole).owners])
+    assert len(work) == world
+    assert work.max() <= 1.2 / world * work.sum()
+
+
+# Other matrix optimizers
+
+
+def shampoo() -> None:
+    path = Path(__file__).parents[2] / "docs/examples/shampoo.py"
+    source = importlib.util.spec_from_file_location("shampoo", path)
+    assert source is not None
+    assert source.loader is not None
+    source.loader.exec_module(example := importlib.util.module_from_spec(source))
+    torch.manual_seed(7)
+    plain, model = Mlp(2), Mlp(2)
+    model.load_state_dict(plain.state_dict())
+    yafsdp_cc.shard(model, ownership="matrix")
+    optimizer = example.Shampoo(model.parameters(), lr=0.05)
+    blocks = [plain.get_parameter(name) for name in dict(plain.named_parameters()) if name.startswith("blocks")]
+    matrices = [each for each in blocks if each.ndim == 2]
+    others = [each for each in plain.parameters() if all(each is not one for one in matrices)]
+    adamw = torch.optim.AdamW(others, fused=True)
+    lefts, rights = ([torch.zeros(each.shape[dim], each.shape[dim]) for each in matrices] for dim in (0, 1))
+    batches = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
+    for _ in range(5):
+        _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
+        for name, each in plain.named_parameters():
+            each.grad = found[name]
+        adamw.step()
+        with torch.no_grad():
+            for each, left, right in zip(matrices, lefts, rights, strict=True):
+                gradient = each.grad
+                left += gradient @ gradient.T
+                right += gradient.T @ gradient
+                factors = [torch.linalg.matrix_exp(-0.25 * log_of(side)) for side in (left, right)]
+                each.sub_(0.05 * factors[0].float() @ gradient @ factors[1].float())
+        model(batches[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, each), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert far_apart(sharded.full_tensor(), each.detach()) <= 1e-4, name
+
+
+def log_of(side: Tensor) -> Tensor:
+    """The logarithm of a symmetric matrix with 1e-4 added to its eigenvalues, in double precision."""
+    values, vectors = torch.linalg.eigh(side.double())
+    return (vectors * (values.clamp(min=0) + 1e-4).log()) @ vectors.T
+
+
+def test_shampoo_of_the_docs_is_shampoo() -> None:
+    on_ranks(2, shampoo)

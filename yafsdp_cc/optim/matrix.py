@@ -1,0 +1,305 @@
+"""The base of optimizers that update matrices as a whole: each is updated by the rank that owns it.
+
+``shard(model, ownership="matrix")`` puts every matrix, its gradient and its state on one rank each. There a subclass of
+``MatrixOptimizer`` is given whole gradients and returns whole updates; nothing is communicated. What is no such matrix
+(embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections import defaultdict
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
+from yafsdp_cc.engine.layout import ShardSpec
+from yafsdp_cc.optim.adam import adamw_step
+from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+_ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+"""Settings as of ``torch.optim.AdamW``, and its defaults."""
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer of whole matrices, each on the rank that owns it, and AdamW for all other parameters.
+
+    A subclass defines ``state_shapes`` and ``updates``. The weights of a matrix then change as in AdamW,
+    w ← (1 − lr·weight_decay)·w − rate·update, where the rate is ``learning_rate``. A stack of matrices [k, m, n], such
+    as the weights of experts, counts as k of them.
+
+    Parameter groups that have both are divided in two: one of matrices, with the settings given, and one of the other
+    parameters, with those of ``adamw``, ``betas`` among them. The first rank prints what goes where.
+
+    State dicts hold state by parameter, sharded like the parameter or owned by the same rank. ``load_state_dict`` also
+    takes whole tensors, as of a single process, and cuts them.
+
+    Args:
+        params: parameters of a model that was sharded with ``ownership="matrix"`` or patterns, or groups of them. With
+            an entry ``"adamw"``, a dict, a group has settings of its own for what is no matrix.
+        defaults: settings of the matrices; ``lr`` and ``weight_decay`` are among them.
+        adamw: settings for all that is no matrix where they differ from the defaults of ``torch.optim.AdamW``: ``lr``,
+            ``betas``, ``eps`` and ``weight_decay``.
+
+    Raises:
+        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], adamw: Mapping[str, Any] | None = None) -> None:
+        check_settings({name: value for name, value in defaults.items() if name != "betas"})
+        self._adamw = _completed({} if adamw is None else adamw)
+        super().__init__(params, defaults)
+        name = type(self).__name__
+        if not any(self._is_of_matrices(group) for group in self.param_groups):
+            raise ValueError(
+                f'{name} was given no matrix that one rank owns whole: pass ownership="matrix", or patterns of '
+                "parameter names, to yafsdp_cc.shard()"
+            )
+        meshes = {parameter.shard_spec.global_mesh for group in self.param_groups for parameter in group["params"]}
+        if not any(any(mesh.get_coordinate() or ()) for mesh in meshes):
+            print(self.describe(), flush=True)
+
+    # What a subclass defines
+
+    @abstractmethod
+    def state_shapes(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
+        """Return the names and shapes of the state of a matrix [rows, columns]; zero at first, fp32 at least."""
+
+    @abstractmethod
+    def updates(
+        self, gradients: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
+    ) -> Sequence[Tensor]:
+        """Return the update of each matrix, which is subtracted from it times ``learning_rate``.
+
+        Is called on the rank that owns the matrices, for those of one shape and parameter group together, which may be
+        any number and differ from step to step: a parameter without a gradient is left out.
+
+        Args:
+            gradients: [m, n] each, means over all ranks, fp32 at least; may be changed.
+            states: of each matrix, by the names of ``state_shapes``; to be changed in place.
+            group: the settings of their parameter group.
+
+        Returns:
+            [m, n] each, of any floating-point dtype.
+        """
+
+    def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
+        """Return what the update of a matrix [rows, columns] is multiplied by."""
+        return float(group["lr"])
+
+    def parts(self, name: str, rows: int) -> Sequence[int]:
+        """Return the rows of each matrix that the parameter ``name`` is made of, one below the other."""
+        return (rows,)
+
+    # Parameter groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; matrices and others become a group of their own each."""
+        group = dict(param_group)
+        adamw = _completed({**self._adamw, **group.pop("adamw", {})})
+        given = group.pop("params")
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        kinds: dict[bool, list[Any]] = defaultdict(list)
+        for each in given:
+            kinds[self._spec_of(each).is_matrix].append(each)
+        if kinds[True]:
+            super().add_param_group({**group, "params": kinds[True]})
+        if kinds[False]:
+            super().add_param_group({**adamw, "params": kinds[False]})
+            for name in self.defaults.keys() - adamw.keys():  # torch adds what only matrices have
+                del self.param_groups[-1][name]
+
+    def _spec_of(self, given: Any) -> ShardSpec:
+        """Return how a parameter, or a pair of its name and it, is sharded."""
+        name, parameter = given if isinstance(given, tuple) else ("", given)
+        kind = type(self).__name__
+        if not isinstance(parameter, FlatDTensor):
+            raise ValueError(
+                f"{kind} was given {name!r} {list(parameter.shape)}, which is not sharded: make the {kind} from "
+                'model.parameters() after yafsdp_cc.shard(model, ownership="matrix")'
+            )
+        spec = parameter.shard_spec
+        if spec.is_matrix and spec.tensor_parallel is not None:
+            raise ValueError(
+                f"{spec} is divided by tensor parallelism, and {kind} needs whole matrices: leave it out of "
+                "ownership=[...], so that AdamW updates it, or give it to another optimizer"
+            )
+        return spec
+
+    @staticmethod
+    def _is_of_matrices(group: Mapping[str, Any]) -> bool:
+        is_matrix: bool = group["params"][0].shard_spec.is_matrix
+        return is_matrix
+
+    def describe(self) -> str:
+        """Return a line for each kind of parameters: names, shape, number, what updates them, and on which ranks."""
+        lines = [f"{type(self).__name__} updates"]
+        for group in self.param_groups:
+            alike: dict[tuple[str, tuple[int, ...]], list[ShardSpec]] = defaultdict(list)
+            for parameter in group["params"]:
+                spec = parameter.shard_spec
+                alike[re.sub(r"(?<![^.])\d+(?![^.])", "*", spec.name), tuple(spec.global_shape)].append(spec)
+            for (name, shape), specs in alike.items():
+                line = f"  {name} {list(shape)}" + (f" x{len(specs)}" if len(specs) > 1 else "")
+                if not self._is_of_matrices(group):
+                    lines.append(f"{line}: by AdamW")
+                    continue
+                owners = sorted({spec.owning_rank for spec in specs if spec.owning_rank is not None})
+                where = f"rank {', '.join(map(str, owners))}" if owners else "every rank"
+                lines.append(f"{line}: whole, on {where}")
+        return "\n".join(lines)
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; ``closure`` as torch's optimizers have it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in used:
+                self._init_state(parameter, group)
+            # What a rank has nothing of has changed, too: all are to gather it. Kernels do not count all changes.
+            increment_version([local_of(parameter) for parameter in used])
+            if self._is_of_matrices(group):
+                self._update_matrices(group, used)
+            elif used:
+                rows = [(local_of(each), local_of(each.grad), *self._moments(each)) for each in used]
+                adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
+        return loss
+
+    def _moments(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = self.state[parameter]
+        return local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), state["step"]
+
+    def _update_matrices(self, group: dict[str, Any], used: Sequence[Any]) -> None:
+        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
+        for parameter in used:
+            for weight, gradient, state in self._matrices_of(parameter):
+                alike[weight.shape, gradient.dtype].append((weight, gradient, state))
+        for (shape, _), matrices in alike.items():
+            weights, gradients, states = zip(*matrices, strict=True)
+            rate = self.learning_rate(group, *shape)
+            for weight, update in zip(weights, self.updates(gradients, states, group), strict=True):
+                wide = weight.to(width_of(weight))
+                wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                if wide is not weight:
+                    weight.copy_(wide)
+
+    def _matrices_of(self, parameter: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield weight, gradient and state of each matrix that a parameter is made of; none where another rank owns it.
+
+        Weight and state are views.
+        """
+        spec: ShardSpec = parameter.shard_spec
+        weight = local_of(parameter)
+        if weight.numel() != spec.numel or not spec.numel:
+            return
+        rows, columns = spec.shape[-2:]
+        parts = self._parts_of(spec)
+        weight, gradient = (each.view(-1, rows, columns) for each in (weight, grad_of(parameter)))
+        state = {name: local_of(each) for name, each in self.state[parameter].items()}
+        for index in range(len(weight)):
+            for place, (start, count) in enumerate(zip(accumulate(parts, initial=0), parts, strict=False)):
+                shapes = self.state_shapes(count, columns)
+                own = {
+                    name: each.view(-1, rows, columns)[index, start : start + count]
+                    if tuple(shapes[name]) == (count, columns)
+                    else each.view(-1, *shapes[name])[index * len(parts) + place]
+                    for name, each in state.items()
+                }
+                yield weight[index, start : start + count], gradient[index, start : start + count], own
+
+    def _parts_of(self, spec: ShardSpec) -> Sequence[int]:
+        parts = tuple(self.parts(spec.name, spec.shape[-2]))
+        if sum(parts) != spec.shape[-2] or min(parts) < 1:
+            raise ValueError(f"'{spec.name}' has {spec.shape[-2]} rows, which are not {parts} together")
+        return parts
+
+    # State
+
+    def _init_state(self, parameter: Any, group: Mapping[str, Any]) -> None:
+        """Make what a parameter's state lacks."""
+        state, spec = self.state[parameter], parameter.shard_spec
+        if not self._is_of_matrices(group):
+            state.setdefault("step", torch.tensor(0.0, device="cpu"))
+        for name, shape in self._shapes_of(parameter, group).items():
+            if name in state:
+                continue
+            if shape == tuple(spec.shape):
+                state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
+            else:
+                own = _owned_like(spec, f"{spec.name}.{name}", shape)
+                local = torch.zeros(own.local_shape, dtype=width_of(parameter), device=local_of(parameter).device)
+                state[name] = flat_dtensor(local, own)
+
+    def _shapes_of(self, parameter: Any, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors in a parameter's state, counts of steps left out."""
+        spec: ShardSpec = parameter.shard_spec
+        if not self._is_of_matrices(group):
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(spec.shape))
+        *stack, _, columns = spec.shape
+        parts = self._parts_of(spec)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.state_shapes(parts[0], columns).items():
+            if tuple(shape) == (parts[0], columns):
+                shapes[name] = tuple(spec.shape)
+                continue
+            if len(set(parts)) > 1:
+                raise ValueError(
+                    f"'{spec.name}' is divided into matrices of {parts} rows, and the state {name!r} has a shape of "
+                    "its own for each: divide it into equal ones, or not at all"
+                )
+            shapes[name] = (*stack, *((len(parts),) if len(parts) > 1 else ()), *shape)
+        return shapes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of any number of ranks, or of whole tensors as of a single process."""
+        super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    continue
+                loaded, state = dict(self.state[parameter]), self.state[parameter]
+                names = self._shapes_of(parameter, group)
+                for name in names:
+                    if name in loaded and not isinstance(loaded[name], FlatDTensor):
+                        del state[name]
+                self._init_state(parameter, group)
+                for name in names:
+                    if name in loaded and state[name] is not loaded[name]:
+                        whole, target = loaded[name], state[name]
+                        target.to_local().copy_(target.shard_spec.local_of_full(whole.view(target.shape)))
+
+
+def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of AdamW."""
+    if unknown := adamw.keys() - _ADAMW.keys():
+        raise ValueError(f"adamw has {sorted(unknown)}: it takes {', '.join(_ADAMW)}")
+    settings = {**_ADAMW, **adamw}
+    check_settings(settings)
+    return settings
+
+
+def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
+    """Return how a tensor of another shape is owned by the rank that owns a matrix."""
+    numel, owner = math.prod(shape), spec.owning_rank
+    bounds = None
+    if spec.bounds is not None and owner is not None:
+        bounds = tuple(numel if rank > owner else 0 for rank in range(len(spec.bounds)))
+    return ShardSpec(name, torch.Size(shape), spec.mesh, bounds, is_matrix=True)

@@ -1,0 +1,164 @@
+"""Muon for sharded models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.optim.matrix import MatrixOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.optim.optimizer import ParamsT
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BATCH = 1 << 26
+"""Elements of matrices that are iterated on together, at most: 128 MiB in bf16, of which there are four at a time."""
+
+
+class Muon(MatrixOptimizer):
+    """Muon on the matrices that ranks own whole, AdamW on all other parameters.
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The momentum of each matrix is
+    orthogonalised by Newton-Schulz iterations, once, by the rank that owns the matrix, and in one batch with all others
+    of its shape there:
+
+        M ← μ·M + (1 − μ)·G
+        O = NewtonSchulz(M), or with Nesterov momentum of (1 − μ)·G + μ·M
+        W ← (1 − lr·weight_decay)·W − lr·adjustment·O
+
+    Gradients reach the owners of matrices by the reduce-scatter, and updated weights reach the others by the
+    all-gather, that there are anyway: a step sends as many bytes as with AdamW, encoded where the model has a
+    ``Compression``.
+
+    Steps are those of ``torch.optim.Muon``, to the bit where gradients are equal to the bit. State dicts have its names
+    (``momentum_buffer``; of other parameters those of ``torch.optim.AdamW``).
+
+    Args:
+        params: of a model that was sharded with ``yafsdp_cc.shard(model, ownership="matrix")`` or patterns, or groups
+            of them (``MatrixOptimizer``): all that are trained.
+        lr: the learning rate of matrices.
+        weight_decay: of matrices, decoupled.
+        momentum: μ, 0 to 1.
+        nesterov: whether to orthogonalise the momentum of the next step, as far as the present gradient tells it.
+        ns_coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
+        eps: the least norm that a momentum is divided by before the iteration.
+        ns_steps: how many iterations; fewer than 100.
+        adjust_lr_fn: what the learning rate is multiplied by: "original", or None: √max(1, m/n) of a matrix [m, n];
+            "match_rms_adamw": 0.2·√max(m, n), by which learning rate and weight decay may be AdamW's (Liu et al., "Muon
+            is Scalable for LLM Training", 2025, equation 4).
+        adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of all other parameters, where they differ from the
+            defaults of ``torch.optim.AdamW``.
+        splits: by ``*`` patterns over parameter names, matrices that are several, one below the other, and to be
+            orthogonalised each by itself: their number, or the rows of each. ``{"*.qkv.weight": 3}`` for fused queries,
+            keys and values.
+        ns_dtype: of the iteration. fp32 is faster than bf16 on processors without matrix instructions for bf16.
+
+    Raises:
+        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        splits: Mapping[str, int | Sequence[int]] | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: from 0 to 1, less than 1")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients={ns_coefficients}: three numbers")
+        if not 0 <= ns_steps < 100:
+            raise ValueError(f"ns_steps={ns_steps}: from 0 to 99")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: 'original' or 'match_rms_adamw'")
+        if ns_dtype not in _DTYPES:
+            raise ValueError(f"ns_dtype={ns_dtype}: one of {', '.join(map(str, _DTYPES))}")
+        self.ns_dtype = ns_dtype
+        self._splits = {} if splits is None else dict(splits)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults, adamw)
+        specs = [parameter.shard_spec for group in self.param_groups for parameter in group["params"]]
+        for pattern in self._splits:
+            if not any(spec.is_matrix and fnmatchcase(spec.name, pattern) for spec in specs):
+                raise ValueError(f"splits names {pattern!r}, which fits no matrix of this optimizer")
+        for spec in specs:
+            if spec.is_matrix:
+                self._parts_of(spec)
+
+    def parts(self, name: str, rows: int) -> Sequence[int]:
+        """Return the rows of each matrix that the parameter ``name`` is made of, by ``splits``."""
+        found = next((parts for pattern, parts in self._splits.items() if fnmatchcase(name, pattern)), 1)
+        return found if isinstance(found, Sequence) else (rows // max(found, 1),) * found
+
+    def state_shapes(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
+        """Return the shape of the momentum."""
+        return {"momentum_buffer": (rows, columns)}
+
+    def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
+        """Return the learning rate of a matrix [rows, columns], adjusted to its shape."""
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            return float(group["lr"] * 0.2 * math.sqrt(max(rows, columns)))
+        return float(group["lr"] * math.sqrt(max(1, rows / columns)))
+
+    def updates(
+        self, gradients: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
+    ) -> Sequence[Tensor]:
+        """Return the orthogonalised momentum of each matrix; arguments as of ``MatrixOptimizer``."""
+        momentum, grads = group["momentum"], list(gradients)
+        buffers = [state["momentum_buffer"] for state in states]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        ahead = list(torch._foreach_lerp(grads, buffers, momentum)) if group["nesterov"] else buffers
+        count = max(_BATCH // ahead[0].numel(), 1)
+        found: list[Tensor] = []
+        for start in range(0, len(ahead), count):
+            batch = torch.stack([each.to(self.ns_dtype) for each in ahead[start : start + count]])
+            found += newton_schulz(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        return found
+
+
+def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrices with their singular values brought near 1, in the dtype that they have.
+
+    Each by the operations of ``torch.optim.Muon``, in their order (Jordan et al., 2024).
+
+    Args:
+        matrices: [k, m, n], overwritten.
+        coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
+        steps: how many.
+        eps: the least norm that a matrix is divided by.
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    norms = torch.stack([each.norm() for each in x])  # each by itself: a joint norm may be rounded to another bf16
+    x.div_(norms.clamp(min=eps).view(-1, 1, 1))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
