@@ -59,10 +59,13 @@ def test_inputs_are_moved_to_the_device_of_the_mesh() -> None:
     model = sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     set_input_device(model, META)
     there = torch.ones(2, device=META, dtype=torch.bfloat16)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     model(
-        torch.ones(2), [Batch(torch.ones(3), "b"), 7], there, mask={"of": torch.ones(2, dtype=torch.bool)}
+        torch.ones(2), [Batch(torch.ones(3), "b"), 7], there, mask={"of": torch.ones(2, dtype=torch.bool)}, rnn=packed
     ).sum().backward()
     (x, (batch, number), same), kwargs = model.seen
+    assert kwargs["rnn"].data.device == kwargs["rnn"].sorted_indices.device == META
+    assert kwargs["rnn"].batch_sizes is packed.batch_sizes  # torch has it on the CPU
     assert [each.device for each in (x, batch.rows, kwargs["mask"]["of"])] == [META] * 3
     assert [each.dtype for each in (x, batch.rows, kwargs["mask"]["of"])] == [
         torch.bfloat16,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -99,14 +100,13 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if all(new is old for new, old in zip(changed, tree, strict=True)):
             return tree
         return kind(changed)
-    if kind is dict:
-        fresh = {key: map_tensors(value, change) for key, value in tree.items()}
-        return tree if all(fresh[key] is tree[key] for key in fresh) else fresh
     node = pytree.SUPPORTED_NODES.get(cast("Any", namedtuple) if pytree.is_namedtuple(tree) else kind)
     if node is not None:
         # Not by tree_flatten with is_leaf: its recursion is a cycle that holds the tree until garbage is collected.
         leaves, spec = node.flatten_fn(tree)
         changed = [map_tensors(leaf, change) for leaf in leaves]
+        if kind is PackedSequence:
+            changed[1] = leaves[1]  # sizes, which torch has on the CPU
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return tree
         return node.unflatten_fn(changed, spec)
