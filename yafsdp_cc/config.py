@@ -169,7 +169,7 @@ class CompressionSection(CompressionFields):
     """How gradients and weights are encoded for the network: a codec of gradients by name, or these settings. Codecs of
     your own are named in the script."""
 
-    gradients: Codec = "int8"
+    gradients: Codec = "fp32"
     weights: WeightCodec | None = None
     overrides: Mapping[str, Codec] = field(default_factory=dict)
     candidates: Annotated[
@@ -409,6 +409,9 @@ def _contradictions(settings: Settings) -> list[str]:
     for name, one in settings.items():
         section, _, leaf = name.partition(".")
         nested.setdefault(section, {})[leaf] = one.value
+    if "compression" in nested and "gradients" not in nested["compression"]:
+        sources = dict.fromkeys(one.source for name, one in settings.items() if name.startswith("compression."))
+        return [f"{', '.join(sources)}: compression.gradients names no codec: add one, such as int8, or fp32 for none"]
     try:
         RunFile.model_validate_json(json.dumps(nested))
     except ValidationError as error:

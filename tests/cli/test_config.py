@@ -147,10 +147,17 @@ def test_settings_that_contradict_each_other(folder: Path) -> None:
 def test_values_are_what_is_written(folder: Path) -> None:
     """YAML 1.1 reads 1:4 as 64, 010 as 8 and a date as no text at all."""
     Path("run.yaml").write_text(
-        "launch: {name: 2026-01-01, master_addr: 010}\ncompression: {carry: 5e-1, error_budget: .5}\n"
+        "launch: {name: 2026-01-01, master_addr: 010}\ncompression: {gradients: int8, carry: 5e-1, error_budget: .5}\n"
     )
     found = config.read("run.yaml", ["launch.nnodes=1:4"])
-    assert [one.value for one in found.values()] == ["2026-01-01", "010", 0.5, 0.5, "1:4"]
+    assert [one.value for one in found.values()] == ["2026-01-01", "010", "int8", 0.5, 0.5, "1:4"]
+
+
+def test_a_section_of_compression_names_the_codec() -> None:
+    with pytest.raises(
+        config.RunFileError, match=r"^--set: compression\.gradients names no codec: add one, such as int8"
+    ):
+        config.read(None, ["compression.warmup_steps=3"])
 
 
 def test_quotes_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +193,7 @@ def test_defaults_are_those_of_what_settings_stand_for() -> None:
     policy, section = MixedPrecisionPolicy(), dict(config.PrecisionSection())
     assert policy.cast_forward_inputs == section.pop("cast_forward_inputs")
     assert all(getattr(policy, f"{name}_dtype") is one for name, one in section.items())
-    whole, theirs = config.CompressionSection(), Compression()
+    whole, theirs = config.CompressionSection(), Compression(gradients="fp32")  # a section that nobody has written
     assert all(getattr(whole, each.name) == getattr(theirs, each.name) for each in fields(Compression))
     for name in get_args(config.Codec):
         Compression(gradients=name)
@@ -248,12 +255,16 @@ def test_answers_become_a_run_file(folder: Path) -> None:
     assert not Path("other.yaml").exists()
 
 
-def test_forms_print_what_they_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forms_print_what_they_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("run.yaml").write_text("shard: {zero_stage: 2}\n")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
     shown = yafsdp_cc_without_torch("config", "show", "run.yaml", "--set=compression=int8")
     assert re.search(r"^shard.zero_stage +2 +run.yaml:1$", shown.stdout, re.MULTILINE), shown.stderr
     assert re.search(r'^compression.gradients +"int8" +--set$', shown.stdout, re.MULTILINE)
     assert re.search(r"^launch.nnodes +1 +default$", shown.stdout, re.MULTILINE)
+    assert re.search(r'^launch.node_rank +"1" +PET_NODE_RANK$', shown.stdout, re.MULTILINE)
     assert cli.main(["config", "show", "run.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"shard.zero_stage": [2, "run.yaml:1"]}
     assert cli.main(["config", "--default"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 
 COMMANDS = {
@@ -33,6 +34,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(f"yafsdp_cc.cli.{name}").main(rest))
+        status = int(importlib.import_module(f"yafsdp_cc.cli.{name}").main(rest))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 141

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         if asked.form == "schema":
             print(json.dumps(schema(), indent=2))
         elif asked.form == "show":
-            settings = read(asked.file, asked.set)
+            settings = _with_torchrun(read(asked.file, asked.set))
             print(to_environment(settings) if asked.json else _table(settings))
         elif asked.form == "import":
             _check_new(asked.out)
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> int:
         else:
             _check_new(asked.out)
             _write(asked.out, to_yaml(_answers()))
+    except BrokenPipeError:
+        raise
     except (RunFileError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -60,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="yafsdp-cc config", description=about, allow_abbrev=False)
     parser.add_argument("--out", default="run.yaml", metavar="FILE", help="where to write (%(default)s)")
     parser.add_argument("--default", action="store_true", help="print all settings with their defaults instead")
-    forms = parser.add_subparsers(dest="form", title="other forms", metavar="")
+    forms = parser.add_subparsers(dest="form", title="other forms", metavar="FORM")
     show = forms.add_parser("show", help="check a run file, and print its settings and where each is from")
     show.add_argument("file", nargs="?", help="a run file (the one that YAFSDP_CC_CONFIG names)")
     show.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="as of yafsdp-cc launch")
@@ -82,6 +85,19 @@ def _write(out: str, text: str) -> None:
     with open(out, "x", encoding="utf-8") as file:
         file.write(text)
     print(f"{out} is written; yafsdp-cc launch --config {out} script.py takes it")
+
+
+def _with_torchrun(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what torchrun's own variables set for a launch, below ``--set`` alone."""
+    from yafsdp_cc.config import Setting, known
+
+    variables = {name: f"PET_{name.partition('.')[2].upper()}" for name in known() if name.startswith("launch.")}
+    from_torchrun = {
+        name: Setting(os.environ[variable], variable)
+        for name, variable in variables.items()
+        if variable in os.environ and (name not in settings or settings[name].source != "--set")
+    }
+    return {**settings, **from_torchrun}
 
 
 def _table(settings: Mapping[str, Any]) -> str:
@@ -106,7 +122,7 @@ def _answers() -> dict[str, Any]:
 
     defaults = {name: known()[name].get("default") for name, _ in ASKED}
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    proposed = {**defaults, "launch.nproc_per_node": gpus or 2, "compression.gradients": "fp32"}
+    proposed = {**defaults, "launch.nproc_per_node": gpus or 2}
     answers: dict[str, Any] = {}
     for name, question in ASKED:
         if name.startswith("launch.master") and "launch.nnodes" not in answers:
@@ -123,7 +139,7 @@ def _answers() -> dict[str, Any]:
             if not wrong:
                 break
             print(wrong)
-        if value != (proposed if name == "compression.gradients" else defaults)[name]:  # no section, no compression
+        if value != defaults[name]:
             answers[name] = value
     return answers
 
