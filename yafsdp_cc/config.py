@@ -410,8 +410,8 @@ def _contradictions(settings: Settings) -> list[str]:
         section, _, leaf = name.partition(".")
         nested.setdefault(section, {})[leaf] = one.value
     if "compression" in nested and "gradients" not in nested["compression"]:
-        sources = dict.fromkeys(one.source for name, one in settings.items() if name.startswith("compression."))
-        return [f"{', '.join(sources)}: compression.gradients names no codec: add one, such as int8, or fp32 for none"]
+        places = dict.fromkeys(one.source for name, one in settings.items() if name.startswith("compression."))
+        return [f"{', '.join(places)}: compression.gradients names no codec: add one, such as int8, or fp32 for none"]
     try:
         RunFile.model_validate_json(json.dumps(nested))
     except ValidationError as error:
