@@ -174,6 +174,45 @@ def test_an_exception_is_the_end(tmp_path: Path) -> None:
     assert len(written(tmp_path, "end")) == 1
 
 
+def test_half_a_line_of_a_killed_run_stays_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for first in range(2):
+        with Metrics(nn.Linear(2, 2), tmp_path, first_step=first, every=1, show=False) as log:
+            log.step(float(first))
+        if not first:
+            file.write_text(file.read_text() + '{"event": "step", "st')
+    run = read_run(file)
+    assert (run.curve("loss"), run.cut_off) == ([(1, 0.0), (2, 1.0)], [4])
+
+
+def test_names_of_its_own_are_not_overwritten(tmp_path: Path) -> None:
+    theirs = {"event": "x", "seconds": "x", "plan": 5, "planned_bytes": "x", "ranks": "x", "device": 5}
+    with Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False, settings=theirs) as log:
+        log.step(torch.ones(1), event=3.0, seconds=-1.0)
+        log.record(step=7.0, event=3.0)
+    log.step(2.0)
+    assert [line["event"] for line in written(tmp_path)] == ["start", "step", "eval", "end"]
+    assert [each.step for each in read_run(tmp_path / "metrics.jsonl").records] == [1, 1, 1]
+
+
+def test_what_cannot_be_written_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics.jsonl cannot be written: keys must be"):
+        Metrics(nn.Linear(2, 2), tmp_path, settings={("a", 1): 2})  # type: ignore[dict-item]
+    with (
+        pytest.raises(ValueError, match=r"Metrics: loss has shape \(2,\): pass one number"),
+        Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False) as log,
+    ):
+        log.step(torch.ones(2))
+
+
+def test_training_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match=r"metrics.jsonl ends here: No space left on device"):
+        log = Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False)
+    log.step(1.0)
+    log.close()
+
+
 @ranks(2)
 def test_parts_that_are_sharded_each_for_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections import defaultdict
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -94,7 +95,8 @@ class Metrics:
         planned = {"plan": "\n\n".join(map(str, plans)), "planned_bytes": sum(plan.owned_bytes for plan in plans)}
         own = {"time": time.time(), "first_step": first_step, "ranks": self._ranks, "torch": torch.__version__}
         device = {"device": next((each.device.type for each in model.parameters()), "cpu")}
-        self._write("start", {**(settings or {}), **own, **device, **(planned if plans else {})})
+        theirs = {name: value for name, value in (settings or {}).items() if name not in planned}
+        self._write("start", {**theirs, **own, **device, **(planned if plans else {})})
         # What calls the parts of a Lightning module is not its own forward.
         self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
         self._pending = self._tokens = 0
@@ -104,7 +106,7 @@ class Metrics:
         """Count an optimizer step; report if one is due, or if there are further values.
 
         Args:
-            loss: of this step. A tensor, a scalar, is averaged over the ranks; a number is taken as it is.
+            loss: of this step. A tensor of one element is averaged over the ranks; a number is taken as it is.
             tokens: that all ranks together have trained on in this step.
             values: further figures of the step, such as ``lr``.
         """
@@ -141,6 +143,7 @@ class Metrics:
         """Write the ``end`` line and stop. Nothing of the run is written after it."""
         if self._clock.close():
             self._write("end", {**values, **self._memory(), "step": self.steps_made})
+            self._outputs.clear()
             self._opened.close()
 
     def __enter__(self) -> Metrics:
@@ -155,11 +158,15 @@ class Metrics:
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # By the line: what was written stays, however the run ends.
-            file = self._opened.enter_context(self.path.open("a", buffering=1))
-        except OSError as error:
+            json.dumps(settings, default=str)
+            # Not buffered: what was written stays, however the run ends.
+            self._file = self._opened.enter_context(self.path.open("ab+", buffering=0))
+            if self._file.tell():
+                self._file.seek(-1, os.SEEK_END)
+                self._file.write(b"" if self._file.read(1) == b"\n" else b"\n")  # a run was ended while it wrote a line
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"Metrics: {self.path} cannot be written: {error}") from error
-        self._outputs.append(lambda values: file.write(json.dumps(values, default=str) + "\n"))
+        self._outputs.append(self._append)
         if tensorboard:
             library = _imported("tensorboard", "torch.utils.tensorboard")
             self._outputs.append(partial(_to_tensorboard, self._opened.enter_context(library.SummaryWriter(folder))))
@@ -170,18 +177,30 @@ class Metrics:
         if show:
             self._outputs.append(_Display(self._opened, self.steps_made, self._total))
 
+    def _append(self, values: dict[str, Any]) -> None:
+        """Add a line to the file; without room for it, training goes on and its figures are lost."""
+        line = json.dumps(values, default=str).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            warnings.warn(f"Metrics: {self.path} ends here: {error.strerror}", stacklevel=2)
+            self._outputs.remove(self._append)
+
     def _write(self, event: str, values: dict[str, Any]) -> None:
-        written = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
-        for name, value in values.items():
-            written[name] = None if isinstance(value, float) and not isfinite(value) else value
-        for output in self._outputs:
-            output(written)
+        own = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
+        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        for output in list(self._outputs):
+            output(own | finite | own)
 
     def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
         """Return the values, those of tensors as means over the ranks."""
         tensors = {name: value.detach().float() for name, value in values.items() if isinstance(value, Tensor)}
+        for name, value in tensors.items():
+            if value.numel() != 1:
+                raise ValueError(f"Metrics: {name} has shape {tuple(value.shape)}: pass one number, such as its mean")
         if tensors:
-            stacked = torch.stack(list(tensors.values()))
+            stacked = torch.stack([value.reshape(()) for value in tensors.values()])
             if self._ranks > 1:
                 dist.all_reduce(stacked)
             values = values | dict(zip(tensors, (stacked / self._ranks).tolist(), strict=True))

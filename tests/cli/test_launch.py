@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import pickle
@@ -211,6 +212,8 @@ MISTAKES = {
     "--nproc-per-node=0": "--nproc-per-node must be at least 1, got 0",
     "--nnodes=0": "--nnodes must be a number of nodes, or MIN:MAX of at least 1, got 0",
     "--nnodes=3:2": "min_nodes=3, max_nodes=2",
+    "--node-rank=1": "--node-rank counts from 0: 1 is none of the --nnodes=1:1",
+    "--name=../x": '--name: "../x" cannot be; it takes a name of letters',
     "--max-restarts=-1": "--max-restarts must be at least 0",
     "--monitor-interval=0": "--monitor-interval more than 0, got 0 and 0.0",
     "--rdzv-conf=timeout": "'timeout' must have a value",
@@ -302,6 +305,27 @@ def test_a_launcher_within_a_rank_does_not_take_its_settings(tmp_path: Path, mon
     (tmp_path / "train.py").write_text("import os; print(os.environ['YAFSDP_CC_RUN'])")
     ran = yafsdp_cc("launch", "train.py", folder=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{}\n", "")
+
+
+def test_logs_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+    """One that cannot be written ends the launch in a line; one of another run is written by both."""
+    logs = tmp_path / "runs/train/logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import sys; sys.stderr.write('1/2\\r2/2\\r\\n' + 'x' * 9999); sys.exit(3)")
+    (logs / "rank-0.log").symlink_to("/dev/full")
+    ran = yafsdp_cc("launch", "train.py", folder=tmp_path)
+    assert ran.returncode == 1
+    told = "cannot be written, No space left on device: name another folder, --log-dir=DIR"
+    assert ran.stderr == f"yafsdp-cc: runs/train/logs/rank-0.log {told}\n"
+
+    (logs / "rank-0.log").unlink()
+    with (logs / "rank-0.log").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ran = yafsdp_cc("launch", "--local-ranks-filter=1", "train.py", folder=tmp_path)
+    assert ran.returncode == 3
+    assert "another run is writing runs/train/logs/rank-0.log" in ran.stderr.splitlines()[0]
+    assert f"last lines of rank 0:\n  2/2\n  {'x' * 400}\n" in ran.stderr, "the end of a bar and of a long line"
+    assert log(tmp_path, 0).endswith("x" * 9999)
 
 
 def test_settings_that_nothing_asks_for_are_told(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
     """Report once, here, what every rank would report by a traceback; return the ranks of this node."""
+    from yafsdp_cc.config import mistake_in
+
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():
         parser.error(f"no such script: {options.training_script}")
     try:
@@ -151,4 +153,9 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_o
         )
     if not re.fullmatch(r"0*[1-9]\d*(:\d+)?", options.nnodes):
         parser.error(f"--nnodes must be a number of nodes, or MIN:MAX of at least 1, got {options.nnodes}")
+    nodes = int(options.nnodes.rpartition(":")[2])
+    if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < nodes:
+        parser.error(f"--node-rank counts from 0: {options.node_rank} is none of the --nnodes={options.nnodes}")
+    if options.name is not None and (wrong := mistake_in("launch.name", options.name)):
+        parser.error(wrong.replace("launch.name", "--name"))
     return ranks

@@ -1,6 +1,6 @@
 """Charts as SVG that stands in a page: lines, stacked bars, and lanes of a timeline.
 
-Colours are classes ``c0`` to ``c7`` of the page's style sheet, so that they follow its light and dark scheme.
+Colours are classes ``c0`` to ``c8`` (grey) of the page's style sheet, so that they follow its light and dark scheme.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
                 (across_px, up_px), told = place(x, y), f"{number(x)}: {number(y)}"
                 dot = f'<circle class="c{colour % 8}" r="3" cx="{across_px:.1f}" cy="{up_px:.1f}">'
                 drawn.append(f"{dot}<title>{escape(told)}</title></circle>")
-    return _figure(title, WIDTH, HEIGHT, drawn, {name: place for place, name in enumerate(curves) if curves[name]})
+    return _figure(title, WIDTH, HEIGHT, drawn, {name: place % 8 for place, name in enumerate(curves) if curves[name]})
 
 
 def bars(
@@ -103,7 +103,7 @@ def bars(
         drawn.append(_text(left - 8, y + 15, _short(name, left // 8 - 1), "end"))
         for kind, value in parts.items():
             length = wide * value / most
-            box = f'<rect class="c{colours[kind] % 8}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{ROW - 8}">'
+            box = f'<rect class="c{colours[kind]}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{ROW - 8}">'
             drawn.append(f"{box}<title>{escape(f'{name}, {kind}: {number(value)} {unit}')}</title></rect>")
             x += length
         drawn.append(_text(x + 6, y + 15, number(sum(parts.values())), "start"))
@@ -139,13 +139,13 @@ def timeline(
                 f"{left + wide * begin / most:.2f}z"
                 for begin, end in spans
             )
-            drawn.append(f'<path class="c{colours[kind] % 8}" d="{boxes}"><title>{escape(kind)}</title></path>')
+            drawn.append(f'<path class="c{colours[kind]}" d="{boxes}"><title>{escape(kind)}</title></path>')
     present = {kind for lane in lanes.values() for kind in lane}
     return _figure(title, WIDE, height, drawn, {kind: colour for kind, colour in colours.items() if kind in present})
 
 
 def _figure(title: str, width: int, height: int, drawn: Sequence[str], legend: Mapping[str, int]) -> str:
-    keys = "".join(f'<span><i class="c{colour % 8}"></i>{escape(name)}</span>' for name, colour in legend.items())
+    keys = "".join(f'<span><i class="c{colour}"></i>{escape(name)}</span>' for name, colour in legend.items())
     picture = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(drawn)}</svg>'
     shape = ' class="wide"' if width == WIDE else ""
     figure = f'<figcaption>{escape(title)}</figcaption><div class="scroll">{picture}</div><p class="legend">{keys}</p>'

@@ -281,7 +281,7 @@ def trace_section(found: Overlap) -> str:
 
 
 COLOURS = {kind: place for place, kind in enumerate(get_args(Kind))}
-COLOURS |= {"codec": COLOURS["encode"], "exposed communication": COLOURS["all-gather"], "idle": COLOURS["reduce"]}
+COLOURS |= {"codec": COLOURS["encode"], "exposed communication": COLOURS["all-gather"], "idle": len(COLOURS)}
 
 
 def _plain(kernel: str) -> str:
@@ -295,16 +295,16 @@ def _plain(kernel: str) -> str:
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2128; --paper: #fff; --faint: #59636e; --grid: #d8dee4;
   --c0: #0969da; --c1: #cf6b00; --c2: #1a7f37; --c3: #cf222e; --c4: #8250df; --c5: #0e7f86;
-  --c6: #bf3989; --c7: #6e5b00; }
+  --c6: #bf3989; --c7: #6e5b00; --c8: #afb8c1; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --faint: #9198a1; --grid: #30363d;
   --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #ff7b72; --c4: #bc8cff; --c5: #39c5cf;
-  --c6: #f778ba; --c7: #d4b72c; } }
+  --c6: #f778ba; --c7: #d4b72c; --c8: #57606a; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
   margin: 0 auto; padding: 16px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 12px 28px; }
 h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
 figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 900px; }
+svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 1200px; }
 svg text { font-size: 13px; fill: var(--faint); } .grid { stroke: var(--grid); }
 polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.4; stroke-width: 1; }
@@ -314,7 +314,7 @@ polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
-  min-width: 7em; } pre { overflow-x: auto; font-size: 13px; }
+  min-width: 8em; } pre { overflow-x: auto; font-size: 13px; }
 """
 
 
@@ -323,7 +323,7 @@ def page(sections: Iterable[str]) -> str:
     colours = "".join(
         f"rect.c{i}, path.c{i}, circle.c{i}, .band.c{i} {{ fill: var(--c{i}); }} "
         f".line.c{i}, .band.c{i} {{ stroke: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n"
-        for i in range(8)
+        for i in range(9)
     )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     style = f"<title>yafsdp-cc report</title><style>{STYLE}{colours}</style>"
