@@ -184,7 +184,7 @@ FP32_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torc
 HOP = (7 * 3.4e-6 + 14e-6) / 8
 """Seconds of a ring's hop: of 8, one is between machines.
 
-Source: NCCL 2.19, ``src/graph/tuning.cc``: ``hwLat`` of rings and the Simple protocol, by NVLink and by network.
+Source: NCCL's cost model (``src/graph/tuning.cc``), latency of rings and the Simple protocol: NVLink, network.
 """
 
 

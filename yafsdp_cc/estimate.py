@@ -192,7 +192,8 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     """
     with torch.device("meta"):
         model = build()
-    with fake_ranks(mesh, device, MetaDevice()) as ranks:
+    with warnings.catch_warnings(), fake_ranks(mesh, device, MetaDevice()) as ranks:
+        warnings.simplefilter("ignore")  # it is to be seen what such settings cost
         return plan_of(shard(model, mesh=ranks, **settings))
 
 

@@ -73,13 +73,20 @@ class FakeDevice(TorchFunctionMode):
         """Return what the host reads by ``method``."""
         return _READS[method](tensor)
 
+    def place(self, device: Any) -> Any:
+        """Return where a tensor is made that is asked for on ``device``; what is no device as it is."""
+        return torch.device("cpu") if _kind(device) == "cuda" else device
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func.__name__ in _READS:
             return self.read(func.__name__, args[0])
+        if func is Tensor.to:
+            args = tuple(map(self.place, args))
+        if not kwargs:
+            return func(*args)
         was_pinned = kwargs.pop("pin_memory", False)
-        args = tuple(map(_real, args)) if func is Tensor.to else args
-        kwargs = {name: _real(value) for name, value in kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = self.place(kwargs["device"])
         made = func(*args, **kwargs)
         if was_pinned:
             made.was_pinned = True
@@ -89,11 +96,12 @@ class FakeDevice(TorchFunctionMode):
 class MetaDevice(FakeDevice):
     """Has tensors of the meta device pass for the CPU's: quicker than fake tensors, which torch handles in Python."""
 
+    def place(self, device: Any) -> Any:
+        return torch.device("meta") if _kind(device) in BACKENDS else device
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ == "__get__" and func.__self__ in _OF_CPU:
             return _OF_CPU[func.__self__]
-        kwargs = {name: _meta(value) for name, value in (kwargs or {}).items()}
-        args = tuple(map(_meta, args)) if func is Tensor.to else args
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -101,14 +109,8 @@ _OF_CPU = {Tensor.device: torch.device("cpu"), Tensor.is_cpu: True, Tensor.is_me
 """What tensors of the CPU answer, by attribute."""
 
 
-def _meta(value: Any) -> Any:
-    names_device = isinstance(value, torch.device) or (isinstance(value, str) and value in BACKENDS)
-    return torch.device("meta") if names_device else value
-
-
-def _real(value: Any) -> Any:
-    is_cuda = value == "cuda" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cuda"
-    return torch.device("cpu") if is_cuda else value
+def _kind(device: Any) -> str:
+    return device.type if isinstance(device, torch.device) else device if isinstance(device, str) else ""
 
 
 def _gather_alike(found: list[Any], item: Any, group: Any = None) -> None:

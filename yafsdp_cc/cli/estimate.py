@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +73,8 @@ def main(argv: list[str]) -> int:
     if asked.trace is not None and (asked.rate is None or len(asked.ranks) > 1):
         flags.error("--trace takes --rate and --link, and one number of --ranks")
 
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # module:factory is found from here, as by python -m
     gc.disable()  # hundreds of thousands of objects are made, and few are let go
     # Not before the flags are known to be good: torch takes seconds to import.
     from yafsdp_cc.estimate import probe, subject_of

@@ -71,9 +71,10 @@ class OneBitLamb(OneBitAdam):
     Parameters that are never encoded go through exact LAMB throughout. The state is that of ``torch.optim.AdamW``, w
     and m₋₁, which is 4 to 8 bytes more for each element of a rank's shard.
 
+    Arguments that are not listed are those of ``OneBitAdam``. The weight decay is a part of the update that the trust
+    ratio multiplies.
+
     Args:
-        params, lr, betas, weight_decay, warmup_steps, form, refreshes, max_grad_norm: as of ``OneBitAdam``; the weight
-            decay is a part of the update that the trust ratio multiplies.
         eps: added to the root of the second moment.
         trust: the least and the largest trust ratio.
 

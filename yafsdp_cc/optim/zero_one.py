@@ -36,8 +36,9 @@ class ZeroOneAdam(OneBitAdam):
     The state dict, what is saved beside it and memory are those of ``OneBitAdam``. In a state of AdamW v is believed to
     have seen the gradients that it would have seen here.
 
+    Arguments that are not listed are those of ``OneBitAdam``.
+
     Args:
-        params, lr, betas, eps, weight_decay: as of ``OneBitAdam``.
         refreshes: κ, exact sums before the distance between them doubles; 1 or more. Of T steps, fewer than
             κ·(1 + log₂(T / κ + 1)) are exact.
 
