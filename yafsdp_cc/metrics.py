@@ -189,9 +189,12 @@ class Metrics:
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         own = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
-        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        written = own | values | own  # its own names first, and whatever values have the same ones
+        for name, value in written.items():
+            if isinstance(value, float) and not isfinite(value):
+                written[name] = None
         for output in list(self._outputs):
-            output(own | finite | own)
+            output(written)
 
     def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
         """Return the values, those of tensors as means over the ranks."""

@@ -29,7 +29,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 def number(value: float) -> str:
     """Format a number of an axis or a tooltip."""
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and not 1e-3 <= abs(value) < 1e6:
         for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
             if abs(value) >= factor:
                 return f"{value / factor:.4g} {unit}"
