@@ -214,8 +214,9 @@ def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("google.protobuf", reason="protobuf is not installed (extra 'trace')")
     events = [Event("all_gather", "b", 300, ()), Event("forward", "b", 2e6, (0,)), Event("reduce", "b", 300, (1,))]
-    write_traces(tmp_path / "t", events, plan_of_blocks(gather=0, reduce=0), 1e12, encoded=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t.{rank}.et" for rank in range(4)]
+    folder = tmp_path / "traces"
+    write_traces(folder / "t", events, plan_of_blocks(gather=0, reduce=0), 1e12, encoded=False)
+    assert sorted(path.name for path in folder.iterdir()) == [f"t.{rank}.et" for rank in range(4)]
 
     def sized(tag: int, content: bytes) -> bytes:
         return bytes([tag, len(content)]) + content
@@ -231,7 +232,7 @@ def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:
     reduce = b"\x08\x02" + sized(0x12, b"reduce b") + b"\x18\x07" + sized(0x2A, b"\x00\x01") + is_cpu
     reduce += number(b"comm_type", b"\x48", b"\x07") + number(b"comm_size", b"\x48", b"\x90\x03")  # 400
     expected = b"".join(bytes([len(each)]) + each for each in (sized(0x0A, b"1.0.0"), gather, forward, reduce))
-    assert (tmp_path / "t.3.et").read_bytes() == expected
+    assert (folder / "t.3.et").read_bytes() == expected
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")

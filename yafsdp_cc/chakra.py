@@ -74,6 +74,7 @@ def write_traces(prefix: Path, events: Sequence[Event], plan: Plan, flops_per_se
             node.attr.add(name="comm_type", int64_val=kind)
             node.attr.add(name="comm_size", int64_val=size)
         _write(out, node)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     for rank in range(plan.world * plan.replicas):
         prefix.with_name(f"{prefix.name}.{rank}.et").write_bytes(out.getvalue())
 
