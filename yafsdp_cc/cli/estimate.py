@@ -26,6 +26,7 @@ tensors that have no memory: nothing is downloaded, and no weights are made. doc
 BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FLOPS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
+BATCH, SEQUENCE = 1, 2048
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -70,6 +71,10 @@ def main(argv: list[str]) -> int:
         flags.error("--checkpoint fit needs --memory, such as 80GiB")
     if (asked.link is None) != (asked.rate is None):
         flags.error("a step's time takes both --rate and --link")
+    if asked.memory is not None and asked.checkpoint != "fit":
+        flags.error("--memory is what --checkpoint fit has blocks recomputed for: name both")
+    if ":" in asked.model and (asked.batch or asked.sequence):
+        flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
     if asked.trace is not None and (asked.rate is None or len(asked.ranks) > 1):
         flags.error("--trace takes --rate and --link, and one number of --ranks")
 
@@ -80,7 +85,7 @@ def main(argv: list[str]) -> int:
     from yafsdp_cc.estimate import probe, subject_of
 
     try:
-        subject = subject_of(asked.model, asked.batch, asked.sequence)
+        subject = subject_of(asked.model, asked.batch or BATCH, asked.sequence or SEQUENCE)
         settings = _settings(asked)
         found = None if subject.loss is None else probe(subject, settings["mp_policy"])
         if found is None and (asked.checkpoint or asked.rate):
@@ -93,7 +98,7 @@ def main(argv: list[str]) -> int:
             plan, work = rows[0].plan, found.work_with(rows[0].checkpointed)
             write_traces(asked.trace, events_of(plan, work), plan, asked.rate, asked.compression is not None)
     except ValueError as error:
-        flags.error(str(error))
+        flags.exit(2, f"{flags.prog}: {error}\n")
     print(_text(rows, found, asked))
     if asked.json is not None:
         asked.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
@@ -111,8 +116,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--ranks", type=_counts, default=[8], metavar="N", help="of all machines, one or more: 8,64 (8)")
     flags.add_argument("--replicas", type=positive, default=1, metavar="N", help="how often the shards are there (1)")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of ranks (%(default)s)")
-    flags.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of a rank (%(default)s)")
-    flags.add_argument("--sequence", type=positive, default=2048, metavar="N", help="tokens of each (%(default)s)")
+    flags.add_argument("--batch", type=positive, metavar="N", help=f"sequences of a rank ({BATCH})")
+    flags.add_argument("--sequence", type=positive, metavar="N", help=f"tokens of each ({SEQUENCE})")
     flags.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of weights and reduces (bf16)")
     flags.add_argument("--compression", default=None, metavar="CODEC", help="of gradients: int8, int4, onebit, ...")
     flags.add_argument("--weights", default=None, metavar="CODEC", help="of weights: int8, ...")
@@ -192,13 +197,14 @@ def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> st
         shown += [(f"blocks of {blocks} recomputed", *(str(row.checkpointed) for row in rows))]
     if rows[0].seconds is not None:
         times = [row.seconds for row in rows if row.seconds is not None]
-        tokens = asked.batch * asked.sequence
         shown += [("seconds of a step", *(f"{each.total:.4g}" for each in times))]
         shown += [
             (f"  {name.replace('_', ' ')}", *(f"{each._asdict()[name]:.4g}" for each in times))
             for name in times[0]._fields
         ]
-        shown += [("  tokens / s and rank", *(f"{tokens / each.total:,.0f}" for each in times))]
+        if ":" not in asked.model:  # whose loss has a batch that nobody has told of
+            tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE)
+            shown += [("  tokens / s and rank", *(f"{tokens / each.total:,.0f}" for each in times))]
     lines.append(table(*shown))
     if found is not None and found.blocks:
         block = found.activations.blocks[0]
@@ -221,7 +227,9 @@ def _sent(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def _counts(text: str) -> list[int]:
-    return [positive(number) for number in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of ranks, such as 8 or 8,64")
+    return [int(number) for number in text.split(",")]
 
 
 def _checkpoint(text: str) -> str | int:

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-import time
+from itertools import takewhile
 from pathlib import Path
 
 FLAGS = ("--tool", "--steps", "--output", "--trace")
@@ -31,13 +31,20 @@ def main(argv: list[str]) -> int:
         "--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help="optimizer steps, from 1 on (4:6)"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("profile"), metavar="FOLDER", help="of a trace for each rank (%(default)s)"
+        "--output",
+        type=Path,
+        default=Path("profile"),
+        metavar="FOLDER",
+        help="of a trace for each rank, in place of those there (%(default)s)",
     )
     parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
     own = _leading(argv)
     asked, rest = parser.parse_args(argv[:own]), argv[own:]
     if not rest:
         parser.error("name a script to run")
+    before_script = takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest)
+    if late := [each for each in before_script if each.partition("=")[0] in FLAGS]:
+        parser.error(f"{late[0]} comes first, before torchrun's flags")
 
     from yafsdp_cc.cli import launch  # not before the flags are known to be good: torch takes seconds
 
@@ -53,12 +60,21 @@ def main(argv: list[str]) -> int:
             print(f"{parser.prog}: not run: {lacking}. --tool kineto needs neither", file=sys.stderr)
             return 1
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.time()
+    for trace in _traces(folder):  # of more ranks, perhaps: a report of the folder would mix them with these
+        trace.unlink(missing_ok=True)
     os.environ["YAFSDP_CC_PROFILE"] = wanted
     status = launch.main(rest)
-    written = [each for each in folder.glob("rank*") if each.stat().st_mtime >= began - 1]
-    print(f"{parser.prog}: {len(written)} traces in {asked.output}; yafsdp-cc report {asked.output} shows them")
+    written = len(_traces(folder))
+    if written:
+        traces = "1 trace" if written == 1 else f"{written} traces"
+        print(f"{parser.prog}: {traces} in {asked.output}; yafsdp-cc report {asked.output} shows what they tell")
+    else:
+        print(f"{parser.prog}: nothing was recorded", file=sys.stderr)
     return status or int(not written)
+
+
+def _traces(folder: Path) -> list[Path]:
+    return [each for kind in ("json.gz", "nsys-rep", "sqlite") for each in folder.glob(f"rank*.{kind}")]
 
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:

@@ -63,7 +63,9 @@ def _files(path: Path) -> list[Path]:
     exported = {each.with_suffix("") for each in found if each.suffix == ".sqlite"}
     found = [each for each in found if each.suffix != ".nsys-rep" or each.with_suffix("") not in exported]
     if not found:
-        raise UnreadableError(f"{path}: no metrics.jsonl and no trace in this folder")
+        runs = ", ".join(str(each.parent) for each in sorted(path.glob("*/metrics.jsonl")))
+        hint = f"; name one of those in it: {runs}" if runs else ""
+        raise UnreadableError(f"{path}: no metrics.jsonl and no trace in this folder{hint}")
     return found
 
 

@@ -509,7 +509,8 @@ def _instead(spec: ShardSpec) -> str:
             f"call yafsdp_cc.register_forward_method({unit}, name); for edits, "
             "yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; of optimizers, take one "
             "that works element by element, such as AdamW; pass state_dict=yafsdp_cc.full_state_dict(model) to "
-            f"save_pretrained. Otherwise {_FULL}"
+            "save_pretrained, and a Trainer of Transformers to "
+            f"yafsdp_cc.integrations.transformers.accept_sharded_model. Otherwise {_FULL}"
         )
     if not is_unit or group.registered:
         return (

@@ -233,12 +233,16 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
     kinds += [
         row("all communication", found.communication),
         row("idle", Shared(found.parts["idle"], found.parts["idle"])),
+        ["the whole step", f"{100 * whole / steps:,.3f}", "", ""],
     ]
     units = [["unit", *(f"{kind} ms{suffix}" for kind in COMMUNICATION[:2] for suffix in ("", ", exposed"))]]
     for group, shared in found.groups.items():
         both = [shared.get(kind, Shared(0.0, 0.0)) for kind in COMMUNICATION[:2]]
         units.append([group or "(no unit)", *(f"{time / steps:,.3f}" for each in both for time in each)])
-    tables = {"Time": [["kind", "ms/step", "exposed ms/step", "exposed %"], *kinds], "Communication by unit": units}
+    tables = {
+        "Time": [["kind", "ms/step", "exposed ms/step", "exposed, % of step"], *kinds],
+        "Communication by unit": units,
+    }
     if found.slowdown is not None:
         rows = [
             [
