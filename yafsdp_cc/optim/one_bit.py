@@ -312,7 +312,8 @@ class OneBitOptimizer(Optimizer):
             raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
         super().add_param_group(param_group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``."""
         name = type(self).__name__
         raise RuntimeError(
             f"a model has one {name}, and a copy would be a second: make another, and load its state_dict()"
