@@ -173,6 +173,17 @@ def test_what_cannot_work_is_said() -> None:
             kind(given)
     optimizer = OneBitSGD(parameters)
     backward(model, 0)
+    replicated, module = net(), net()
+    for ours, plain in (
+        (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, nesterov=True)),
+        (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, dampening=0.1)),
+        (
+            ReplicatedOneBitAdam(replicated.parameters(), warmup_steps=1),
+            torch.optim.AdamW(module.parameters(), maximize=True),
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"(nesterov=True|dampening=0.1|maximize=True), which .* does not have"):
+            ours.load_state_dict(plain.state_dict())
     with pytest.raises(RuntimeError, match=r"has a .grad already, .* call optimizer.zero_grad"):
         loss_of(model, 1, 0).backward()
     optimizer.zero_grad()

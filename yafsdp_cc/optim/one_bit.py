@@ -78,6 +78,17 @@ def check_alike(optimizer: Optimizer, setting: str) -> None:
         raise ValueError(f"{name} takes the same {setting} in all groups: ranks share one momentum")
 
 
+def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` where a state that torch's optimizer has saved was trained in another way."""
+    for setting in ("maximize", "amsgrad", "nesterov", "dampening"):
+        if found := next((group[setting] for group in state_dict["param_groups"] if group.get(setting)), None):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"the state is of an optimizer with {setting}={found}, which {name} does not have: it would go on in "
+                "another way. Go on with the optimizer that was saved, or leave its state out"
+            )
+
+
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
     """Give ``optimizer`` the state that it has ``loaded`` as it is: torch has cast it to the parameters' dtypes.
 
@@ -294,7 +305,12 @@ class OneBitOptimizer(Optimizer):
         return local_of(self.state[parameter][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of any number of ranks; the warm-up, too."""
+        """Go on from the state of any number of ranks; the warm-up, too.
+
+        Raises:
+            ValueError: it is of an optimizer of torch's with settings that this one does not have.
+        """
+        check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
