@@ -94,6 +94,26 @@ def reads_residuals(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     internals.mean_residuals_of(model)
 
 
+class Scaler:
+    """What ``follow_scaler`` asks of a ``GradScaler``."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def defers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Rescales residuals that a backward which reduces nothing has written to."""
+    scaler: Any = Scaler()
+    yafsdp_cc.follow_scaler(model, scaler)
+    for sums in (True, False, True):
+        model.set_requires_gradient_sync(sums)
+        loss_of(model, x).backward()
+        scaler.scale *= 2.0
+    optimizer.step()
+
+
 def fails(gradient: Tensor) -> None:
     raise ZeroDivisionError
 
@@ -293,6 +313,12 @@ ROWS = [
         FREED,
     ),
     Row("a backward ends after its reduces", partial(internals.break_waits_in, "wait_for_reduces"), plain),
+    Row(
+        "... and after deferrals, where it reduces nothing",
+        partial(internals.break_wait_for_reduces_in, "finish_backward"),
+        partial(trained, defers, compression="int8"),
+        2,
+    ),
     Row(
         "residuals are read after reduces, even of a backward that raised",
         partial(internals.break_wait_for_reduces_in, "compressed_sums"),
