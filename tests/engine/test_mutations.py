@@ -85,6 +85,14 @@ def changes_settings(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) ->
     loss_of(model, x)
 
 
+def tells_of_steps(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Has forwards wait for the event of the optimizer's step alone."""
+    for _ in range(3):
+        loss_of(model, x).backward()
+        optimizer.step()
+        model.set_post_optim_event(torch.cuda.current_stream().record_event())
+
+
 def reads_residuals(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Looks at residuals after a backward that raised."""
     model.enter.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
@@ -297,6 +305,11 @@ ROWS = [
         "... where the forward waits for the optimizer's event alone",
         partial(internals.break_stream_order_in, "assemble"),
         partial(trained, changes_settings),
+    ),
+    Row(
+        "... and after that event",
+        partial(internals.break_event_wait_in, "begin_iteration"),
+        partial(trained, tells_of_steps),
     ),
     Row("a reduce comes after the gradients", partial(internals.break_stream_order_in, "issue_reduce"), plain),
     Row(
