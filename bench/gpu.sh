@@ -23,7 +23,19 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-bench/out}
 PARTS=${PARTS:-build,kernels,engine,speed,worlds,sanitizer}
 LIMIT=${LIMIT:-570}
-mkdir -p "$OUT"
+PARTS=${PARTS// /}
+for name in ${PARTS//,/ }; do
+    case ,build,kernels,engine,speed,worlds,sanitizer, in *",$name,"*) ;; *)
+        echo "PARTS=$PARTS: there is no part '$name'" >&2
+        exit 2
+        ;;
+    esac
+done
+if ! mkdir -p "$OUT" || ! : > "$OUT/everything.new"; then
+    echo "OUT=$OUT: results cannot be written there" >&2
+    exit 2
+fi
+rm "$OUT/everything.new"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHON OUT
 
 if [ -n "${WHEELS:-}" ]; then
@@ -96,14 +108,16 @@ ended() {
     [ -z "$current" ] || record "$current" killed
     exit 143
 }
-trap ended TERM INT
+trap ended TERM INT HUP
 
 # The kernels' tests under a tool that sees every access; sizes are small, the tool is slow.
 sanitized() {
     local tool which code
+    trap 'kill $!; wait $!; exit 143' TERM # which ends this process group, and not the one that `timeout` makes
     while IFS=: read -r tool which; do
-        timeout 28 "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
-            tests/compression/test_kernels_cuda.py -k "$which" --color=no
+        timeout --kill-after=2 28 "$SANITIZER" --tool "$tool" --error-exitcode 9 "$PYTHON" -m pytest \
+            tests/compression/test_kernels_cuda.py -k "$which" --color=no &
+        wait $!
         code=$?
         # 5: no test ran, or 124: not all of them did in the time. Neither is a finding.
         case $code in 0 | 5 | 124) ;; *) return "$code" ;; esac

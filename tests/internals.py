@@ -378,6 +378,11 @@ def break_stream_order_in(caller: str) -> None:
     _skip_in(CudaCommStream, "wait_for_caller", caller)
 
 
+def break_event_wait_in(caller: str) -> None:
+    """Let what this method issues begin before the event that it waits for."""
+    _skip_in(CudaCommStream, "wait_event", caller)
+
+
 def break_order_of_users() -> None:
     """Let a buffer be refilled after its use on one stream, whatever another one does with it."""
 

@@ -220,6 +220,28 @@ def test_a_part_ends_with_the_time_and_others_are_kept(tmp_path: Path) -> None:
     assert exits == {"kernels": 0, "worlds": 124}
 
 
+def test_a_tool_of_the_sanitizer_ends_with_the_script(tmp_path: Path) -> None:
+    tool, begun = tmp_path / "tool", tmp_path / "begun"
+    tool.write_text(f"#!/bin/bash\necho $$ > {begun}.new; mv {begun}.new {begun}; sleep 100")
+    tool.chmod(0o755)
+    process, results = scripted(tmp_path, PARTS="sanitizer", SANITIZER=str(tool))
+    while not begun.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)  # as a terminal does that is closed
+    process.communicate(timeout=60)
+    assert json.loads(results.read_text())["parts"]["sanitizer"]["exit"] == "killed"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
+
+
+def test_what_would_write_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for settings in ({"PARTS": "kernels,enginee"}, {"OUT": str(tmp_path / "file" / "out")}):
+        process, results = scripted(tmp_path, **settings)
+        assert process.wait(timeout=60) == 2
+        assert not results.exists()
+
+
 SITE = """
 import sys
 if not sys.flags.no_site:

@@ -85,6 +85,14 @@ def changes_settings(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) ->
     loss_of(model, x)
 
 
+def tells_of_steps(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Has forwards wait for the event of the optimizer's step alone."""
+    for _ in range(3):
+        loss_of(model, x).backward()
+        optimizer.step()
+        model.set_post_optim_event(torch.cuda.current_stream().record_event())
+
+
 def reads_residuals(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Looks at residuals after a backward that raised."""
     model.enter.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
@@ -92,6 +100,26 @@ def reads_residuals(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     with pytest.raises(ZeroDivisionError):
         y.backward()
     internals.mean_residuals_of(model)
+
+
+class Scaler:
+    """What ``follow_scaler`` asks of a ``GradScaler``."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def defers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Rescales residuals that a backward which reduces nothing has written to."""
+    scaler: Any = Scaler()
+    yafsdp_cc.follow_scaler(model, scaler)
+    for sums in (True, False, True):
+        model.set_requires_gradient_sync(sums)
+        loss_of(model, x).backward()
+        scaler.scale *= 2.0
+    optimizer.step()
 
 
 def fails(gradient: Tensor) -> None:
@@ -278,6 +306,11 @@ ROWS = [
         partial(internals.break_stream_order_in, "assemble"),
         partial(trained, changes_settings),
     ),
+    Row(
+        "... and after that event",
+        partial(internals.break_event_wait_in, "begin_iteration"),
+        partial(trained, tells_of_steps),
+    ),
     Row("a reduce comes after the gradients", partial(internals.break_stream_order_in, "issue_reduce"), plain),
     Row(
         "a gradient buffer is refilled after its reduce",
@@ -293,6 +326,12 @@ ROWS = [
         FREED,
     ),
     Row("a backward ends after its reduces", partial(internals.break_waits_in, "wait_for_reduces"), plain),
+    Row(
+        "... and after deferrals, where it reduces nothing",
+        partial(internals.break_wait_for_reduces_in, "finish_backward"),
+        partial(trained, defers, compression="int8"),
+        2,
+    ),
     Row(
         "residuals are read after reduces, even of a backward that raised",
         partial(internals.break_wait_for_reduces_in, "compressed_sums"),

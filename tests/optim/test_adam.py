@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -302,8 +303,9 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     first = OneBitAdam(model.parameters(), warmup_steps=1)
     with pytest.raises(ValueError, match="give OneBitAdam all parameter groups when it is made"):
         first.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(RuntimeError, match="a model has one OneBitAdam, and a copy would be a second"):
-        copy.deepcopy(first)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="a model has one OneBitAdam, and a copy would be a second"):
+            copied(first)
     trained(model, first, range(3))
     for kind in (OneBitAdam, OneBitSGD):
         with pytest.raises(ValueError, match=r"the model has a OneBitAdam already, .* delete it first"):

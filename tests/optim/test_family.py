@@ -18,7 +18,7 @@ from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ReplicatedOneBitAdam, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {
     "adam-momentum": partial(OneBitAdam, lr=0.01, warmup_steps=3),
@@ -40,10 +40,10 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 51), nn.Tanh(), nn.Linear(51, 40), nn.Tanh(), nn.Linear(40, 30))
 
 
-def made(kind: str, codec: str) -> tuple[Any, Any]:
+def made(kind: str, codec: str, **settings: Any) -> tuple[Any, Any]:
     compression = yafsdp_cc.Compression(codec, residual="fp32")
     model = yafsdp_cc.shard(narrow(), units=[nn.Linear], compression=compression)
-    return model, FAMILY[kind](model.parameters())
+    return model, FAMILY[kind](model.parameters(), **settings)
 
 
 def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
@@ -66,8 +66,9 @@ def kept(kind: str, codec: str, folder: Any) -> None:
 
 def gone_on(kind: str, codec: str, folder: Any) -> None:
     truth = torch.load(folder / "truth.pt")
-    model, optimizer = made(kind, codec)
-    steps(model, optimizer, 20, 22)  # of another run, all forgotten
+    others = {"momentum": 0.5} if kind.startswith("sgd") else {"betas": (0.5, 0.9)}
+    model, optimizer = made(kind, codec, **others)
+    steps(model, optimizer, 20, 22)  # of another run, all forgotten, also the settings
     yafsdp_cc.load(folder / "step", model, optimizer)
     assert optimizer.steps == 8
     steps(model, optimizer, 8, 14)
@@ -129,6 +130,24 @@ def test_steps_under_a_scaler_are_those_without(kind: str) -> None:
     assert plain.steps == 10
 
 
+@ranks(2)
+def test_learning_rates_are_tensors_too() -> None:
+    rate = torch.tensor(2.0**-7)
+    for kind, make in FAMILY.items():
+        model, twin = sharded("onebit"), sharded("onebit")
+        optimizer, plain = make(model.parameters(), lr=rate), make(twin.parameters(), lr=float(rate))
+        for step in range(6):
+            for each, by in ((model, optimizer), (twin, plain)):
+                backward(each, step)
+                by.step()
+        assert all(a.equal(b) for a, b in zip(*(whole(each.parameters()) for each in (model, twin)), strict=True)), kind
+    module = net()
+    replicated = ReplicatedOneBitAdam(module.parameters(), rate, warmup_steps=1)
+    for step in range(2):
+        backward(module, step)
+        replicated.step()
+
+
 # In words
 
 
@@ -154,6 +173,17 @@ def test_what_cannot_work_is_said() -> None:
             kind(given)
     optimizer = OneBitSGD(parameters)
     backward(model, 0)
+    replicated, module = net(), net()
+    for ours, plain in (
+        (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, nesterov=True)),
+        (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, dampening=0.1)),
+        (
+            ReplicatedOneBitAdam(replicated.parameters(), warmup_steps=1),
+            torch.optim.AdamW(module.parameters(), maximize=True),
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"(nesterov=True|dampening=0.1|maximize=True), which .* does not have"):
+            ours.load_state_dict(plain.state_dict())
     with pytest.raises(RuntimeError, match=r"has a .grad already, .* call optimizer.zero_grad"):
         loss_of(model, 1, 0).backward()
     optimizer.zero_grad()

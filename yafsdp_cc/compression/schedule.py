@@ -60,6 +60,10 @@ class Phase(Enum):
 class PhaseController(Protocol):
     """Sets the phase of every backward for an optimizer (``optim.one_bit``)."""
 
+    @property
+    def decay(self) -> tuple[float, float]:
+        """``beta`` and ``share`` of the schedule."""
+
     def update_phase(self) -> None:
         """Set the phase again, as what clips gradients has changed."""
 
@@ -174,18 +178,30 @@ class CompressionSchedule(CompressionObserver):
             self.adopt(compressed)
         other._sums.clear()
 
-    def set_controller(
-        self, controller: PhaseController, beta: float, share: float, max_grad_norm: float | None
-    ) -> None:
+    def set_controller(self, controller: PhaseController, max_grad_norm: float | None) -> None:
         """Let an optimizer set the phase from now on. The engine must be assembled anew: exact sums need scratch.
 
         Args:
             controller: kept weakly.
-            beta, share: of its momentum; 0 and 1 in the gradient form.
             max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
         """
-        self.controller, self.phase, self.beta, self.share = weakref.ref(controller), Phase.EXACT, beta, share
-        self.clip = LocalClip(max_grad_norm) if beta and max_grad_norm is not None else None
+        self.controller, self.phase = weakref.ref(controller), Phase.EXACT
+        self.beta, self.share = controller.decay
+        self.clip = LocalClip(max_grad_norm) if self.beta and max_grad_norm is not None else None
+
+    @torch.no_grad()
+    def follow_decay(self) -> None:
+        """Let residuals decay as the optimizer's momentum does by now. Nothing may be in flight.
+
+        After a message a residual is beta / share of this rank's momentum, and is to be that of the new ones.
+        """
+        controller = None if self.controller is None else self.controller()
+        if controller is None or (decay := controller.decay) == (self.beta, self.share):
+            return
+        before, (self.beta, self.share) = self.beta / self.share, decay
+        if before and self.beta:
+            for each in self._sums.values():
+                each.rescale(self.beta / self.share / before)
 
     def reserve_norm(self, name: str, device: torch.device) -> None:
         """Prepare to clip the gradients of the flat parameter ``name``."""
@@ -202,6 +218,7 @@ class CompressionSchedule(CompressionObserver):
     def before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._follow_scaler()
+            self.follow_decay()
             self._warn_of_few_bits()
         self.count_step()
 

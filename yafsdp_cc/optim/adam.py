@@ -75,8 +75,6 @@ class OneBitAdam(OneBitOptimizer):
         super().__init__(
             params,
             {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay},
-            beta=betas[0],
-            share=1 - betas[0],
             warmup_steps=warmup_steps,
             form=form,
             refreshes=refreshes,
@@ -174,7 +172,7 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=group["lr"],
+        lr=float(group["lr"]),  # a tensor, which lists of tensors are not updated with
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,

@@ -146,6 +146,8 @@ class OneBitLamb(OneBitAdam):
                 # Not by what counts on this rank: numbers are in one order on all of them.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
+        if self.steps == self.warmup_steps:  # of those too that the last step of the warm-up has not used
+            learned = [each for each in self._parameters if self._is_encoded(each)]
         if self.steps >= self.warmup_steps and self.form == "momentum":
             for parameter in learned:
                 self.state[parameter]["exp_avg_before"].copy_(self.state[parameter]["exp_avg"])
@@ -186,7 +188,7 @@ class OneBitLamb(OneBitAdam):
         rule = rule or (LambRule.GRADIENT if self.form == "gradient" else LambRule.MOMENTUM)
         # What is trained for the first time stays as it is: the next step brings an exact gradient.
         trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
-        settings = lamb_settings(group, trust, float(self.steps), seen)
+        settings = lamb_settings(group, trust, float(state["step"]), seen)
         moment = "exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"
         return rule, Job(parameter, group, _row_of(parameter, state, moment, "exp_avg_sq_fresh", settings))
 

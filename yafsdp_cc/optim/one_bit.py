@@ -78,6 +78,17 @@ def check_alike(optimizer: Optimizer, setting: str) -> None:
         raise ValueError(f"{name} takes the same {setting} in all groups: ranks share one momentum")
 
 
+def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` where a state that torch's optimizer has saved was trained in another way."""
+    for setting in ("maximize", "amsgrad", "nesterov", "dampening"):
+        if found := next((group[setting] for group in state_dict["param_groups"] if group.get(setting)), None):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"the state is of an optimizer with {setting}={found}, which {name} does not have: it would go on in "
+                "another way. Go on with the optimizer that was saved, or leave its state out"
+            )
+
+
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
     """Give ``optimizer`` the state that it has ``loaded`` as it is: torch has cast it to the parameters' dtypes.
 
@@ -103,8 +114,6 @@ class OneBitOptimizer(Optimizer):
     Args:
         params: of models that were sharded with a compression, all that are trained.
         defaults: of parameter groups.
-        beta: the decay of the first moment.
-        share: how much of a gradient that takes in: 1 - beta where it is an average, 1 where it is a sum.
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
         max_grad_norm: what the loop clips gradients to; those that it does not see are clipped alike, the exact ones
             and, where the momentum is sent, those that it is of.
@@ -126,8 +135,6 @@ class OneBitOptimizer(Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        beta: float,
-        share: float,
         warmup_steps: int,
         form: Form,
         refreshes: int,
@@ -157,7 +164,7 @@ class OneBitOptimizer(Optimizer):
         self._set_steps(0)
         self._encoded: dict[int, CompressedSum] = {}
         """By id, the parameters whose gradients are encoded after the warm-up, and what sums them."""
-        self._control_models(beta if form == "momentum" else 0.0, share)
+        self._control_models()
         for parameter in self._parameters:
             self._init_state(parameter)
         self._plan_phase()
@@ -298,12 +305,19 @@ class OneBitOptimizer(Optimizer):
         return local_of(self.state[parameter][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of any number of ranks; the warm-up, too."""
+        """Go on from the state of any number of ranks; the warm-up, too.
+
+        Raises:
+            ValueError: it is of an optimizer of torch's with settings that this one does not have.
+        """
+        check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]  # AdamW makes these alone grow
         self._set_steps(max(*recorded, *seen, 0))
+        for schedule in self._schedules:  # before residuals are loaded, which are of that state's decay
+            schedule.follow_decay()
         for parameter in self._parameters:
             self._init_state(parameter)
         self._plan_phase()
@@ -314,21 +328,29 @@ class OneBitOptimizer(Optimizer):
             raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
         super().add_param_group(param_group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``."""
         name = type(self).__name__
         raise RuntimeError(
             f"a model has one {name}, and a copy would be a second: make another, and load its state_dict()"
         )
 
+    @property
+    def decay(self) -> tuple[float, float]:
+        """Of the momentum that residuals are besides: its decay, and how much of a gradient it takes in.
+
+        1 - decay where it is an average, 1 where it is a sum; 0 and 1 in the gradient form, where residuals are not.
+        Read before each forward: a scheduler may change it, and a loaded state.
+        """
+        if self.form == "gradient":
+            return 0.0, 1.0
+        group = self.param_groups[0]
+        return (group["betas"][0], 1 - group["betas"][0]) if "betas" in group else (group["momentum"], 1.0)
+
     # Phases
 
-    def _control_models(self, beta: float, share: float) -> None:
-        """Set the phases of the parameters' models from now on.
-
-        Args:
-            beta: decay of the momentum that residuals are besides; 0: they are not.
-            share: of a gradient that it takes in.
-        """
+    def _control_models(self) -> None:
+        """Set the phases of the parameters' models from now on."""
         name = type(self).__name__
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in self._parameters:
@@ -349,9 +371,9 @@ class OneBitOptimizer(Optimizer):
             if param.flat is not None and (compressed := compressed_sum_of(param.flat)) is not None:
                 self._encoded[id(parameter)] = compressed
         for schedule, state in states.items():
-            self._check_compression(schedule, state, beta)
+            self._check_compression(schedule, state, self.decay[0])
         for schedule, state in states.items():
-            schedule.set_controller(self, beta, share, self.max_grad_norm)
+            schedule.set_controller(self, self.max_grad_norm)
             state.outdated = True
         for compressed in self._encoded.values():  # nothing of an optimizer that was there before
             compressed.momentum = compressed.exact_mean = None

@@ -14,7 +14,7 @@ from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum
 from yafsdp_cc.optim.adam import adamw_step
-from yafsdp_cc.optim.one_bit import check_alike, check_settings, keep_dtypes
+from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 
 if TYPE_CHECKING:
@@ -168,7 +168,12 @@ class ReplicatedOneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of any number of ranks; the warm-up, too."""
+        """Go on from the state of any number of ranks; the warm-up, too.
+
+        Raises:
+            ValueError: it is of an optimizer of torch's with settings that this one does not have.
+        """
+        check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]

@@ -69,8 +69,6 @@ class OneBitSGD(OneBitOptimizer):
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            beta=momentum,
-            share=1.0,
             warmup_steps=warmup_steps,
             form=form,
             refreshes=0,
@@ -88,7 +86,7 @@ class OneBitSGD(OneBitOptimizer):
             foreach=True,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
-            lr=group["lr"],
+            lr=float(group["lr"]),
             dampening=0.0,
             nesterov=False,
             maximize=False,

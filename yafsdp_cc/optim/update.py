@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 def sgd_settings(group: dict[str, Any]) -> tuple[float, ...]:
     """Return what a row of SGD is updated with."""
-    return group["momentum"], group["weight_decay"], group["lr"]
+    return group["momentum"], group["weight_decay"], float(group["lr"])
 
 
 def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float = 1.0) -> tuple[float, ...]:
@@ -72,7 +72,7 @@ def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float
         seen: gradients that the second moment is made of.
         trust: what the learning rate is multiplied by.
     """
-    (beta1, beta2), lr = group["betas"], trust * group["lr"]
+    (beta1, beta2), lr = group["betas"], trust * float(group["lr"])
     keep = 1 - lr * group["weight_decay"]
     return (
         beta1,
