@@ -287,7 +287,12 @@ class Device(Pair):
         named = dict(self.model.named_parameters())
         grads = {name: None if each.grad is None else each.grad.full_tensor() for name, each in named.items()}
         self.optimizer.step()
-        self._follow({name: each.full_tensor() for name, each in named.items()}, grads)
+        self._follow(self._weights(), grads)
+
+    @unwatched
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the whole weights; a read that is watched would order all streams after the optimizer."""
+        return {name: each.full_tensor() for name, each in self.model.named_parameters()}
 
     @unwatched
     def _follow(self, weights: dict[str, Tensor], grads: dict[str, Tensor | None]) -> None:
