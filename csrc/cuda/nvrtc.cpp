@@ -201,10 +201,11 @@ Kernel& kernel_of(Gpu& gpu, const char* file, const char* name, int threads) {
 
 void launch(const char* file, const char* name, const void* job, unsigned long long most, int threads, Stream stream) {
     if (most == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
     Gpu& gpu = gpu_of(stream.device);
     const Current current(gpu.context);
-    const Kernel& kernel = kernel_of(gpu, file, name, threads);
+    const Kernel kernel = kernel_of(gpu, file, name, threads);
+    lock.unlock(); // a launch waits where the queue of its device is full, and other devices' must not
     const char* asked = std::getenv("YAFSDP_CC_CUDA_SMS");
     const int wanted = asked ? std::atoi(asked) : 0;
     const int used = wanted > 0 ? std::min(wanted, gpu.processors) : gpu.processors * 3 / 4;
