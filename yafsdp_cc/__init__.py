@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc import integrations as integrations
     from yafsdp_cc import netlab as netlab
     from yafsdp_cc import optim as optim
+    from yafsdp_cc import pipelining as pipelining
     from yafsdp_cc import profiling as profiling
     from yafsdp_cc.api import UnshardHandle as UnshardHandle
     from yafsdp_cc.api import counters_of as counters_of
@@ -60,7 +61,7 @@ _MODULE_OF = {
     "watch_loss": "yafsdp_cc.api",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
-_MODULES = ("compression", "integrations", "netlab", "optim", "profiling")
+_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling")
 _RENAMED = {"GradientWire": "CompressionHookState"}
 """Names of earlier versions, and what they are called now."""
 

@@ -24,7 +24,9 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Kind = Literal["gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice", "iteration"]
+Kind = Literal[
+    "gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice", "iteration", "encode", "decode"
+]
 
 _domain = nvtx.get_domain("yafsdp_cc")
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
@@ -40,6 +42,8 @@ _COLORS: dict[Kind, str] = {
     "step": "cyan",
     "choice": "white",
     "iteration": "grey",
+    "encode": "magenta",
+    "decode": "pink",
 }
 
 

@@ -1,0 +1,10 @@
+"""Compressed sends between the stages of ``torch.distributed.pipelining``, for pipelines over slow links.
+
+``CompressedStage`` stands for torch's ``PipelineStage``, and ``prepare_schedule`` is called once on the schedule that
+runs it. The guide is docs/pipelines.md.
+"""
+
+from yafsdp_cc.pipelining.schedule import prepare_schedule as prepare_schedule
+from yafsdp_cc.pipelining.settings import StageCompression as StageCompression
+from yafsdp_cc.pipelining.stage import CompressedShardedStage as CompressedShardedStage
+from yafsdp_cc.pipelining.stage import CompressedStage as CompressedStage

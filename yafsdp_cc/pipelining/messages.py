@@ -1,0 +1,247 @@
+"""Messages between pipeline stages: how a tensor of one micro-batch becomes bytes, and back.
+
+The size of a message follows from the shape and dtype of the tensor, so that the receiver can post its receive without
+having heard of the sender. ``Encoding`` is the protocol; ``Exact`` sends the tensor's own bytes, ``Encoded`` uses a
+codec, ``LowRank`` factors a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from yafsdp_cc.compression.codec import Codec, Noise, hashed
+from yafsdp_cc.compression.error_feedback import Residual, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class SenderState:
+    """What the sender of one tensor remembers from message to message.
+
+    Args:
+        error_feedback: whether it remembers what messages lost.
+    """
+
+    def __init__(self, error_feedback: bool) -> None:
+        self.error_feedback = error_feedback
+        self.residual: Residual | None = None
+        """[rows, n] fp32: what messages have lost so far, of as many rows as the longest had; None: nothing yet."""
+        self.right: Tensor | None = None
+        """[columns, rank] fp32: the orthonormal right factor of the last message of ``LowRank``; None: of none yet."""
+
+    def residual_of(self, rows: int, n: int, block: int, device: torch.device) -> Residual | None:
+        """Return the first ``rows`` of the residual, of ``n`` elements each, a view; None without error feedback."""
+        if not self.error_feedback:
+            return None
+        before = self.residual
+        if before is None or before.values.shape[0] < rows:
+            self.residual = Residual.zeros(rows, n, torch.float32, block, device)
+            if before is not None:
+                self.residual.values[: before.values.shape[0]] = before.values
+        assert self.residual is not None
+        return self.residual.rows(0, rows)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what there is of it."""
+        residual = None if self.residual is None else self.residual.values
+        return {name: kept for name, kept in (("residual", residual), ("right", self.right)) if kept is not None}
+
+    def load_state_dict(self, state: dict[str, Tensor], block: int, device: torch.device) -> None:
+        """Go on with what ``state_dict`` returned."""
+        self.residual = self.right = None
+        if "residual" in state:
+            values = state["residual"].to(device)
+            self.residual = Residual(values, values.new_zeros(len(values), 0), block)
+        if "right" in state:
+            self.right = state["right"].to(device)
+
+
+class Encoding(ABC):
+    """How tensors become messages."""
+
+    @abstractmethod
+    def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes of the message of a tensor."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, message: Tensor, state: SenderState, seed: int) -> None:
+        """Write ``values``, of any shape, into ``message`` [bytes] uint8.
+
+        Args:
+            values: without a graph.
+            message: of ``message_bytes``.
+            state: of the sender; error feedback adds its residual to ``values``, and keeps there what is lost.
+            seed: 32 bits for stochastic rounding, other ones for every message.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        """Overwrite ``values``, contiguous and without a graph, with what ``message`` [bytes] uint8 holds."""
+
+
+class Exact(Encoding):
+    """The tensor's own bytes."""
+
+    def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
+    def encode(self, values: Tensor, message: Tensor, state: SenderState, seed: int) -> None:
+        message.copy_(values.contiguous().view(-1).view(torch.uint8))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        values.view(-1).view(torch.uint8).copy_(message)
+
+
+class Encoded(Encoding):
+    """The messages of a codec, over the whole tensor or, with ``by_sample``, over each sample of it by itself.
+
+    Stochastic rounding where the codec can and error feedback is off: what is sent is then right on average, as the
+    analyses of AQ-SGD and of quantised gradients ask for. To nearest with error feedback, which needs ``by_sample``
+    where the number of samples changes from message to message.
+
+    Args:
+        codec: any, also one of the user's own.
+        hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
+            whose scale is then smaller (``rotate``).
+        by_sample: each sample [d1, ...] of a tensor [samples, d1, ...] has a row of the message of its own.
+    """
+
+    def __init__(self, codec: Codec, *, hadamard: bool = False, by_sample: bool = False) -> None:
+        self._codec = codec
+        self._hadamard = hadamard
+        self._by_sample = by_sample
+
+    def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        rows, n = self._rows(shape)
+        return rows * self._codec.message_bytes(n)
+
+    def encode(self, values: Tensor, message: Tensor, state: SenderState, seed: int) -> None:
+        rows, n = self._rows(values.shape)
+        if not values.numel():
+            return
+        padded = functional.pad(flat := values.reshape(rows, -1), (0, n - flat.shape[1]))
+        if self._hadamard:
+            padded = rotate(padded.to(torch.float32), self._codec.block)
+        residual = state.residual_of(rows, n, self._codec.block, values.device)
+        noise = Noise(seed) if self._codec.rounds_randomly and residual is None else None
+        counts = None
+        if residual is None and n != flat.shape[1] and not self._hadamard:
+            blocks = n // self._codec.block
+            counts = torch.full((rows, blocks), self._codec.block, dtype=torch.int32, device=values.device)
+            counts[:, -1] -= n - flat.shape[1]
+        encode(self._codec, padded, message.view(rows, -1), counts=counts, residual=residual, noise=noise)
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        rows, n = self._rows(values.shape)
+        if not values.numel():
+            return
+        flat = values.view(rows, -1)
+        whole = n == flat.shape[1] and not self._hadamard
+        decoded = flat if whole else torch.empty(rows, n, dtype=torch.float32, device=values.device)
+        decode(self._codec, message.view(rows, -1), decoded)
+        if self._hadamard:
+            decoded = rotate(decoded, self._codec.block, back=True)
+        if not whole:
+            flat.copy_(decoded[:, : flat.shape[1]])
+
+    def _rows(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the rows of a message, and the elements of each, filled up to whole blocks."""
+        rows = shape[0] if self._by_sample else 1
+        each = math.prod(shape[1:]) if self._by_sample else math.prod(shape)
+        return rows, -(-each // self._codec.block) * self._codec.block
+
+
+class LowRank(Encoding):
+    """Two factors of the tensor as a matrix of its last dimension by all others, by one step of a power iteration.
+
+    With M = values + residual [m, n] and the Q of the last message (at first of random numbers):
+
+        P = orthonormal(M·Q)     Q = Mᵀ·P     message = P, Q in bf16     decoded = P·Qᵀ
+
+    Only the sender has a state, so a lost or a skipped message does not part the two sides.
+
+    Args:
+        rank: columns of P and Q.
+
+    Source: Vogels et al., "PowerSGD", 2019, algorithm 1; sent between pipeline stages by Song et al., "Optimus-CC",
+    2023, section 4.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        rows, columns, rank = self._sizes(shape)
+        return (rows + columns) * rank * torch.bfloat16.itemsize
+
+    def encode(self, values: Tensor, message: Tensor, state: SenderState, seed: int) -> None:
+        rows, columns, rank = self._sizes(values.shape)
+        if not values.numel():
+            return
+        whole = values.reshape(rows, columns).to(torch.float32)
+        residual = state.residual_of(rows, columns, 1, values.device)
+        if residual is not None:
+            whole = whole + residual.values
+        if state.right is None or state.right.shape != (columns, rank):
+            draws = torch.Generator("cpu").manual_seed(0)
+            drawn = torch.randn(columns, rank, generator=draws, dtype=torch.float32, device="cpu")
+            state.right = torch.linalg.qr(drawn).Q.to(values.device)
+        left, right = _factors(message, rows, rank)
+        left.copy_(torch.linalg.qr(whole @ state.right).Q)
+        right.copy_(whole.t() @ left.to(torch.float32))
+        # A factor of numbers that are not finite would never be finite again.
+        fresh, finite = right.to(torch.float32), right.isfinite().all() & left.isfinite().all()
+        state.right = torch.where(finite, torch.linalg.qr(torch.where(finite, fresh, state.right)).Q, state.right)
+        right.masked_fill_(~finite, float("nan"))
+        if residual is not None:
+            lost = whole - left.to(torch.float32) @ fresh.t()
+            residual.values.copy_(torch.where(finite, lost, residual.values))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        rows, columns, rank = self._sizes(values.shape)
+        if not values.numel():
+            return
+        left, right = _factors(message, rows, rank)
+        values.view(rows, columns).copy_(left.to(torch.float32) @ right.to(torch.float32).t())
+
+    def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return rows and columns of the matrix, and the columns of its factors."""
+        columns = shape[-1] if shape else 1
+        rows = math.prod(shape) // max(columns, 1)
+        return rows, columns, min(self._rank, rows, columns)
+
+
+def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return P [rows, rank] and Q [columns, rank] bf16 of a message, views."""
+    numbers = message.view(torch.bfloat16)
+    return numbers[: rows * rank].view(rows, rank), numbers[rows * rank :].view(-1, rank)
+
+
+def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:
+    """Multiply every block of ``values`` [rows, n] fp32 by H·D, or with ``back`` by its inverse D·H.
+
+    H is the orthonormal Hadamard matrix of ``block`` rows and D a diagonal of fixed signs, without which a block of
+    equal numbers would become one outlier. Quantising tiles after such a rotation is the idea of TAH-Quant (He et al.,
+    2025).
+    """
+    matrix = _hadamard(block).to(values.device)
+    blocks = values.view(values.shape[0], -1, block)
+    return (blocks @ (matrix.t() if back else matrix)).flatten(1)
+
+
+@cache
+def _hadamard(block: int) -> Tensor:
+    """Return D·H [block, block] fp32, by which rows are multiplied from the right."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = 1 - 2 * (hashed(torch.arange(block, device="cpu")) & 1)
+    return (signs.to(torch.float32).unsqueeze(1) * matrix).div_(block**0.5)

@@ -1,0 +1,263 @@
+"""What both sides of a pipeline boundary know of each sample's activation (AQ-SGD).
+
+At first a sample's activation a is sent as it is, in the dtype of the cache, and both sides keep it as m. From then on
+the change is sent, and both sides keep what results; the receiver computes and back-propagates at m:
+
+    message = Q(a − m)     m ← m + decoded(message)
+
+Both sides take in the message by the same function, so that their caches are equal to the bit.
+
+Source: Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with Guarantees",
+2022, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.pipelining.messages import Encoding, SenderState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_NO_STATE = SenderState(error_feedback=False)
+
+
+class Visit(NamedTuple):
+    """Where the samples of one micro-batch lie in a cache."""
+
+    slots: list[int]
+    seen: list[bool]
+    """Whether the cache has each of them from an earlier micro-batch."""
+
+
+class SampleIndex:
+    """Which sample lies in which slot of a cache. Where it is full, the sample that was used longest ago leaves.
+
+    Both sides of a boundary visit the same ids in the same order, and so have the same samples in the same slots.
+
+    Args:
+        samples: slots.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        """By id, the one that was used longest ago first."""
+
+    def visit(self, ids: Sequence[int]) -> Visit:
+        """Give every sample of a micro-batch a slot.
+
+        An id that is there twice has one slot: both samples are sent relative to what the cache had before the
+        micro-batch, and the later one stays.
+
+        Raises:
+            ValueError: there are more samples than slots.
+        """
+        if len(set(ids)) > self._samples:
+            raise ValueError(
+                f"cache_samples={self._samples}: a micro-batch has {len(set(ids))} different samples, all of which "
+                "have to be in the cache. Give as many as the data set has"
+            )
+        seen = [sample in self._slots for sample in ids]
+        for sample in ids:
+            if sample in self._slots:
+                self._slots.move_to_end(sample)
+        for sample in ids:
+            if sample not in self._slots:
+                full = len(self._slots) == self._samples
+                self._slots[sample] = self._slots.popitem(last=False)[1] if full else len(self._slots)
+        return Visit([self._slots[sample] for sample in ids], seen)
+
+    @property
+    def ids(self) -> list[int]:
+        """The samples in the cache, the one that was used longest ago first."""
+        return list(self._slots)
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of ``ids``."""
+        return list(self._slots.values())
+
+    def load(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Become what had these ``ids`` and ``slots``."""
+        self._slots = OrderedDict(zip(ids, slots, strict=True))
+
+
+class SampleCache:
+    """The activations of one boundary that one of its two sides keeps, in host memory or in a memory-mapped folder.
+
+    One thread reads what the next micro-batch needs and writes what the last one brought, in this order of
+    micro-batches, while the stage computes.
+
+    Args:
+        samples: how many are kept at most.
+        dtype: of what is kept, and of what is sent of a new sample.
+        encoding: of changes, with a row for each sample.
+        device: of the stage.
+        folder: of the memory-mapped files, which exists; None: host memory.
+        name: of the files, without what tells several tensors apart.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        dtype: torch.dtype,
+        encoding: Encoding,
+        device: torch.device,
+        folder: Path | None,
+        name: str,
+    ) -> None:
+        self.index = SampleIndex(samples)
+        self.values: dict[int, Tensor] = {}
+        """[samples, elements] by place of the tensor among those that cross the boundary."""
+        self._samples, self._dtype, self._encoding = samples, dtype, encoding
+        self._device, self._folder, self._name = device, folder, name
+        self._visits: list[Visit] = []
+        self._ids: list[list[int]] = []
+        self._before: dict[tuple[int, int], Future[Tensor]] = {}
+        self._writes: list[Future[None]] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes that a tensor [samples of a micro-batch, ...] has in the cache."""
+        return self._samples * math.prod(shape[1:]) * self._dtype.itemsize
+
+    def begin_step(self, micro_batches: list[list[int]]) -> None:
+        """Plan where the samples of a step lie.
+
+        Raises:
+            ValueError: a micro-batch has more samples than the cache.
+        """
+        self._ids = micro_batches
+        self._visits = [self.index.visit(ids) for ids in micro_batches]
+        self._before.clear()
+        self._prefetch(0)
+
+    def end_step(self) -> None:
+        """Wait until everything is written."""
+        for write in self._writes:
+            write.result()
+        self._writes.clear()
+
+    def message_bytes(self, chunk: int, shape: Sequence[int]) -> int:
+        """Return the bytes of the message of a tensor [samples, ...] of micro-batch ``chunk``."""
+        seen = sum(self._visits[chunk].seen)
+        fresh = (shape[0] - seen) * math.prod(shape[1:]) * self._dtype.itemsize
+        return self._encoding.message_bytes((seen, *shape[1:]), torch.float32) + fresh
+
+    def encode(self, chunk: int, place: int, values: Tensor, message: Tensor, seed: int) -> None:
+        """Write the message of ``values`` [samples, ...], and take it in as the receiver will."""
+        seen = self._rows(chunk, True)
+        if len(seen):
+            flat = values.flatten(1) if values.dim() > 1 else values.view(-1, 1)
+            change = flat[seen].to(torch.float32) - self._known(chunk, place, flat.shape[1])
+            size = self._encoding.message_bytes(change.shape, torch.float32)
+            self._encoding.encode(change, message[:size], _NO_STATE, seed)
+        if len(fresh := self._rows(chunk, False)):
+            new = values[fresh].to(self._dtype).reshape(-1).view(torch.uint8)
+            message[message.numel() - new.numel() :].copy_(new)
+        self.decode(chunk, place, message, torch.empty_like(values))
+
+    def decode(self, chunk: int, place: int, message: Tensor, values: Tensor) -> None:
+        """Overwrite ``values`` [samples, ...] with what a message makes of them, and keep that."""
+        rows, elements = values.shape[0], math.prod(values.shape[1:])
+        seen, fresh = self._rows(chunk, True), self._rows(chunk, False)
+        taken = torch.empty(rows, elements, dtype=self._dtype, device=values.device)
+        before = torch.zeros_like(taken)
+        size = self._encoding.message_bytes((len(seen), elements), torch.float32)
+        if len(seen):
+            known = self._known(chunk, place, elements)
+            before[seen] = known.to(self._dtype)
+            change = torch.empty_like(known)
+            self._encoding.decode(message[:size], change)
+            taken[seen] = known.add_(change).to(self._dtype)
+        if len(fresh):
+            taken[fresh] = message[size:].view(self._dtype).view(len(fresh), elements)
+        values.copy_(taken.view(values.shape))
+        # What is not finite reaches the loss, but once kept it would never be finite again.
+        kept = torch.where(taken.isfinite(), taken, before)
+        self._write(self._visits[chunk].slots, place, kept)
+        self._before.pop((chunk, place), None)
+        if place == max(self.values):
+            self._prefetch(chunk + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ids and slots of the samples, and their activations."""
+        ids, slots = self.index.ids, self.index.slots
+        rows = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        return {"ids": ids, "slots": slots, "values": {place: kept[rows] for place, kept in self.values.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what ``state_dict`` returned."""
+        self.index.load(state["ids"], state["slots"])
+        rows = torch.tensor(state["slots"], dtype=torch.int64, device="cpu")
+        for place, kept in state["values"].items():
+            self._values(int(place), kept.shape[1])[rows] = kept
+
+    def digest(self, chunk: int) -> int:
+        """Return 32 bits of the ids of a micro-batch."""
+        return zlib.crc32(torch.tensor(self._ids[chunk], dtype=torch.int64, device="cpu").numpy().tobytes())
+
+    def _rows(self, chunk: int, seen: bool) -> Tensor:
+        """Return which samples of a micro-batch are in the cache, or are not."""
+        rows = [row for row, each in enumerate(self._visits[chunk].seen) if each == seen]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
+
+    def _known(self, chunk: int, place: int, elements: int) -> Tensor:
+        """Return what is known of the samples that are in the cache, [samples, elements] fp32."""
+        if (chunk, place) not in self._before:
+            self._values(place, elements)
+            self._read(chunk, place)
+        return self._before[chunk, place].result().to(self._device, torch.float32)
+
+    def _values(self, place: int, elements: int) -> Tensor:
+        if place not in self.values:
+            shape = (self._samples, elements)
+            if self._folder is None:
+                self.values[place] = torch.zeros(shape, dtype=self._dtype, device="cpu")
+            else:
+                file = self._folder / f"{self._name}-{place}.cache"
+                flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=self._dtype, device="cpu")
+                self.values[place] = flat.view(shape)
+        return self.values[place]
+
+    def _prefetch(self, chunk: int) -> None:
+        if chunk < len(self._visits):
+            for place in self.values:
+                self._read(chunk, place)
+
+    def _read(self, chunk: int, place: int) -> None:
+        visit, values = self._visits[chunk], self.values[place]
+        slots = [slot for slot, seen in zip(visit.slots, visit.seen, strict=True) if seen]
+        rows = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        self._before[chunk, place] = self._submit(values.index_select, 0, rows)
+
+    def _write(self, slots: list[int], place: int, kept: Tensor) -> None:
+        last = {slot: row for row, slot in enumerate(slots)}  # of a sample that is there twice
+        rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
+        into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
+        values = self._values(place, kept.shape[1])
+        written = None
+        if kept.is_cuda:
+            written = torch.cuda.Event()
+            written.record()
+
+        def write() -> None:
+            if written is not None:
+                written.synchronize()
+            values.index_copy_(0, into, kept.cpu()[rows])
+
+        self._writes.append(self._submit(write))
+
+    def _submit(self, work: Any, *args: Any) -> Future[Any]:
+        self._thread = self._thread or ThreadPoolExecutor(1, "sample-cache")
+        return self._thread.submit(work, *args)

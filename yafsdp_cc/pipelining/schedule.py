@@ -1,0 +1,147 @@
+"""What a schedule tells its compressed stages: the samples of each step, and the order of its actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
+
+from yafsdp_cc.integrations.pipelining import ShardedStage
+from yafsdp_cc.pipelining.stage import CompressedStage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
+
+
+def prepare_schedule(schedule: S) -> S:
+    """Let a schedule of compressed stages take ``sample_ids``, and compare the stages' settings.
+
+    Call it on all ranks of the pipeline, which communicate: once it is built, after ``load_state_dict`` of its stages
+    if there is something to load. ``schedule.step`` then has one more argument:
+
+        schedule.step(batch, sample_ids=ids)    # and schedule.step(sample_ids=ids) on later stages
+
+    ids: [samples of the batch] integers on any device or a sequence, the same on all stages. With
+    ``forward_delta=True`` they say whose activations a batch has. Without, they are only needed where batches or
+    micro-batches have different numbers of samples, which torch's own stage cannot send.
+
+    Args:
+        schedule: of ``torch.distributed.pipelining``, with ``CompressedStage``s.
+
+    Returns:
+        ``schedule``.
+
+    Raises:
+        TypeError: it is no schedule of torch, or one of its stages is no ``CompressedStage``.
+        NotImplementedError: its backwards are split, and a stage is sharded.
+        ValueError: stages have different settings; on all ranks.
+    """
+    stages = _stages_of(schedule)
+    problem = _unfit(schedule, stages)
+    _compare(stages, problem)
+    if problem is not None:
+        raise problem
+    for stage in stages:
+        stage.is_prepared = True
+    if "step" in vars(schedule):  # it was prepared before
+        return schedule
+    step, count = schedule.step, schedule._n_microbatches
+
+    def step_with_ids(*args: Any, sample_ids: Sequence[int] | Tensor | None = None, **kwargs: Any) -> Any:
+        micro_batches = None if sample_ids is None else _split(sample_ids, count, (*args, kwargs.get("target")))
+        for stage in stages:
+            stage.begin_step(micro_batches, trains=schedule._has_backward)
+        result = step(*args, **kwargs)
+        for stage in stages:
+            stage.end_step()
+        return result
+
+    schedule.step = step_with_ids  # type: ignore[method-assign]
+    return schedule
+
+
+def _stages_of(schedule: Any) -> list[CompressedStage]:
+    if isinstance(schedule, PipelineScheduleSingle):
+        stages: list[Any] = [schedule._stage]
+    elif isinstance(schedule, PipelineScheduleMulti):
+        stages = list(schedule._stages)
+    else:
+        raise TypeError(
+            f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
+            "Schedule1F1B(stage, n_microbatches, loss_fn)"
+        )
+    for stage in stages:
+        if not isinstance(stage, CompressedStage):
+            raise TypeError(
+                f"prepare_schedule: stage {stage.stage_index} is a {type(stage).__name__}: build every stage of the "
+                "pipeline as CompressedStage, or as CompressedShardedStage if yafsdp_cc.shard has sharded its module"
+            )
+    return stages
+
+
+def _unfit(schedule: Any, stages: Iterable[CompressedStage]) -> NotImplementedError | None:
+    split = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in _actions(schedule))
+    if split and any(isinstance(stage, ShardedStage) for stage in stages):
+        return NotImplementedError(
+            f"{type(schedule).__name__} runs a backward in two parts, and a sharded stage cannot: its weights would "
+            "have to be gathered twice. Use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B, or stages that "
+            "are not sharded"
+        )
+    return None
+
+
+def _actions(schedule: Any) -> Iterator[Any]:
+    for actions in (schedule.pipeline_order or {}).values():
+        yield from _computed(actions)
+
+
+def _computed(actions: Iterable[Any]) -> Iterator[Any]:
+    """Return a rank's actions in order, without idle slots, each part of a combined one by itself."""
+    for action in actions:
+        if action is not None:
+            yield from action.sub_actions or (action,)
+
+
+def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> None:
+    """Raise on all ranks of the pipeline if stages have different settings."""
+    own = ({stage.stage_index: stage.fingerprint() for stage in stages}, None if problem is None else str(problem))
+    gathered: list[Any] = [None] * stages[0].group_size
+    dist.all_gather_object(gathered, own, group=stages[0].group)
+    known: dict[str, tuple[int, Any]] = {}
+    for found, _ in gathered:
+        for index, fingerprint in sorted(found.items()):
+            for name, value in fingerprint.items():
+                first, expected = known.setdefault(name, (index, value))
+                if value != expected:
+                    raise ValueError(
+                        f"stages differ: {name} is {expected!r} on stage {first} and {value!r} on stage {index}. "
+                        "Build all stages with the same settings, and load a checkpoint on all of them or on none"
+                    )
+    for _, elsewhere in gathered:
+        if elsewhere is not None and problem is None:
+            raise NotImplementedError(f"on another rank of the pipeline: {elsewhere}")
+
+
+def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any]) -> list[list[int]]:
+    """Return the sample ids of each micro-batch, as torch splits the batch.
+
+    Raises:
+        ValueError: they are no ids, or not as many as the batch has samples.
+    """
+    ids = torch.as_tensor(sample_ids, device="cpu")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"sample_ids: takes [samples] integers, not {list(ids.shape)} of {ids.dtype}")
+    for batch in batches:
+        if isinstance(batch, Tensor) and batch.dim() and len(batch) != len(ids):
+            raise ValueError(
+                f"sample_ids: {len(ids)} ids for a batch of {len(batch)} samples: give one for each, in the order of "
+                "the batch"
+            )
+    if len(ids) < count:
+        raise ValueError(f"sample_ids: {len(ids)} samples cannot be split into {count} micro-batches")
+    return [each.tolist() for each in torch.tensor_split(ids, count)]

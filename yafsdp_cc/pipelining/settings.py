@@ -1,0 +1,105 @@
+"""What a pipeline stage compresses, as the user asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from yafsdp_cc.compression.codec import BLOCK, BLOCKS, codec_of
+from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank
+
+LOW_RANK = "powersgd"
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class StageCompression:
+    """What the stages of a pipeline compress: the same on every stage, which ``prepare_schedule`` checks.
+
+    Args:
+        forward: name of the codec of activations, such as "int4"; None: they are sent exactly.
+        backward: name of the codec of their gradients, or "powersgd"; None: they are sent exactly.
+        forward_delta: encode the change of each sample's activation since it was sent last, rather than the activation
+            (AQ-SGD). ``schedule.step`` then takes ``sample_ids``.
+        cache_samples: of how many samples both sides of a boundary keep the activation: those of the data set. Beyond
+            that, what was used longest ago is forgotten and sent exactly when it comes again.
+        cache_dtype: of what is kept, and of what is sent of a new sample: bfloat16, float16 or float32.
+        cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
+        error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
+            propagation of Optimus-CC).
+        matrix_rank: columns of the factors that "powersgd" sends.
+        hadamard: rotate each block before it is quantised and back afterwards. For codecs with a scale for each block.
+        block: elements that share a scale.
+
+    Raises:
+        ValueError: a value is not possible, or the combination is not; the message names it.
+    """
+
+    forward: str | None = None
+    backward: str | None = None
+    forward_delta: bool = False
+    cache_samples: int | None = None
+    cache_dtype: torch.dtype = torch.bfloat16
+    cache_folder: str | Path | None = None
+    error_feedback: bool = False
+    matrix_rank: int = 16
+    hadamard: bool = False
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCKS:
+            raise ValueError(f"block={self.block}: a block has a power of two of elements, from 64 to 4096")
+        if self.forward == LOW_RANK:
+            raise ValueError(
+                "forward='powersgd': activations of different samples share no factors, and what a message loses of "
+                "them cannot be sent later. Name a codec, such as 'int8'; 'powersgd' is for backward"
+            )
+        for direction in ("forward", "backward"):
+            name = getattr(self, direction)
+            if name is not None and name != LOW_RANK:
+                try:
+                    codec_of(name, self.block)
+                except ValueError as error:
+                    raise ValueError(f"{direction}={name!r}: {error}") from None
+        if self.forward_delta:
+            self._check_cache()
+        elif self.cache_samples is not None or self.cache_folder is not None:
+            raise ValueError("cache_samples and cache_folder are for forward_delta=True")
+        if self.matrix_rank < 1:
+            raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
+        if self.error_feedback and self.backward is None:
+            raise ValueError("error_feedback=True: backward=None sends gradients exactly; name a codec for them")
+
+    def _check_cache(self) -> None:
+        if self.forward is None:
+            raise ValueError("forward_delta=True: name the codec of changes, such as forward='int4'")
+        if self.cache_samples is None or self.cache_samples < 1:
+            raise ValueError(
+                f"cache_samples={self.cache_samples}: forward_delta=True keeps the activations of so many samples on "
+                "both sides of a boundary; give as many as the data set has"
+            )
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache_dtype={self.cache_dtype}: takes {', '.join(map(str, CACHE_DTYPES))}")
+        if self.cache_folder is not None and not Path(self.cache_folder).is_dir():
+            raise ValueError(f"cache_folder={str(self.cache_folder)!r}: there is no such folder; make it first")
+
+    def of_changes(self) -> Encoding:
+        """Return the encoding of changes of samples' activations."""
+        return self._encoding(self.forward, by_sample=True)
+
+    def of_activations(self) -> Encoding:
+        """Return the encoding of activations."""
+        return self._encoding(self.forward, by_sample=False)
+
+    def of_gradients(self) -> Encoding:
+        """Return the encoding of gradients of activations."""
+        if self.backward == LOW_RANK:
+            return LowRank(self.matrix_rank)
+        return self._encoding(self.backward, by_sample=self.error_feedback)
+
+    def _encoding(self, name: str | None, *, by_sample: bool) -> Encoding:
+        if name is None:
+            return Exact()
+        return Encoded(codec_of(name, self.block), hadamard=self.hadamard, by_sample=by_sample)

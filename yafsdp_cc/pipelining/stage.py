@@ -1,0 +1,376 @@
+"""Stages of ``torch.distributed.pipelining`` that compress what they send to each other.
+
+torch's schedules ask a stage for its sends and receives and run its chunks; both are methods that a subclass may
+replace. What ``CompressedStage`` replaces is private to torch in part, so ``check_torch`` compares it with what this
+module was written for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from yafsdp_cc.integrations.pipelining import ShardedStage
+from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
+from yafsdp_cc.pipelining.sample_cache import SampleCache
+from yafsdp_cc.pipelining.settings import StageCompression
+from yafsdp_cc.profiling import span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch.distributed as dist
+
+_SEAM = {
+    "get_fwd_send_ops": ("self", "fwd_chunk_id"),
+    "get_fwd_recv_ops": ("self", "fwd_chunk_id"),
+    "get_bwd_send_ops": ("self", "bwd_chunk_id"),
+    "get_bwd_recv_ops": ("self", "bwd_chunk_id"),
+    "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "_get_grad_send_meta": ("self", "input_idx"),
+    "_prepare_forward_infra": ("self", "num_microbatches", "args", "kwargs", "has_backward"),
+}
+"""Methods of torch's stage that are replaced or called, and their parameters in torch 2.13."""
+
+_DIGEST = 8
+"""Bytes at the end of an activation's message: of the sample ids, and of the number of the step."""
+
+
+def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
+    """Check that torch's stage has the methods that ``CompressedStage`` replaces.
+
+    Raises:
+        RuntimeError: this version of torch has others.
+    """
+    for name, expected in _SEAM.items():
+        method = getattr(stage, name, None)
+        found = None if method is None else tuple(inspect.signature(method).parameters)
+        if found != expected:
+            seen = "it is not there" if found is None else f"its parameters are {', '.join(found)}"
+            raise RuntimeError(
+                f"CompressedStage replaces torch.distributed.pipelining.PipelineStage.{name}({', '.join(expected)}), "
+                f"and in torch {torch.__version__} {seen}. It is tested with torch 2.13: pip install 'torch==2.13.*'"
+            )
+
+
+class _Arriving(NamedTuple):
+    """A message whose receive has been posted."""
+
+    info: Any
+    """torch's ``_RecvInfo``, whose buffer the stage computes with."""
+    message: Tensor
+    shape: tuple[int, ...]
+
+
+class CompressedStage(PipelineStage):
+    """A ``PipelineStage`` that compresses activations and their gradients on the way to its neighbours.
+
+    Call ``prepare_schedule`` once on the schedule that runs it. Training alone is compressed: ``schedule.eval`` sends
+    activations exactly. What is no floating-point number is always sent exactly, and so is what goes to a stage on the
+    same rank.
+
+        stage = CompressedStage(part, place, stages, device, forward="int4", backward="int8")
+        schedule = prepare_schedule(Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn))
+
+    Args:
+        submodule, stage_index, num_stages, device: as those of ``PipelineStage``.
+        stage_arguments: further ones of ``PipelineStage``, by name, and the fields of ``StageCompression``, which
+            says what is compressed.
+
+    Raises:
+        ValueError: a setting is not possible.
+        RuntimeError: this version of torch has other methods than those that are replaced.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        **stage_arguments: Any,
+    ) -> None:
+        check_torch()
+        names = {field.name for field in fields(StageCompression)} & stage_arguments.keys()
+        self.compression = StageCompression(**{name: stage_arguments.pop(name) for name in names})
+        super().__init__(submodule, stage_index, num_stages, device, **stage_arguments)
+        self.is_prepared = False
+        """Whether ``prepare_schedule`` was called; it also sets ``exact_gradients``."""
+        self.exact_gradients: frozenset[tuple[int, int]] = frozenset()
+        """Stage that sends and micro-batch of the gradients that are sent exactly."""
+        self.steps = 0
+        """Training steps so far."""
+        self.sent_bytes = {"forward": 0, "backward": 0}
+        """Of all messages to other ranks so far."""
+        self._trains = False
+        self._is_stale = False
+        self._rows: list[int] | None = None
+        self._arriving: dict[tuple[str, int], list[_Arriving]] = {}
+        self._senders: dict[tuple[str, int], SenderState] = {}
+        self._exact, self._activations = Exact(), self.compression.of_activations()
+        self._gradients = self.compression.of_gradients()
+        self._mismatch: Tensor | None = None
+        self._caches = {
+            side: self._cache(side)
+            for side in ("input", "output")
+            if self.compression.forward_delta and not (self.is_first if side == "input" else self.is_last)
+        }
+
+    # What prepare_schedule calls
+
+    def begin_step(self, micro_batches: list[list[int]] | None, *, trains: bool) -> None:
+        """Take in the sample ids of a step, for each micro-batch; None: there are none, and no batch is uneven.
+
+        Raises:
+            ValueError: training needs them and they are not there, or they do not fit into the cache.
+            RuntimeError: the stage is not prepared, or its caches are not what they were before a step that failed.
+        """
+        self._check_prepared()
+        if self._is_stale:
+            raise RuntimeError(
+                f"stage {self.stage_index}: the last step ended by an exception, and what the two sides of a boundary "
+                "keep of their samples may differ. Call load_state_dict on all stages, or build them anew"
+            )
+        if trains and self.compression.forward_delta and micro_batches is None:
+            raise ValueError(
+                "forward_delta=True: give the ids of the batch to every rank's step, as "
+                "schedule.step(batch, sample_ids=ids) with ids [samples] integers, the same on all stages"
+            )
+        self._trains, self._is_stale = trains, trains and bool(self._caches)
+        self._rows = None if micro_batches is None else [len(ids) for ids in micro_batches]
+        self._arriving.clear()
+        if trains:
+            for cache in self._caches.values():
+                assert micro_batches is not None
+                cache.begin_step(micro_batches)
+
+    def end_step(self) -> None:
+        """Check what has arrived, and count the step.
+
+        Raises:
+            RuntimeError: a message was about other samples than those that this rank was given.
+        """
+        if not self._trains:
+            return
+        self.steps += 1
+        for cache in self._caches.values():
+            cache.end_step()
+        self._is_stale = False
+        mismatch, self._mismatch = self._mismatch, None
+        if mismatch is not None and bool(mismatch):
+            raise RuntimeError(
+                f"stage {self.stage_index}: stage {self.stage_index - 1} has sent other samples than those whose "
+                "sample_ids this rank has: the order of ids differs between ranks, or only one of them has loaded a "
+                "checkpoint. Caches now differ; give all stages the same ids, and load a checkpoint on every rank"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what must be alike on all ranks of the pipeline."""
+        settings = {field.name: getattr(self.compression, field.name) for field in fields(StageCompression)}
+        settings.pop("cache_folder")
+        kept = {
+            f"samples kept between stages {self._boundary(side)}": zlib.crc32(repr(each.index.ids).encode())
+            for side, each in self._caches.items()
+        }
+        return {**settings, "steps": self.steps, **kept}
+
+    # Its state, beside that of the module
+
+    def state_dict(self, *, cache: bool = True) -> dict[str, Any]:
+        """Return what the stage remembers from step to step: residuals, factors, and the caches of its samples.
+
+        Save it on every rank, and load it on the same stage.
+
+        Args:
+            cache: False leaves the samples' activations out. All of them are then sent exactly once more after
+                ``load_state_dict``.
+        """
+        senders = {f"{direction}.{place}": each.state_dict() for (direction, place), each in self._senders.items()}
+        caches = {side: each.state_dict() for side, each in self._caches.items()} if cache else {}
+        return {"steps": self.steps, "senders": senders, "caches": caches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what ``state_dict`` returned: on all stages of the pipeline, and before ``prepare_schedule``.
+
+        Call ``prepare_schedule`` again if the schedule was prepared before: it compares what the stages have loaded.
+        """
+        self.steps = state["steps"]
+        self.is_prepared = self._is_stale = False
+        self._senders.clear()
+        for name, kept in state["senders"].items():
+            direction, place = name.split(".")
+            self._sender(direction, int(place)).load_state_dict(kept, self.compression.block, self.device)
+        for side in self._caches:
+            self._caches[side] = self._cache(side)
+            if side in state["caches"]:
+                self._caches[side].load_state_dict(state["caches"][side])
+
+    # What torch's schedules call
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        self._check_prepared()
+        return super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("backward", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id), self.grad_recv_info)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        metas = self._stage_meta.outputs or ()
+        return self._send("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id), metas)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if not ops:
+            return ops
+        metas = [self._get_grad_send_meta(place) for place in range(len(self.args_recv_info[0]))]
+        return self._send("backward", bwd_chunk_id, ops, [meta for meta in metas if meta is not None])
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        self._decode("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._decode("backward", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    # Messages
+
+    def _check_prepared(self) -> None:
+        if not self.is_prepared:
+            raise RuntimeError(
+                f"stage {self.stage_index} is a {type(self).__name__}, and nobody has called "
+                "yafsdp_cc.pipelining.prepare_schedule(schedule) on the schedule that runs it, or not after "
+                "load_state_dict; do so on every rank"
+            )
+
+    def _receive(
+        self, direction: str, chunk: int, ops: list[dist.P2POp], infos: Mapping[int, Sequence[Any]]
+    ) -> list[dist.P2POp]:
+        """Let ``ops`` receive messages, which ``_decode`` then takes."""
+        if not ops:
+            return ops
+        arriving = []
+        sender = self.stage_index + (1 if direction == "backward" else -1)
+        awaited = [info for info in infos[chunk] if not info.is_root_arg and info.buffer is not None]
+        for place, (op, info) in enumerate(zip(ops, awaited, strict=True)):
+            shape = self._shape(chunk, info.tensor_meta.shape)
+            size = self._message_bytes(direction, sender, chunk, place, shape, info.tensor_meta.dtype)
+            op.tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+            arriving.append(_Arriving(info, op.tensor, shape))
+        self._arriving[direction, chunk] = arriving
+        return ops
+
+    @torch.no_grad()
+    def _decode(self, direction: str, chunk: int) -> None:
+        """Decode what has arrived into the buffers that torch's stage computes with."""
+        sender = self.stage_index + (1 if direction == "backward" else -1)
+        for place, (info, message, shape) in enumerate(self._arriving.pop((direction, chunk), ())):
+            if info.buffer.shape != shape or not info.buffer.is_contiguous():
+                info.buffer = torch.empty(shape, dtype=info.tensor_meta.dtype, device=self.device)
+            values = info.buffer.detach()
+            with span("decode", f"stage {sender} {direction}").of(message.numel()):
+                if (cache := self._cache_of(direction, "input", values.dtype)) is None:
+                    self._encoding(direction, sender, chunk, values.dtype).decode(message, values)
+                else:
+                    cache.decode(chunk, place, message[:-_DIGEST], values)
+                    differs = (message[-_DIGEST:] != self._digest(cache, chunk)).any()
+                    self._mismatch = differs if self._mismatch is None else self._mismatch | differs
+
+    @torch.no_grad()
+    def _send(self, direction: str, chunk: int, ops: list[dist.P2POp], metas: Sequence[Any]) -> list[dist.P2POp]:
+        """Let ``ops`` send messages of their tensors."""
+        for place, (op, meta) in enumerate(zip(ops, metas, strict=True) if ops else ()):
+            values, shape = op.tensor.detach(), self._shape(chunk, meta.shape)
+            if values.shape != shape:
+                raise ValueError(
+                    f"stage {self.stage_index}, micro-batch {chunk}: a tensor of shape {tuple(values.shape)} is to be "
+                    f"sent {direction}, and the receiver expects {shape}. Where micro-batches have different numbers "
+                    "of samples, in dimension 0, give sample_ids to every rank's schedule.step"
+                )
+            size = self._message_bytes(direction, self.stage_index, chunk, place, shape, values.dtype)
+            # Schedules may send it later, so that each message has memory of its own.
+            message = torch.empty(size, dtype=torch.uint8, device=self.device)
+            name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
+            with span("encode", f"stage {self.stage_index} {direction}").of(size):
+                if (cache := self._cache_of(direction, "output", values.dtype)) is None:
+                    encoding = self._encoding(direction, self.stage_index, chunk, values.dtype)
+                    encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
+                else:
+                    cache.encode(chunk, place, values, message[:-_DIGEST], zlib.crc32(name.encode()))
+                    message[-_DIGEST:] = self._digest(cache, chunk)
+            op.tensor = message
+            self.sent_bytes[direction] += size
+        return ops
+
+    def _message_bytes(
+        self, direction: str, sender: int, chunk: int, place: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
+        side = "output" if sender == self.stage_index else "input"
+        if (cache := self._cache_of(direction, side, dtype)) is not None:
+            return cache.message_bytes(chunk, shape) + _DIGEST
+        return self._encoding(direction, sender, chunk, dtype).message_bytes(shape, dtype)
+
+    def _encoding(self, direction: str, sender: int, chunk: int, dtype: torch.dtype) -> Encoding:
+        if not self._trains or not dtype.is_floating_point:
+            return self._exact
+        if direction == "forward":
+            return self._activations
+        return self._exact if (sender, chunk) in self.exact_gradients else self._gradients
+
+    def _shape(self, chunk: int, planned: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a tensor of a micro-batch, of which torch knows that of the first one."""
+        if self._rows is None or not planned:
+            return tuple(planned)
+        return (self._rows[chunk], *planned[1:])
+
+    def _sender(self, direction: str, place: int) -> SenderState:
+        feedback = direction == "backward" and self.compression.error_feedback
+        return self._senders.setdefault((direction, place), SenderState(feedback))
+
+    def _cache(self, side: str) -> SampleCache:
+        asked = self.compression
+        assert asked.cache_samples is not None
+        folder = None if asked.cache_folder is None else Path(asked.cache_folder)
+        name = f"boundary-{self._boundary(side)}-{side}"
+        return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
+
+    def _cache_of(self, direction: str, side: str, dtype: torch.dtype) -> SampleCache | None:
+        """Return the cache of a message; None: it has none."""
+        return self._caches.get(side) if direction == "forward" and self._trains and dtype.is_floating_point else None
+
+    def _boundary(self, side: str) -> str:
+        first = self.stage_index - (1 if side == "input" else 0)
+        return f"{first}-{first + 1}"
+
+    def _digest(self, cache: SampleCache, chunk: int) -> Tensor:
+        numbers = [cache.digest(chunk), self.steps & 0xFFFFFFFF]
+        return torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8).to(self.device)
+
+
+class CompressedShardedStage(CompressedStage, ShardedStage):
+    """A ``CompressedStage`` for a module that ``yafsdp_cc.shard`` has sharded.
+
+    As ``integrations.pipelining.ShardedStage``, it reduces gradients once, in the last backward of a step. For
+    schedules that do not split the backward.
+    """
