@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
-from tests.pipelining.worlds import ALL, V_SHAPED, Pipeline, batches
+from tests.pipelining.worlds import ALL, LENGTH, SINGLE, V_SHAPED, WIDTH, Pipeline, batches, parts
 from tests.ranks import ranks
+from yafsdp_cc.pipelining import CompressedStage, StageCompression
+from yafsdp_cc.pipelining.messages import Encoding, rotate
+from yafsdp_cc.pipelining.schedule import hidden_gradients
+from yafsdp_cc.pipelining.stage import check_torch
 
 
 @ranks(2)
@@ -58,3 +68,149 @@ def check_caches(pipeline: Pipeline, samples: int) -> None:
                 assert sent["values"][0].abs().sum() > 0
                 compared += 1
     assert compared
+
+
+@ranks(2)
+def test_an_uneven_batch_equals_one_process() -> None:
+    data = batches(1, samples=13)[0]
+    for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble):
+        ours = Pipeline(kind, {"backward": "fp32"})
+        whole = nn.Sequential(*parts(2 if kind in SINGLE else 4))
+        for size in (8, 13, 6):  # micro-batches of 2, of 4 and 3, and of 2 and 1
+            losses = ours.run(data[:size], range(size))
+            expected = [F.mse_loss(whole(each), each.flip(-1)) for each in torch.tensor_split(data[:size], 4)]
+            assert not losses or losses == pytest.approx([loss.item() for loss in expected])
+            (sum(expected) / 4).backward()
+            with torch.no_grad():
+                for parameter in whole.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+        for stage in ours.stages:
+            for found, truth in zip(stage.submod.parameters(), whole[stage.stage_index].parameters(), strict=True):
+                torch.testing.assert_close(found, truth)
+
+
+class Recorder(Encoding):
+    """Adds up what another encoding encodes and decodes."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.encoding = encoding
+        self.message_bytes = encoding.message_bytes  # type: ignore[method-assign]
+        self.encoded = self.decoded = torch.zeros(2, LENGTH, WIDTH, dtype=torch.float64)
+
+    def message_bytes(self, shape: Any, dtype: Any) -> int:
+        raise AssertionError("replaced by the encoding's")
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, state: Any, seed: int) -> None:
+        self.encoded = self.encoded + values
+        self.encoding.encode(values, message, state, seed)
+
+    def decode(self, message: torch.Tensor, values: torch.Tensor) -> None:
+        self.encoding.decode(message, values)
+        self.decoded = self.decoded + values
+
+
+@ranks(2)
+def test_what_gradients_lose_is_in_the_residual() -> None:
+    data = batches(3)
+    for settings in ({"backward": "int4"}, {"backward": "onebit", "hadamard": True}, {"backward": "powersgd"}):
+        for epilogue_only in (False, True):
+            ours = Pipeline(
+                Schedule1F1B, {**settings, "error_feedback": True, "epilogue_only": epilogue_only, "matrix_rank": 4}
+            )
+            stage = ours.stages[0]
+            stage._gradients = recorder = Recorder(stage._gradients)
+            for batch in data:
+                ours.run(batch)
+                sums: list[Any] = [None, None]
+                residual = stage.state_dict()["senders"].get("backward.0", {}).get("residual")
+                torch.distributed.all_gather_object(sums, (recorder.encoded, recorder.decoded, residual))
+                (_, decoded, _), (encoded, _, residual) = sums
+                if settings.get("hadamard"):
+                    residual = rotate(residual, 256, back=True)
+                left = encoded - decoded
+                assert left.norm() > 1e-3 * encoded.norm()
+                torch.testing.assert_close(left, residual.view(left.shape).double(), rtol=1e-4, atol=1e-7)
+
+
+def test_the_epilogue_is_what_no_forward_hides() -> None:
+    for kind, exposed in (
+        (Schedule1F1B, {0: {4, 5}, 1: {5}}),
+        (ScheduleGPipe, {0: {1, 2, 3, 4, 5}, 1: {1, 2, 3, 4, 5}}),
+    ):
+        plan = SimpleNamespace(_num_stages=3, _n_microbatches=6)
+        hidden = hidden_gradients(kind._get_pipeline_order(plan))
+        found = {to: {each for each in range(6) if (to + 1, each) not in hidden} for to in (0, 1)}
+        assert found == exposed, kind
+
+
+@ranks(2)
+def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    kept = {**DELTA, "error_feedback": True, "cache_samples": 18}  # of 22: some are forgotten
+    data = batches(1, samples=22)[0]
+    order = [torch.randperm(22, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
+    steps = [epoch[start : start + 11] for epoch in order for start in (0, 11)]
+    for backward in ("int8", "powersgd"):
+        settings = {**kept, "backward": backward}
+        through = Pipeline(Schedule1F1B, settings)
+        first = Pipeline(Schedule1F1B, {**settings, "cache_folder": tmp_path})
+        expected = [through.run(data[ids], ids) for ids in steps]
+        found = [first.run(data[ids], ids) for ids in steps[:5]]
+        file = f"{tmp_path}/{backward}-{rank}.pt"
+        torch.save(first.state(), file)
+        resumed = Pipeline(Schedule1F1B, settings, torch.load(file))
+        found += [resumed.run(data[ids], torch.tensor(ids)) for ids in steps[5:]]
+        assert found == expected
+        for one, other in zip(through.parameters, resumed.parameters, strict=True):
+            assert torch.equal(one, other)
+
+
+@ranks(2)
+def test_mistakes_are_named() -> None:
+    data = batches(1)[0]
+    rank = torch.distributed.get_rank()
+    ours = Pipeline(Schedule1F1B, {**DELTA, "cache_samples": 8})
+    for ids, message in (
+        (None, r"forward_delta=True: give the ids.*sample_ids=ids"),
+        (range(7), r"sample_ids: 7 ids for a batch of 8 samples"),
+        (torch.arange(8.0), r"takes \[samples\] integers, not \[8\] of torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.run(data, ids)
+    ours.run(data, range(8))  # and nothing has been spoilt
+    with pytest.raises(ValueError, match=r"cache_samples=1: a micro-batch has 2 different samples"):
+        Pipeline(Schedule1F1B, {**DELTA, "cache_samples": 1}).run(data, range(8))
+    with pytest.raises(ValueError, match=r"stages differ: backward is 'int8' on stage 0 and 'int4' on stage 1"):
+        Pipeline(Schedule1F1B, {"backward": ("int8", "int4")[rank]})
+    other = Pipeline(Schedule1F1B, DELTA)
+    other.run(data, range(8))
+    if rank:
+        with pytest.raises(RuntimeError, match=r"stage 1: stage 0 has sent other samples.*the same ids"):
+            other.run(data, [1, 0, *range(2, 8)])
+    else:
+        other.run(data, range(8))
+    unprepared = CompressedStage(parts(2)[rank], rank, 2, torch.device("cpu"), forward="int8")
+    with pytest.raises(RuntimeError, match=r"nobody has called\s+yafsdp_cc.pipelining.prepare_schedule"):
+        Schedule1F1B(unprepared, 4, F.mse_loss).step(*([data] if rank == 0 else []), target=data if rank else None)
+
+
+def test_settings_that_cannot_work() -> None:
+    for settings, message in (
+        ({"forward": "powersgd"}, "forward='powersgd': activations.*'int8'"),
+        ({"backward": "int5"}, "backward='int5': there is no codec 'int5'"),
+        ({"forward": "int4", "forward_delta": True}, "cache_samples=None: forward_delta=True keeps"),
+        ({"cache_samples": 3}, "are for forward_delta=True"),
+        ({"epilogue_only": True}, "epilogue_only=True: backward=None"),
+        ({**DELTA, "cache_folder": "/nowhere"}, "'/nowhere': there is no such folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StageCompression(**settings)
+
+
+def test_another_torch_is_refused() -> None:
+    class Later(PipelineStage):
+        def get_fwd_send_ops(self, chunk: int, group: Any) -> Any: ...
+
+    with pytest.raises(RuntimeError, match=r"get_fwd_send_ops\(self, fwd_chunk_id\), and in .*self, chunk, group"):
+        check_torch(Later)

@@ -13,9 +13,13 @@ from yafsdp_cc.integrations.pipelining import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
+
+_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
+_HIDES = (_ComputationType.FORWARD, _ComputationType.BACKWARD_WEIGHT)
+_COMPUTES = (*_BACKWARDS, *_HIDES)
 
 
 def prepare_schedule(schedule: S) -> S:
@@ -48,6 +52,8 @@ def prepare_schedule(schedule: S) -> S:
         raise problem
     for stage in stages:
         stage.is_prepared = True
+        if stage.compression.epilogue_only:
+            stage.exact_gradients = hidden_gradients(schedule.pipeline_order or {})
     if "step" in vars(schedule):  # it was prepared before
         return schedule
     step, count = schedule.step, schedule._n_microbatches
@@ -84,7 +90,35 @@ def _stages_of(schedule: Any) -> list[CompressedStage]:
     return stages
 
 
+def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[tuple[int, int]]:
+    """Return the stage that sends and the micro-batch of the gradients whose transfer a computation may hide.
+
+    A gradient is hidden if, right before the backward that needs it, its receiver computes a forward, or gradients of
+    weights by themselves. The others are those of the epilogue: in 1F1B the last p - 1 - r that stage r of p receives,
+    in GPipe all but the first, where backwards follow one another and each waits for the next stage.
+
+    Args:
+        pipeline_order: of a schedule: the actions of each rank in their order.
+
+    Source: Song et al., "Optimus-CC", 2023, section 5 (epilogue-only compression), here for any order of actions.
+    """
+    hidden = set()
+    for actions in pipeline_order.values():
+        before = None
+        for action in _computed(actions):
+            kind = action.computation_type
+            if kind in _BACKWARDS and before in _HIDES:
+                hidden.add((action.stage_index + 1, action.microbatch_index))
+            before = kind
+    return frozenset(hidden)
+
+
 def _unfit(schedule: Any, stages: Iterable[CompressedStage]) -> NotImplementedError | None:
+    if any(stage.compression.epilogue_only for stage in stages) and not schedule.pipeline_order:
+        return NotImplementedError(
+            f"epilogue_only=True: {type(schedule).__name__} has no pipeline_order, so that nobody knows what it hides. "
+            "Use a schedule that has one, such as Schedule1F1B, or epilogue_only=False"
+        )
     split = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in _actions(schedule))
     if split and any(isinstance(stage, ShardedStage) for stage in stages):
         return NotImplementedError(
@@ -101,10 +135,10 @@ def _actions(schedule: Any) -> Iterator[Any]:
 
 
 def _computed(actions: Iterable[Any]) -> Iterator[Any]:
-    """Return a rank's actions in order, without idle slots, each part of a combined one by itself."""
+    """Return what a rank computes, in order, each part of a combined action by itself."""
     for action in actions:
         if action is not None:
-            yield from action.sub_actions or (action,)
+            yield from (each for each in action.sub_actions or (action,) if each.computation_type in _COMPUTES)
 
 
 def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> None:

@@ -29,6 +29,8 @@ class StageCompression:
         cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
             propagation of Optimus-CC).
+        epilogue_only: encode the gradients alone whose transfer no computation hides (``schedule.hidden_gradients``),
+            and send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
         hadamard: rotate each block before it is quantised and back afterwards. For codecs with a scale for each block.
         block: elements that share a scale.
@@ -44,6 +46,7 @@ class StageCompression:
     cache_dtype: torch.dtype = torch.bfloat16
     cache_folder: str | Path | None = None
     error_feedback: bool = False
+    epilogue_only: bool = False
     matrix_rank: int = 16
     hadamard: bool = False
     block: int = BLOCK
@@ -69,8 +72,9 @@ class StageCompression:
             raise ValueError("cache_samples and cache_folder are for forward_delta=True")
         if self.matrix_rank < 1:
             raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
-        if self.error_feedback and self.backward is None:
-            raise ValueError("error_feedback=True: backward=None sends gradients exactly; name a codec for them")
+        for option in ("error_feedback", "epilogue_only"):
+            if getattr(self, option) and self.backward is None:
+                raise ValueError(f"{option}=True: backward=None sends gradients exactly; name a codec for them")
 
     def _check_cache(self) -> None:
         if self.forward is None:
