@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from tests.pipelining.worlds import ALL, LENGTH, SINGLE, V_SHAPED, WIDTH, Pipeline, batches, parts
 from tests.ranks import ranks
-from yafsdp_cc.pipelining import CompressedStage, StageCompression
+from yafsdp_cc.pipelining import CompressedStage, StageCompression, plan_boundary
 from yafsdp_cc.pipelining.messages import Encoding, rotate
 from yafsdp_cc.pipelining.schedule import hidden_gradients
 from yafsdp_cc.pipelining.stage import check_torch
@@ -193,6 +193,29 @@ def test_mistakes_are_named() -> None:
     unprepared = CompressedStage(parts(2)[rank], rank, 2, torch.device("cpu"), forward="int8")
     with pytest.raises(RuntimeError, match=r"nobody has called\s+yafsdp_cc.pipelining.prepare_schedule"):
         Schedule1F1B(unprepared, 4, F.mse_loss).step(*([data] if rank == 0 else []), target=data if rank else None)
+
+
+@ranks(2)
+def test_the_plan_is_what_is_sent_and_kept() -> None:
+    rank, data = torch.distributed.get_rank(), batches(1)[0]
+    lazy = {"error_feedback": True, "matrix_rank": 4}
+    for settings in (DELTA, {"backward": "powersgd", **lazy}, {"forward": "topk", "backward": "int4", **lazy}):
+        for epilogue_only in (False, True):
+            ours = Pipeline(Schedule1F1B, {**settings, "epilogue_only": epilogue_only})
+            stage, shape = ours.stages[0], (2, LENGTH, WIDTH)
+            planned = plan_boundary(stage.compression, shape, torch.float32, 4, len(stage.exact_gradients))
+            sent = []
+            for _ in range(2):
+                before = sum(stage.sent_bytes.values())
+                ours.run(data, range(8))
+                sent.append(sum(stage.sent_bytes.values()) - before)
+            forward = [planned.first_forward, planned.forward]
+            assert sent == (forward if rank == 0 else [planned.backward] * 2)
+            for cache in stage._caches.values():
+                assert planned.cache == sum(values.nbytes for values in cache.values.values())
+            kept = [each.residual.values.nbytes for each in stage._senders.values() if each.residual is not None]
+            assert kept == ([planned.residual] if rank and planned.residual else [])
+            assert planned.exact == 8 * 2 * LENGTH * WIDTH * 4
 
 
 def test_settings_that_cannot_work() -> None:

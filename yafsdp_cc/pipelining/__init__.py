@@ -4,6 +4,8 @@
 runs it. The guide is docs/pipelines.md.
 """
 
+from yafsdp_cc.pipelining.plan import BoundaryPlan as BoundaryPlan
+from yafsdp_cc.pipelining.plan import plan_boundary as plan_boundary
 from yafsdp_cc.pipelining.schedule import prepare_schedule as prepare_schedule
 from yafsdp_cc.pipelining.settings import StageCompression as StageCompression
 from yafsdp_cc.pipelining.stage import CompressedShardedStage as CompressedShardedStage

@@ -127,10 +127,6 @@ class SampleCache:
         self._writes: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
 
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes that a tensor [samples of a micro-batch, ...] has in the cache."""
-        return self._samples * math.prod(shape[1:]) * self._dtype.itemsize
-
     def begin_step(self, micro_batches: list[list[int]]) -> None:
         """Plan where the samples of a step lie.
 

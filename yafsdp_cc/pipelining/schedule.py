@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -102,15 +103,16 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
 
     Source: Song et al., "Optimus-CC", 2023, section 5 (epilogue-only compression), here for any order of actions.
     """
-    hidden = set()
-    for actions in pipeline_order.values():
-        before = None
-        for action in _computed(actions):
-            kind = action.computation_type
-            if kind in _BACKWARDS and before in _HIDES:
-                hidden.add((action.stage_index + 1, action.microbatch_index))
-            before = kind
-    return frozenset(hidden)
+    computed = [list(_computed(actions)) for actions in pipeline_order.values()]
+    last = max(action.stage_index for actions in computed for action in actions)
+    return frozenset(
+        (action.stage_index + 1, action.microbatch_index)
+        for actions in computed
+        for before, action in pairwise(actions)
+        if action.computation_type in _BACKWARDS
+        and before.computation_type in _HIDES
+        and action.stage_index != last  # whose gradient comes from the loss
+    )
 
 
 def _unfit(schedule: Any, stages: Iterable[CompressedStage]) -> NotImplementedError | None:

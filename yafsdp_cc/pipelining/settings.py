@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from yafsdp_cc.compression.codec import BLOCK, BLOCKS, codec_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOW_RANK = "powersgd"
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,6 +107,11 @@ class StageCompression:
         if self.backward == LOW_RANK:
             return LowRank(self.matrix_rank)
         return self._encoding(self.backward, by_sample=self.error_feedback)
+
+    def residual_numel(self, shape: Sequence[int]) -> int:
+        """Return the elements of the residual of gradients [samples, ...]."""
+        each = math.prod(shape[1:])
+        return shape[0] * (each if self.backward == LOW_RANK else -(-each // self.block) * self.block)
 
     def _encoding(self, name: str | None, *, by_sample: bool) -> Encoding:
         if name is None:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from yafsdp_cc.integrations.pipelining import ShardedStage
 from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
+from yafsdp_cc.pipelining.plan import DIGEST
 from yafsdp_cc.pipelining.sample_cache import SampleCache
 from yafsdp_cc.pipelining.settings import StageCompression
 from yafsdp_cc.profiling import span
@@ -39,9 +40,6 @@ _SEAM = {
     "_prepare_forward_infra": ("self", "num_microbatches", "args", "kwargs", "has_backward"),
 }
 """Methods of torch's stage that are replaced or called, and their parameters in torch 2.13."""
-
-_DIGEST = 8
-"""Bytes at the end of an activation's message: of the sample ids, and of the number of the step."""
 
 
 def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
@@ -293,8 +291,8 @@ class CompressedStage(PipelineStage):
                 if (cache := self._cache_of(direction, "input", values.dtype)) is None:
                     self._encoding(direction, sender, chunk, values.dtype).decode(message, values)
                 else:
-                    cache.decode(chunk, place, message[:-_DIGEST], values)
-                    differs = (message[-_DIGEST:] != self._digest(cache, chunk)).any()
+                    cache.decode(chunk, place, message[:-DIGEST], values)
+                    differs = (message[-DIGEST:] != self._digest(cache, chunk)).any()
                     self._mismatch = differs if self._mismatch is None else self._mismatch | differs
 
     @torch.no_grad()
@@ -317,8 +315,8 @@ class CompressedStage(PipelineStage):
                     encoding = self._encoding(direction, self.stage_index, chunk, values.dtype)
                     encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
                 else:
-                    cache.encode(chunk, place, values, message[:-_DIGEST], zlib.crc32(name.encode()))
-                    message[-_DIGEST:] = self._digest(cache, chunk)
+                    cache.encode(chunk, place, values, message[:-DIGEST], zlib.crc32(name.encode()))
+                    message[-DIGEST:] = self._digest(cache, chunk)
             op.tensor = message
             self.sent_bytes[direction] += size
         return ops
@@ -328,7 +326,7 @@ class CompressedStage(PipelineStage):
     ) -> int:
         side = "output" if sender == self.stage_index else "input"
         if (cache := self._cache_of(direction, side, dtype)) is not None:
-            return cache.message_bytes(chunk, shape) + _DIGEST
+            return cache.message_bytes(chunk, shape) + DIGEST
         return self._encoding(direction, sender, chunk, dtype).message_bytes(shape, dtype)
 
     def _encoding(self, direction: str, sender: int, chunk: int, dtype: torch.dtype) -> Encoding:
