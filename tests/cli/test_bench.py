@@ -34,6 +34,7 @@ OURS = "ours int8 / int8 weights"
         (["--rounds=0"], "--rounds: must be at least 1, got 0"),
         (["--json=nowhere/figures"], "--json nowhere/figures: there is no such folder"),
         (["--picture=loss.svg"], "--picture is for --suite slow"),
+        (["--epochs=3"], "--epochs is for --suite pipeline"),
         (["--learnt=figures.json"], "--learnt is for --suite slow"),
         (["--suite=slow", "--learnt=nowhere"], "nowhere is not what `yafsdp-cc bench --suite slow --json nowhere` wr"),
         (["--suite=slow", "--picture=loss.pdf"], "--picture loss.pdf: name a file that ends with .svg or .png"),

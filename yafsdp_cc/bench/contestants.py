@@ -73,6 +73,27 @@ SLOW = (
 )
 """Contestants of the suite ``slow``."""
 
+
+def _stages(**settings: Any) -> Contestant:
+    return Contestant("stages", settings, baseline="exact")
+
+
+_LAZY: dict[str, Any] = {"backward": "powersgd", "error_feedback": True}
+PIPELINE = {
+    "torch": Contestant("torch_stages", {}, baseline="exact"),
+    "exact": _stages(),
+    "direct int4 / int8": _stages(forward="int4", backward="int8"),
+    "hadamard int4 / int8": _stages(forward="int4", backward="int8", hadamard=True),
+    "aq-sgd int4 / int8": _stages(forward="int4", backward="int8", forward_delta=True),
+    "direct ternary / int4": _stages(forward="ternary", backward="int4"),
+    "hadamard ternary / int4": _stages(forward="ternary", backward="int4", hadamard=True),
+    "aq-sgd ternary / int4": _stages(forward="ternary", backward="int4", forward_delta=True),
+    "exact / powersgd": _stages(backward="powersgd"),
+    "exact / powersgd lazy": _stages(**_LAZY),
+    "exact / powersgd lazy epilogue": _stages(**_LAZY, epilogue_only=True),
+}
+"""Contestants of the suite ``pipeline``: what is sent forward / backward."""
+
 EXCHANGES = {
     "torch reduce-scatter": _sums("torch_reduce_scatter"),
     "torch all-to-all + sum": _sums("torch_all_to_all"),

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from yafsdp_cc.bench.common import about, names, save
-from yafsdp_cc.bench.contestants import EXCHANGES, SLOW, TRAINING
+from yafsdp_cc.bench.contestants import EXCHANGES, PIPELINE, SLOW, TRAINING
 from yafsdp_cc.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES)}
+CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES), "pipeline": list(PIPELINE)}
 OF_TRAINING = ("bandwidths", "delay_ms", "steps")
 """Options that are not for the suite ``exchanges``."""
 PICTURES = (".svg", ".png")
@@ -25,7 +25,8 @@ ABOUT = """\
 train: the demo's model trains over links of the given bandwidth, each rank in a network namespace of this machine.
 Shows tokens per second and the bytes sent. slow: the same for whole runs of as many tokens, as loss against
 wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback. Shows processor and
-wall milliseconds. Contestants take turns: what slows one down slows all."""
+wall milliseconds. pipeline: stages send each other activations and gradients, exactly or encoded, forward / backward.
+Contestants take turns: what slows one down slows all."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,10 +51,13 @@ def main(argv: list[str]) -> int:
         _check(parser, name, "contestant", CONTESTANTS[suite])
     given = {option: value for option, value in asked.items() if value is not None}
     if suite == "exchanges" and given.keys() & set(OF_TRAINING):
-        parser.error("--bandwidth, --delay-ms and --steps are for --suite train and slow")
+        parser.error("--bandwidth, --delay-ms and --steps are for --suite train, slow and pipeline")
     for option in ("picture", "learnt"):
         if suite != "slow" and option in given:
             parser.error(f"--{option} is for --suite slow")
+    for option in ("epochs", "seeds"):
+        if suite != "pipeline" and option in given:
+            parser.error(f"--{option} is for --suite pipeline")
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{option} {file}: there is no such folder")
@@ -82,13 +86,14 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--suite", default="train", metavar="NAME", help="train, slow or exchanges (%(default)s)")
+    suites = f"{', '.join(CONTESTANTS)} (%(default)s)"
+    parser.add_argument("--suite", default="train", metavar="NAME", help=suites)
     some = "some of them, as 'ddp fp32,ours 1-bit adam' (all)"
     parser.add_argument("--contestants", type=names, metavar="NAMES", help=some)
-    parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train: 2, others: 2,4)")
+    parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train, pipeline: 2, others: 2,4)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
-    training = parser.add_argument_group("of train and slow")
+    training = parser.add_argument_group("of train, slow and pipeline")
     training.add_argument(
         "--bandwidth", dest="bandwidths", type=names, metavar="RATES", help="of links, 100mbit,1gbit,unshaped"
     )
@@ -99,6 +104,9 @@ def _parser() -> _Parser:
     training.add_argument("--picture", type=Path, metavar="FILE", help=where)
     learnt = "slow: what an earlier run's --json wrote; losses in there of as many steps are not learnt again"
     training.add_argument("--learnt", type=Path, metavar="FILE", help=learnt)
+    epochs = "pipeline: that each contestant learns, for its loss, in its whole run (0)"
+    training.add_argument("--epochs", type=positive, metavar="N", help=epochs)
+    training.add_argument("--seeds", type=positive, metavar="N", help="pipeline: runs of --epochs each (1)")
     return parser
 
 
