@@ -256,6 +256,6 @@ def loss_table(learnt: Mapping[str, Any]) -> str:
     )
 
 
-def _last(losses: Sequence[Any]) -> float:
+def _last(losses: Sequence[list[float] | float]) -> float:
     """Return the mean over seeds of a loss, or of the last of a list of them."""
     return mean(each[-1] if isinstance(each, list) else each for each in losses)
