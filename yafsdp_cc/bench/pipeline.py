@@ -24,6 +24,7 @@ from yafsdp_cc.bench.common import cell, interleaved, table, times
 from yafsdp_cc.bench.contestants import PIPELINE
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import learning_rate
 from yafsdp_cc.netlab.links import UNSHAPED
 from yafsdp_cc.pipelining import CompressedStage, prepare_schedule
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 WIDTH, HEADS, LENGTH = 128, 4, 128
 SAMPLES, BATCH = 256, 16
-RATE = 2e-3
 CPU = torch.device("cpu")
 
 
@@ -88,7 +88,7 @@ class Trainer:
         self._schedule = Schedule1F1B(self.stage, 2 * ranks, loss_of)
         if self._takes_ids:
             prepare_schedule(self._schedule)
-        self.optimizer = torch.optim.AdamW(self._module.parameters(), lr=RATE, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3, betas=(0.9, 0.95))
 
     def step(self, ids: Tensor) -> float:
         """Train on some of the samples; the mean loss on the last rank, 0 elsewhere."""
@@ -202,11 +202,15 @@ def _learnt(lab: Lab, contestants: Mapping[str, Contestant], epochs: int, seeds:
 def _learn(contestant: Contestant, epochs: int, seed: int) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and that on held-out text at the end, on the last rank."""
     trainer = Trainer(contestant, _windows(), depth=4, seed=seed)
-    by_epoch = []
+    by_epoch, step, steps = [], 0, epochs * SAMPLES // BATCH
     for epoch in range(epochs):
         draws = torch.Generator("cpu").manual_seed(1000 * seed + epoch)
-        order = torch.randperm(SAMPLES, generator=draws, device="cpu")
-        by_epoch.append(mean(trainer.step(ids) for ids in order.split(BATCH)))
+        losses = []
+        for ids in torch.randperm(SAMPLES, generator=draws, device="cpu").split(BATCH):
+            step += 1
+            trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+            losses.append(trainer.step(ids))
+        by_epoch.append(mean(losses))
     held_out = data.spread_windows(data.read(None).held_out, 4 * BATCH, LENGTH, 0, 1)
     return by_epoch, trainer.evaluate(held_out)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yafsdp_cc.compression.codec import Codec, Noise, hashed
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
 
 if TYPE_CHECKING:
@@ -103,19 +103,23 @@ class Exact(Encoding):
 class Encoded(Encoding):
     """The messages of a codec, over the whole tensor or, with ``by_sample``, over each sample of it by itself.
 
-    Stochastic rounding where the codec can and error feedback is off: what is sent is then right on average, as the
-    analyses of AQ-SGD and of quantised gradients ask for. To nearest with error feedback, which needs ``by_sample``
-    where the number of samples changes from message to message.
+    With error feedback it rounds to nearest, and needs ``by_sample`` where the number of samples changes from message
+    to message.
 
     Args:
         codec: any, also one of the user's own.
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
             whose scale is then smaller (``rotate``).
+        stochastic: round stochastically where the codec can and error feedback is off, so that what is sent is right
+            on average.
         by_sample: each sample [d1, ...] of a tensor [samples, d1, ...] has a row of the message of its own.
     """
 
-    def __init__(self, codec: Codec, *, hadamard: bool = False, by_sample: bool = False) -> None:
+    def __init__(
+        self, codec: Codec, *, hadamard: bool = False, stochastic: bool = True, by_sample: bool = False
+    ) -> None:
         self._codec = codec
+        self._stochastic = stochastic and codec.rounds_randomly
         self._hadamard = hadamard
         self._by_sample = by_sample
 
@@ -131,7 +135,7 @@ class Encoded(Encoding):
         if self._hadamard:
             padded = rotate(padded.to(torch.float32), self._codec.block)
         residual = state.residual_of(rows, n, self._codec.block, values.device)
-        noise = Noise(seed) if self._codec.rounds_randomly and residual is None else None
+        noise = Noise(seed) if self._stochastic and residual is None else None
         counts = None
         if residual is None and n != flat.shape[1] and not self._hadamard:
             blocks = n // self._codec.block
@@ -223,6 +227,24 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return P [rows, rank] and Q [columns, rank] bf16 of a message, views."""
     numbers = message.view(torch.bfloat16)
     return numbers[: rows * rank].view(rows, rank), numbers[rows * rank :].view(-1, rank)
+
+
+@cache
+@torch.no_grad()
+def relative_error(codec: str, block: int, stochastic: bool) -> float:
+    """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    made = codec_of(codec, block)
+    values = torch.randn(1, 65_536, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    message = torch.empty(made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")
+    encoding = Encoded(made, stochastic=stochastic)
+    encoding.encode(values, message, SenderState(error_feedback=False), seed=0)
+    decoded = torch.empty_like(values)
+    encoding.decode(message, decoded)
+    return float((values - decoded).norm() / values.norm())
 
 
 def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:

@@ -12,15 +12,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from yafsdp_cc.integrations.pipelining import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
+from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
-
-_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
-_HIDES = (_ComputationType.FORWARD, _ComputationType.BACKWARD_WEIGHT)
-_COMPUTES = (*_BACKWARDS, *_HIDES)
 
 
 def prepare_schedule(schedule: S) -> S:
@@ -103,14 +100,14 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
 
     Source: Song et al., "Optimus-CC", 2023, section 5 (epilogue-only compression), here for any order of actions.
     """
-    computed = [list(_computed(actions)) for actions in pipeline_order.values()]
-    last = max(action.stage_index for actions in computed for action in actions)
+    by_rank = [list(computed(actions)) for actions in pipeline_order.values()]
+    last = max(action.stage_index for actions in by_rank for action in actions)
     return frozenset(
         (action.stage_index + 1, action.microbatch_index)
-        for actions in computed
+        for actions in by_rank
         for before, action in pairwise(actions)
-        if action.computation_type in _BACKWARDS
-        and before.computation_type in _HIDES
+        if action.computation_type in BACKWARDS
+        and before.computation_type in HIDES
         and action.stage_index != last  # whose gradient comes from the loss
     )
 
@@ -133,14 +130,7 @@ def _unfit(schedule: Any, stages: Iterable[CompressedStage]) -> NotImplementedEr
 
 def _actions(schedule: Any) -> Iterator[Any]:
     for actions in (schedule.pipeline_order or {}).values():
-        yield from _computed(actions)
-
-
-def _computed(actions: Iterable[Any]) -> Iterator[Any]:
-    """Return what a rank computes, in order, each part of a combined action by itself."""
-    for action in actions:
-        if action is not None:
-            yield from (each for each in action.sub_actions or (action,) if each.computation_type in _COMPUTES)
+        yield from computed(actions)
 
 
 def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> None:

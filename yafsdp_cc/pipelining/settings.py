@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.compression.codec import BLOCK, BLOCKS, codec_of
-from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank
+from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOW_RANK = "powersgd"
+LARGEST_ERROR = 0.5**0.5
+"""Bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -89,18 +91,30 @@ class StageCompression:
                 f"cache_samples={self.cache_samples}: forward_delta=True keeps the activations of so many samples on "
                 "both sides of a boundary; give as many as the data set has"
             )
+        error = relative_error(self.forward, self.block, stochastic=False)
+        if error >= LARGEST_ERROR:
+            raise ValueError(
+                f"forward_delta=True: a message of {self.forward!r} loses {error:.2f} of the norm of a change, so that "
+                f"what both sides keep would not come nearer to the activation; less than {LARGEST_ERROR:.2f} is "
+                "needed. Use 'int8', 'int4' or 'ternary'"
+            )
         if self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype={self.cache_dtype}: takes {', '.join(map(str, CACHE_DTYPES))}")
         if self.cache_folder is not None and not Path(self.cache_folder).is_dir():
             raise ValueError(f"cache_folder={str(self.cache_folder)!r}: there is no such folder; make it first")
 
     def of_changes(self) -> Encoding:
-        """Return the encoding of changes of samples' activations."""
-        return self._encoding(self.forward, by_sample=True)
+        """Return the encoding of changes of samples' activations.
+
+        It rounds stochastically, as AQ-SGD's analysis asks for, unless that alone would lose too much: then to nearest,
+        and what is lost is part of the next change.
+        """
+        stochastic = self.forward is None or relative_error(self.forward, self.block, True) < LARGEST_ERROR
+        return self._encoding(self.forward, stochastic=stochastic, by_sample=True)
 
     def of_activations(self) -> Encoding:
         """Return the encoding of activations."""
-        return self._encoding(self.forward, by_sample=False)
+        return self._encoding(self.forward)
 
     def of_gradients(self) -> Encoding:
         """Return the encoding of gradients of activations."""
@@ -113,7 +127,8 @@ class StageCompression:
         each = math.prod(shape[1:])
         return shape[0] * (each if self.backward == LOW_RANK else -(-each // self.block) * self.block)
 
-    def _encoding(self, name: str | None, *, by_sample: bool) -> Encoding:
+    def _encoding(self, name: str | None, *, stochastic: bool = True, by_sample: bool = False) -> Encoding:
         if name is None:
             return Exact()
-        return Encoded(codec_of(name, self.block), hadamard=self.hadamard, by_sample=by_sample)
+        codec = codec_of(name, self.block)
+        return Encoded(codec, hadamard=self.hadamard, stochastic=stochastic, by_sample=by_sample)

@@ -1,0 +1,79 @@
+"""One sum for the gradient of an embedding that the first and the last stage of a pipeline share."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class TiedEmbedding:
+    """The weight that the first stage of a pipeline embeds with, and the last one multiplies by for logits.
+
+    Each of the two stages has the whole weight on each of its D data-parallel ranks. ``sum_gradients`` adds the
+    gradients of both stages and takes the mean over data-parallel ranks in one all-reduce over all 2·D ranks, after
+    ``schedule.step``: 2·V − V/D bytes for each rank, where two all-reduces and a sum of two ranks take 3·V − 2·V/D.
+    The weight must not be reduced by anything else: shard the module with ``ignored_params={weight}``.
+
+        embedding = TiedEmbedding(part.tokens.weight if place in (0, stages - 1) else None, mesh, "pipeline", "data")
+        schedule.step(batch)
+        embedding.sum_gradients()
+
+    Building it is a collective over the mesh, and sets the weights of all ranks to that of the first.
+
+    Args:
+        weight: on ranks of the first and of the last stage; None on others.
+        mesh: with dimensions for the pipeline and for data parallelism, and perhaps others, for each of whose places
+            (parts of an embedding under tensor parallelism, for example) gradients are summed by themselves.
+        pipeline, data: names of the two dimensions.
+
+    Raises:
+        ValueError: the mesh has no such dimensions, the pipeline has one stage alone, or a rank of the first or last
+            stage has no weight.
+
+    Source: Song et al., "Optimus-CC", 2023, section 6 (fused embedding synchronisation).
+    """
+
+    def __init__(self, weight: nn.Parameter | None, mesh: DeviceMesh, pipeline: str, data: str) -> None:
+        names = mesh.mesh_dim_names or ()
+        if not {pipeline, data} <= set(names):
+            raise ValueError(f"TiedEmbedding: the mesh has the dimensions {names}, and not {pipeline!r} and {data!r}")
+        others = [name for name in names if name not in (pipeline, data)]
+        ranks = mesh.mesh.permute(*[names.index(name) for name in (*others, pipeline, data)])
+        if ranks.shape[-2] < 2:
+            raise ValueError(f"TiedEmbedding: dimension {pipeline!r} has 1 stage, which needs no sum over stages")
+        self.weight = weight
+        self.group: dist.ProcessGroup | None = None
+        """Ranks of the first and of the last stage; None on other ranks."""
+        for place in product(*[range(size) for size in ranks.shape[:-2]]):
+            members = [*ranks[place][0].tolist(), *ranks[place][-1].tolist()]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                self.group = group
+        self._replicas = ranks.shape[-1]
+        if (self.group is None) != (weight is None):
+            raise ValueError(
+                "TiedEmbedding: ranks of the first and of the last stage have the weight, and no others: "
+                f"weight is {'missing' if weight is None else 'given'} on rank {dist.get_rank()}"
+            )
+        if self.group is not None and weight is not None:
+            dist.broadcast(weight.detach(), group=self.group, group_src=0)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Make the gradient the sum over both stages of the mean over data-parallel ranks. A collective of its group.
+
+        A weight without a gradient counts as zeros.
+        """
+        if self.group is None or self.weight is None:
+            return
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        dist.all_reduce(self.weight.grad, group=self.group)
+        self.weight.grad.div_(self._replicas)
