@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import yafsdp_cc
 from tests.integrations.examples import EXAMPLES, as_launched
 from tests.pipelining.worlds import CPU, LENGTH, MICRO_BATCHES, WIDTH, parts
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.pipelining import CompressedShardedStage, prepare_schedule
+from yafsdp_cc.pipelining import CompressedShardedStage, CompressedStage, prepare_schedule
 
 
 def test_the_example_resumes_with_the_same_bits() -> None:
     ran = on_ranks(4, _run)  # its ranks then end by SIGKILL
     folder = ran[0]["checkpoint"]
-    for rank, (before, after) in enumerate(zip(ran, on_ranks(4, _resume, folder), strict=True)):
+    resumed = on_ranks(4, _resume, folder)
+    shutil.rmtree(folder)
+    for rank, (before, after) in enumerate(zip(ran, resumed, strict=True)):
         if rank >= 2:
             assert after["losses"] == before["losses"][2:]
             assert before["losses"][-1] < before["losses"][0]
@@ -45,6 +50,28 @@ def _resume(folder: str) -> dict[str, Any]:
     exec(text.replace("EPOCHS = 24, 8, 4", "EPOCHS = 24, 8, 0"), names)
     resumed = names["Training"](folder)
     return {"losses": [resumed.epoch(number) for number in (2, 3)]}
+
+
+@ranks(4)
+def test_ranks_of_a_tensor_parallel_stage_stay_alike() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    place = mesh["pipeline"].get_local_rank()
+    part = parallelize_module(parts(2)[place], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    changes = {"forward": "int4", "backward": "int4", "forward_delta": True, "cache_samples": 8}
+    stage = CompressedStage(part, place, 2, CPU, group=mesh["pipeline"].get_group(), **changes)
+    schedule = prepare_schedule(Schedule1F1B(stage, MICRO_BATCHES, F.mse_loss))
+    data = torch.randn(8, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    arguments = {"target": data.flip(-1)} if place else {}
+    for _ in range(3):
+        schedule.step(*([] if place else [data]), sample_ids=range(8), **arguments)
+        cache = next(iter(stage.state_dict()["caches"].values()))["values"][0]
+        both = [torch.empty_like(cache) for _ in range(2)]
+        dist.all_gather(both, cache, group=mesh["tensor"].get_group())
+        assert torch.equal(*both)
+        gradient = part.down.bias.grad.full_tensor()
+        both = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(both, gradient, group=mesh["tensor"].get_group())
+        assert torch.equal(*both)
 
 
 @ranks(4)
@@ -74,3 +101,6 @@ def test_several_sharded_stages_on_a_rank() -> None:
             torch.testing.assert_close(found.grad.full_tensor(), truth.grad)
     with pytest.raises(NotImplementedError, match="Use Schedule1F1B"):
         prepare_schedule(ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, F.mse_loss))
+    plain = CompressedStage(modules[place], place, 2, CPU, group=mesh["pipeline"].get_group())
+    with pytest.raises(TypeError, match=r"is sharded by yafsdp_cc: build it as CompressedShardedStage"):
+        prepare_schedule(Schedule1F1B(plain, MICRO_BATCHES, F.mse_loss))

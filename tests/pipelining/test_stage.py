@@ -256,6 +256,12 @@ def test_the_plan_is_what_is_sent_and_kept() -> None:
             kept = [each.residual.values.nbytes for each in stage._senders.values() if each.residual is not None]
             assert kept == ([planned.residual] if rank and planned.residual else [])
             assert planned.exact == 8 * 2 * LENGTH * WIDTH * 4
+    with torch.profiler.profile() as profile:
+        ours.run(data, range(8))
+    counts = {each.key: each.count for each in profile.key_averages() if each.key.startswith("YaFSDP")}
+    forward, backward = ("encode", "decode") if rank == 0 else ("decode", "encode")
+    expected = {f"YaFSDP::{forward} (stage 0 forward)": 4, f"YaFSDP::{backward} (stage 1 backward)": 4}
+    assert expected.items() <= counts.items()
 
 
 def test_settings_that_cannot_work() -> None:

@@ -37,7 +37,7 @@ class TiedEmbedding:
         ValueError: the mesh has no such dimensions, the pipeline has one stage alone, or a rank of the first or last
             stage has no weight.
 
-    Source: Song et al., "Optimus-CC", 2023, section 6 (fused embedding synchronisation).
+    Source: Song et al., "Optimus-CC", 2023 (fused embedding synchronisation).
     """
 
     def __init__(self, weight: nn.Parameter | None, mesh: DeviceMesh, pipeline: str, data: str) -> None:

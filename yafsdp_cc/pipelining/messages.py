@@ -176,7 +176,7 @@ class LowRank(Encoding):
         rank: columns of P and Q.
 
     Source: Vogels et al., "PowerSGD", 2019, algorithm 1; sent between pipeline stages by Song et al., "Optimus-CC",
-    2023, section 4.
+    2023.
     """
 
     def __init__(self, rank: int) -> None:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
 
+from yafsdp_cc.engine.sharding import specs_below
 from yafsdp_cc.integrations.pipelining import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
 from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
 
@@ -39,9 +40,12 @@ def prepare_schedule(schedule: S) -> S:
         ``schedule``.
 
     Raises:
-        TypeError: it is no schedule of torch, or one of its stages is no ``CompressedStage``.
-        NotImplementedError: its backwards are split, and a stage is sharded.
+        TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the one for a module
+            that is sharded or is not.
+        NotImplementedError: its backwards are split, and a stage is sharded; or nobody knows its actions, and
+            ``epilogue_only`` asks for them.
         ValueError: stages have different settings; on all ranks.
+        RuntimeError: one of these was raised on another rank.
     """
     stages = _stages_of(schedule)
     problem = _unfit(schedule, stages)
@@ -98,7 +102,7 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
     Args:
         pipeline_order: of a schedule: the actions of each rank in their order.
 
-    Source: Song et al., "Optimus-CC", 2023, section 5 (epilogue-only compression), here for any order of actions.
+    Source: Song et al., "Optimus-CC", 2023 (epilogue-only compression), here for any order of actions.
     """
     by_rank = [list(computed(actions)) for actions in pipeline_order.values()]
     last = max(action.stage_index for actions in by_rank for action in actions)
@@ -112,7 +116,15 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
     )
 
 
-def _unfit(schedule: Any, stages: Iterable[CompressedStage]) -> NotImplementedError | None:
+def _unfit(schedule: Any, stages: Sequence[CompressedStage]) -> Exception | None:
+    for stage in stages:
+        is_sharded = bool(specs_below(stage.submod))
+        if is_sharded != isinstance(stage, ShardedStage):
+            fit = "CompressedShardedStage" if is_sharded else "CompressedStage"
+            return TypeError(
+                f"stage {stage.stage_index} is a {type(stage).__name__}, and its module is "
+                f"{'' if is_sharded else 'not '}sharded by yafsdp_cc: build it as {fit}"
+            )
     if any(stage.compression.epilogue_only for stage in stages) and not schedule.pipeline_order:
         return NotImplementedError(
             f"epilogue_only=True: {type(schedule).__name__} has no pipeline_order, so that nobody knows what it hides. "
@@ -150,7 +162,7 @@ def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> No
                     )
     for _, elsewhere in gathered:
         if elsewhere is not None and problem is None:
-            raise NotImplementedError(f"on another rank of the pipeline: {elsewhere}")
+            raise RuntimeError(f"on another rank of the pipeline: {elsewhere}")
 
 
 def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any]) -> list[list[int]]:

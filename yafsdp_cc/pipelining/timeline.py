@@ -98,7 +98,7 @@ def stages_to_compress(
         exact_reduce, encoded_reduce: seconds of a stage's reduce over its data-parallel ranks, one number for all
             stages or one for each: bytes by bytes per second, or as measured.
 
-    Source: Song et al., "Optimus-CC", 2023, section 7, who choose a share of the stages by hand.
+    Source: Song et al., "Optimus-CC", 2023 (selective stage compression), who choose a share of the stages by hand.
     """
     ends = compute_ends(pipeline_order, seconds)
 
