@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from tests.pipelining.worlds import ALL, LENGTH, SINGLE, V_SHAPED, WIDTH, Pipeline, batches, parts
 from tests.ranks import ranks
 from yafsdp_cc.compression.codec import codec_of
-from yafsdp_cc.pipelining import CompressedStage, StageCompression, plan_boundary
+from yafsdp_cc.pipelining import CompressedStage, StageCompression, plan_boundary, prepare_schedule
 from yafsdp_cc.pipelining.messages import Encoding, rotate
 from yafsdp_cc.pipelining.schedule import hidden_gradients
 from yafsdp_cc.pipelining.stage import check_torch
@@ -228,8 +228,15 @@ def test_mistakes_are_named() -> None:
     if rank:
         with pytest.raises(RuntimeError, match=r"stage 1: stage 0 has sent other samples.*the same ids"):
             other.run(data, [1, 0, *range(2, 8)])
+        with pytest.raises(RuntimeError, match=r"the last step ended by an exception.*load_state_dict"):
+            other.run(data, range(8))
+        smaller = CompressedStage(parts(2)[1], 1, 2, torch.device("cpu"), **{**DELTA, "cache_samples": 4})
+        with pytest.raises(ValueError, match="cache_samples=4: the state has a sample in slot 7"):
+            smaller.load_state_dict(other.stages[0].state_dict())
     else:
         other.run(data, range(8))
+    with pytest.raises(TypeError, match=r"stage 0 is a PipelineStage: build every|stage 1 is a PipelineStage"):
+        prepare_schedule(Pipeline(ScheduleGPipe, None).schedule)
     unprepared = CompressedStage(parts(2)[rank], rank, 2, torch.device("cpu"), forward="int8")
     with pytest.raises(RuntimeError, match=r"nobody has called\s+yafsdp_cc.pipelining.prepare_schedule"):
         Schedule1F1B(unprepared, 4, F.mse_loss).step(*([data] if rank == 0 else []), target=data if rank else None)

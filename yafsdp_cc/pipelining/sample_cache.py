@@ -193,7 +193,16 @@ class SampleCache:
         return {"ids": ids, "slots": slots, "values": {place: kept[rows] for place, kept in self.values.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what ``state_dict`` returned."""
+        """Go on with what ``state_dict`` returned.
+
+        Raises:
+            ValueError: it was of a larger cache.
+        """
+        if max(state["slots"], default=0) >= self._samples:
+            raise ValueError(
+                f"cache_samples={self._samples}: the state has a sample in slot {max(state['slots'])}; give as many as "
+                "when it was saved"
+            )
         self.index.load(state["ids"], state["slots"])
         rows = torch.tensor(state["slots"], dtype=torch.int64, device="cpu")
         for place, kept in state["values"].items():

@@ -45,13 +45,10 @@ def prepare_schedule(schedule: S) -> S:
         NotImplementedError: its backwards are split, and a stage is sharded; or nobody knows its actions, and
             ``epilogue_only`` asks for them.
         ValueError: stages have different settings; on all ranks.
-        RuntimeError: one of these was raised on another rank.
+        RuntimeError: one of these was raised on another rank, or this version of torch has other schedules.
     """
     stages = _stages_of(schedule)
-    problem = _unfit(schedule, stages)
-    _compare(stages, problem)
-    if problem is not None:
-        raise problem
+    _compare(stages, _unfit(schedule, stages))
     for stage in stages:
         stage.is_prepared = True
         if stage.compression.epilogue_only:
@@ -61,7 +58,9 @@ def prepare_schedule(schedule: S) -> S:
     step, count = schedule.step, schedule._n_microbatches
 
     def step_with_ids(*args: Any, sample_ids: Sequence[int] | Tensor | None = None, **kwargs: Any) -> Any:
-        micro_batches = None if sample_ids is None else _split(sample_ids, count, (*args, kwargs.get("target")))
+        # Arguments with chunk specs of their own may have samples in another dimension.
+        batches = (*args, kwargs.get("target")) if schedule._args_chunk_spec is None else (kwargs.get("target"),)
+        micro_batches = None if sample_ids is None else _split(sample_ids, count, batches)
         for stage in stages:
             stage.begin_step(micro_batches, trains=schedule._has_backward)
         result = step(*args, **kwargs)
@@ -73,9 +72,15 @@ def prepare_schedule(schedule: S) -> S:
     return schedule
 
 
-def _stages_of(schedule: Any) -> list[CompressedStage]:
+def _stages_of(schedule: Any) -> list[Any]:
+    """Return the stages of a schedule on this rank.
+
+    Raises:
+        TypeError: it is no schedule of torch.
+        RuntimeError: this version of torch has other schedules.
+    """
     if isinstance(schedule, PipelineScheduleSingle):
-        stages: list[Any] = [schedule._stage]
+        stages = [schedule._stage]
     elif isinstance(schedule, PipelineScheduleMulti):
         stages = list(schedule._stages)
     else:
@@ -83,11 +88,11 @@ def _stages_of(schedule: Any) -> list[CompressedStage]:
             f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
             "Schedule1F1B(stage, n_microbatches, loss_fn)"
         )
-    for stage in stages:
-        if not isinstance(stage, CompressedStage):
-            raise TypeError(
-                f"prepare_schedule: stage {stage.stage_index} is a {type(stage).__name__}: build every stage of the "
-                "pipeline as CompressedStage, or as CompressedShardedStage if yafsdp_cc.shard has sharded its module"
+    for name in ("_n_microbatches", "_has_backward", "_args_chunk_spec", "pipeline_order"):
+        if not hasattr(schedule, name):
+            raise RuntimeError(
+                f"prepare_schedule reads {name} of torch's schedules, and in torch {torch.__version__} there is none. "
+                "It is tested with torch 2.13: pip install 'torch==2.13.*'"
             )
     return stages
 
@@ -116,8 +121,14 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
     )
 
 
-def _unfit(schedule: Any, stages: Sequence[CompressedStage]) -> Exception | None:
+def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
+    """Return what is wrong with this rank's stages; None: nothing is."""
     for stage in stages:
+        if not isinstance(stage, CompressedStage):
+            return TypeError(
+                f"prepare_schedule: stage {stage.stage_index} is a {type(stage).__name__}: build every stage of the "
+                "pipeline as CompressedStage, or as CompressedShardedStage if yafsdp_cc.shard has sharded its module"
+            )
         is_sharded = bool(specs_below(stage.submod))
         if is_sharded != isinstance(stage, ShardedStage):
             fit = "CompressedShardedStage" if is_sharded else "CompressedStage"
@@ -145,11 +156,16 @@ def _actions(schedule: Any) -> Iterator[Any]:
         yield from computed(actions)
 
 
-def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> None:
-    """Raise on all ranks of the pipeline if stages have different settings."""
-    own = ({stage.stage_index: stage.fingerprint() for stage in stages}, None if problem is None else str(problem))
+def _compare(stages: Sequence[Any], problem: Exception | None) -> None:
+    """Raise on all ranks of the pipeline if there is a problem on one of them, or stages have different settings."""
+    fingerprints = {} if problem else {stage.stage_index: stage.fingerprint() for stage in stages}
     gathered: list[Any] = [None] * stages[0].group_size
-    dist.all_gather_object(gathered, own, group=stages[0].group)
+    dist.all_gather_object(gathered, (fingerprints, str(problem or "")), group=stages[0].group)
+    if problem is not None:
+        raise problem
+    for _, elsewhere in gathered:
+        if elsewhere:
+            raise RuntimeError(f"on another rank of the pipeline: {elsewhere}")
     known: dict[str, tuple[int, Any]] = {}
     for found, _ in gathered:
         for index, fingerprint in sorted(found.items()):
@@ -160,9 +176,6 @@ def _compare(stages: Sequence[CompressedStage], problem: Exception | None) -> No
                         f"stages differ: {name} is {expected!r} on stage {first} and {value!r} on stage {index}. "
                         "Build all stages with the same settings, and load a checkpoint on all of them or on none"
                     )
-    for _, elsewhere in gathered:
-        if elsewhere is not None and problem is None:
-            raise RuntimeError(f"on another rank of the pipeline: {elsewhere}")
 
 
 def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any]) -> list[list[int]]:

@@ -161,9 +161,9 @@ class CompressedStage(PipelineStage):
         self.steps += 1
         for cache in self._caches.values():
             cache.end_step()
-        self._is_stale = False
         mismatch, self._mismatch = self._mismatch, None
-        if mismatch is not None and bool(mismatch):
+        self._is_stale = mismatch is not None and bool(mismatch)
+        if self._is_stale:
             raise RuntimeError(
                 f"stage {self.stage_index}: stage {self.stage_index - 1} has sent other samples than those whose "
                 "sample_ids this rank has: the order of ids differs between ranks, or only one of them has loaded a "
@@ -271,9 +271,9 @@ class CompressedStage(PipelineStage):
         arriving = []
         sender = self.stage_index + (1 if direction == "backward" else -1)
         awaited = [info for info in infos[chunk] if not info.is_root_arg and info.buffer is not None]
-        for place, (op, info) in enumerate(zip(ops, awaited, strict=True)):
+        for op, info in zip(ops, awaited, strict=True):
             shape = self._shape(chunk, info.tensor_meta.shape)
-            size = self._message_bytes(direction, sender, chunk, place, shape, info.tensor_meta.dtype)
+            size = self._message_bytes(direction, sender, chunk, shape, info.tensor_meta.dtype)
             op.tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
             arriving.append(_Arriving(info, op.tensor, shape))
         self._arriving[direction, chunk] = arriving
@@ -300,13 +300,13 @@ class CompressedStage(PipelineStage):
         """Let ``ops`` send messages of their tensors."""
         for place, (op, meta) in enumerate(zip(ops, metas, strict=True) if ops else ()):
             values, shape = op.tensor.detach(), self._shape(chunk, meta.shape)
-            if values.shape != shape:
+            if values.shape != shape or values.dtype != meta.dtype:
                 raise ValueError(
-                    f"stage {self.stage_index}, micro-batch {chunk}: a tensor of shape {tuple(values.shape)} is to be "
-                    f"sent {direction}, and the receiver expects {shape}. Where micro-batches have different numbers "
-                    "of samples, in dimension 0, give sample_ids to every rank's schedule.step"
+                    f"stage {self.stage_index}, micro-batch {chunk}: {values.dtype} {tuple(values.shape)} is to be "
+                    f"sent {direction}, and the receiver expects {meta.dtype} {shape}. Where micro-batches have "
+                    "different numbers of samples, in dimension 0, give sample_ids to every rank's schedule.step"
                 )
-            size = self._message_bytes(direction, self.stage_index, chunk, place, shape, values.dtype)
+            size = self._message_bytes(direction, self.stage_index, chunk, shape, values.dtype)
             # Schedules may send it later, so that each message has memory of its own.
             message = torch.empty(size, dtype=torch.uint8, device=self.device)
             name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
@@ -322,7 +322,7 @@ class CompressedStage(PipelineStage):
         return ops
 
     def _message_bytes(
-        self, direction: str, sender: int, chunk: int, place: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, direction: str, sender: int, chunk: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> int:
         side = "output" if sender == self.stage_index else "input"
         if (cache := self._cache_of(direction, side, dtype)) is not None:
