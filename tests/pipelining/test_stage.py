@@ -235,8 +235,11 @@ def test_mistakes_are_named() -> None:
             smaller.load_state_dict(other.stages[0].state_dict())
     else:
         other.run(data, range(8))
-    with pytest.raises(TypeError, match=r"stage 0 is a PipelineStage: build every|stage 1 is a PipelineStage"):
-        prepare_schedule(Pipeline(ScheduleGPipe, None).schedule)
+    told = "stage 0 is a PipelineStage: build every stage of the pipeline as CompressedStage"
+    kind, message = [(TypeError, told), (RuntimeError, f"on another rank of the pipeline: .*{told}")][rank]
+    stage = (PipelineStage, CompressedStage)[rank](parts(2)[rank], rank, 2, torch.device("cpu"))
+    with pytest.raises(kind, match=message):
+        prepare_schedule(ScheduleGPipe(stage, 4, F.mse_loss))
     unprepared = CompressedStage(parts(2)[rank], rank, 2, torch.device("cpu"), forward="int8")
     with pytest.raises(RuntimeError, match=r"nobody has called\s+yafsdp_cc.pipelining.prepare_schedule"):
         Schedule1F1B(unprepared, 4, F.mse_loss).step(*([data] if rank == 0 else []), target=data if rank else None)
