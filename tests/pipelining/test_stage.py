@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -204,6 +205,12 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         assert found == expected
         for one, other in zip(through.parameters, resumed.parameters, strict=True):
             assert torch.equal(one, other)
+        without = {index: {**each, "stage": {**each["stage"], "caches": {}}} for index, each in first.state().items()}
+        assert without[rank]["stage"] == {**first.stages[0].state_dict(cache=False), "senders": ANY}
+        again, batch = Pipeline(Schedule1F1B, settings, without), data[steps[5]]
+        again.run(batch, steps[5])
+        if rank == 0:  # every sample is new
+            assert again.stages[0].sent_bytes["forward"] == 4 * 8 + 2 * batch.numel()
 
 
 @ranks(2)
