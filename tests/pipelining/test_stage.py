@@ -287,7 +287,7 @@ def test_settings_that_cannot_work() -> None:
         ({"backward": "int5"}, "backward='int5': there is no codec 'int5'"),
         ({"forward": "int4", "forward_delta": True}, "cache_samples=None: forward_delta=True keeps"),
         ({**DELTA, "forward": "topk"}, "a message of 'topk' loses 0.9.* less than 0.71 is needed. Use 'int8'"),
-        ({"hadamard": True, "backward": "powersgd"}, "hadamard=True: forward=None and backward='powersgd' have no blocks"),
+        ({"hadamard": True, "backward": "powersgd"}, "forward=None and backward='powersgd' have no blocks"),
         ({"cache_samples": 3}, "are for forward_delta=True"),
         ({"epilogue_only": True}, "epilogue_only=True: backward=None"),
         ({**DELTA, "cache_folder": "/nowhere"}, "'/nowhere': there is no such folder"),
