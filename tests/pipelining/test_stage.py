@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -204,6 +205,12 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         assert found == expected
         for one, other in zip(through.parameters, resumed.parameters, strict=True):
             assert torch.equal(one, other)
+        without = {index: {**each, "stage": {**each["stage"], "caches": {}}} for index, each in first.state().items()}
+        assert without[rank]["stage"] == {**first.stages[0].state_dict(cache=False), "senders": ANY}
+        again, batch = Pipeline(Schedule1F1B, settings, without), data[steps[5]]
+        again.run(batch, steps[5])
+        if rank == 0:  # every sample is new
+            assert again.stages[0].sent_bytes["forward"] == 4 * 8 + 2 * batch.numel()
 
 
 @ranks(2)
@@ -280,6 +287,7 @@ def test_settings_that_cannot_work() -> None:
         ({"backward": "int5"}, "backward='int5': there is no codec 'int5'"),
         ({"forward": "int4", "forward_delta": True}, "cache_samples=None: forward_delta=True keeps"),
         ({**DELTA, "forward": "topk"}, "a message of 'topk' loses 0.9.* less than 0.71 is needed. Use 'int8'"),
+        ({"hadamard": True, "backward": "powersgd"}, "forward=None and backward='powersgd' have no blocks"),
         ({"cache_samples": 3}, "are for forward_delta=True"),
         ({"epilogue_only": True}, "epilogue_only=True: backward=None"),
         ({**DELTA, "cache_folder": "/nowhere"}, "'/nowhere': there is no such folder"),

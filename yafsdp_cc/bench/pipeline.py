@@ -1,8 +1,8 @@
 """Suite ``pipeline``: stages of a pipeline, each in a network namespace of its own, with all kinds of compression.
 
-A byte-level GPT of one block per stage trains under 1F1B. Contestants take turns in interleaved rounds at each
-bandwidth, for the time and the bytes of a step in which every sample has been seen before. With ``epochs``, each also
-learns a fixed set of samples by itself, on an unshaped network, from each of several seeds.
+A byte-level GPT of one block per stage trains under 1F1B. Contestants take turns in interleaved rounds, each at all
+bandwidths one after another, for the time and the bytes of a step in which every sample has been seen before. With
+``epochs``, each also learns a fixed set of samples by itself, on an unshaped network, from each of several seeds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._dynamo  # by the optimizers, before ranks are forked
@@ -137,10 +137,10 @@ def run(
     found = {}
     for count, lab in train.make_labs(ranks, bandwidths, delay_ms).items():
         with lab:
-            timed = {each: _timed(lab, contestants, each, rounds, steps) for each in bandwidths}
+            timed = _timed(lab, contestants, bandwidths, rounds, steps)
             for bandwidth, figures in timed.items():
                 print(f"\n{count} stages at {bandwidth}; ratios are to exact sends, MB are per step and rank")
-                print(timing_table(figures, timed.get(UNSHAPED)), flush=True)
+                print(timing_table(figures), flush=True)
             learnt = _learnt(lab, contestants, epochs, seeds) if epochs else {}
             if learnt:
                 print(f"\n{count} stages, {epochs} epochs of {SAMPLES} samples, {seeds} seeds; nats per byte")
@@ -150,23 +150,41 @@ def run(
 
 
 def _timed(
-    lab: Lab, contestants: Mapping[str, Contestant], bandwidth: str, rounds: int, steps: int
+    lab: Lab, contestants: Mapping[str, Contestant], bandwidths: Sequence[str], rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Return figures of every contestant at a bandwidth."""
-    lab.set_bandwidth(bandwidth)
-    per_rank = lab.run(_turns, lab, contestants, rounds, steps, timeout=train.TIMEOUT)
-    figures = {}
-    for name in contestants:
-        turns = [of_rank[name] for of_rank in per_rank]
-        figures[name] = {
-            "seconds": median(max(seconds) for seconds in zip(*[each["seconds"] for each in turns], strict=True)),
-            "rounds": [each["seconds"] for each in turns],
-            "sent_bytes": mean(each["sent"] for each in turns),
-        }
+    """Return figures of every contestant, by bandwidth."""
+    per_rank = lab.run(_turns, lab, contestants, bandwidths, rounds, steps, timeout=train.TIMEOUT)
+    figures: dict[str, dict[str, Any]] = {}
+    for bandwidth in bandwidths:
+        figures[bandwidth] = {}
+        for name in contestants:
+            seconds, unshaped = (
+                [max(each) for each in zip(*[turns[rate, name].seconds for turns in per_rank], strict=True)]
+                for rate in (bandwidth, UNSHAPED if UNSHAPED in bandwidths else bandwidth)
+            )
+            figures[bandwidth][name] = {
+                "seconds": median(seconds),
+                "rounds": seconds,
+                "to_unshaped": median(slow / fast for slow, fast in zip(seconds, unshaped, strict=True))
+                if UNSHAPED in bandwidths
+                else None,
+                "sent_bytes": mean(each for turns in per_rank for each in turns[bandwidth, name].sent),
+            }
     return figures
 
 
-def _turns(lab: Lab, contestants: Mapping[str, Contestant], rounds: int, steps: int) -> dict[str, Any]:
+class Turns(NamedTuple):
+    """A contestant's turns at one bandwidth on one rank, each a mean over its steps."""
+
+    seconds: list[float]
+    sent: list[float]
+    """Bytes, by the counters of the interface."""
+
+
+def _turns(
+    lab: Lab, contestants: Mapping[str, Contestant], bandwidths: Sequence[str], rounds: int, steps: int
+) -> dict[tuple[str, str], Turns]:
+    """Return turns by bandwidth and contestant."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     windows = _windows()[: 2 * BATCH]
     batches = torch.arange(len(windows), device="cpu").split(BATCH)
@@ -174,17 +192,19 @@ def _turns(lab: Lab, contestants: Mapping[str, Contestant], rounds: int, steps: 
     for trainer in trainers.values():
         for ids in batches:  # from here on no sample is new
             trainer.step(ids)
-    turns: dict[str, Any] = {name: {"seconds": [], "sent": 0.0} for name in contestants}
+    turns = {(bandwidth, name): Turns([], []) for bandwidth in bandwidths for name in contestants}
     for number, name in interleaved(contestants, rounds):
-        dist.barrier()
-        before, start = lab.traffic()[rank], time.perf_counter()
-        for count in range(steps):
-            trainers[name].step(batches[count % len(batches)])
-        dist.barrier()
-        turns[name]["seconds"].append((time.perf_counter() - start) / steps)
-        turns[name]["sent"] += lab.traffic()[rank].since(before).sent / steps / rounds
-        if rank == 0:
-            print(f"{number}/{rounds} {name}: {turns[name]['seconds'][-1]:.3f} s/step", file=sys.stderr)
+        for bandwidth in bandwidths:
+            train.set_bandwidth_together(lab, bandwidth)
+            before, start = lab.traffic()[rank], time.perf_counter()
+            for count in range(steps):
+                trainers[name].step(batches[count % len(batches)])
+            dist.barrier()
+            seconds = (time.perf_counter() - start) / steps
+            turns[bandwidth, name].seconds.append(seconds)
+            turns[bandwidth, name].sent.append(lab.traffic()[rank].since(before).sent / steps)
+            if rank == 0:
+                print(f"{number}/{rounds} {name} at {bandwidth}: {seconds:.3f} s/step", file=sys.stderr)
     return turns
 
 
@@ -219,8 +239,8 @@ def _windows() -> Tensor:
     return data.spread_windows(data.read(None).train, SAMPLES, LENGTH, 0, 1)
 
 
-def timing_table(figures: Mapping[str, Any], unshaped: Mapping[str, Any] | None) -> str:
-    """Return a row for each contestant at one bandwidth, with the ratio to its own step on an unshaped network."""
+def timing_table(figures: Mapping[str, Any]) -> str:
+    """Return a row for each contestant at one bandwidth, with the ratio to its own steps on an unshaped network."""
     exact = figures.get("exact")
     return table(
         ("", "s/step", "to its unshaped", "faster", "MB sent", "fewer"),
@@ -228,7 +248,7 @@ def timing_table(figures: Mapping[str, Any], unshaped: Mapping[str, Any] | None)
             (
                 name,
                 f"{each['seconds']:.3f}",
-                cell(each["seconds"] / unshaped[name]["seconds"] if unshaped else None, ".2f"),
+                cell(each["to_unshaped"], ".2f"),
                 times(exact and exact["seconds"] / each["seconds"]),
                 f"{each['sent_bytes'] / 1e6:.3f}",
                 times(exact and exact["sent_bytes"] / each["sent_bytes"]),

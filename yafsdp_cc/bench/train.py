@@ -154,11 +154,11 @@ def _on_rank(
         return Turn(wall / count, 1e3 * processor / count, traffic.sent / count, traffic.payload_sent / count, own)
 
     tuned = [name for name, contestant in contestants.items() if contestant.settings.get("gradients") == AUTO]
-    _set_bandwidth(lab, UNSHAPED)
+    set_bandwidth_together(lab, UNSHAPED)
     for name in contestants:
         if name not in tuned:
             turn(name, WARM_UP)
-    _set_bandwidth(lab, bandwidth)
+    set_bandwidth_together(lab, bandwidth)
     for name in tuned:  # by the network that they are measured on
         turn(name, FIRST + 2)
     turns: dict[str, list[Turn]] = {name: [] for name in contestants}
@@ -169,7 +169,8 @@ def _on_rank(
     return turns, {name: inspect(trainer) for name, trainer in trainers.items()}
 
 
-def _set_bandwidth(lab: Lab, bandwidth: str) -> None:
+def set_bandwidth_together(lab: Lab, bandwidth: str) -> None:
+    """Change the bandwidth of a network from within, when no rank sends anything. A collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         lab.set_bandwidth(bandwidth)

@@ -16,9 +16,9 @@ class ShardedStage(PipelineStage):
     """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded, with the same arguments.
 
     Gradients of the micro-batches are kept unsharded and reduced once, in the last backward of a step; torch's own
-    stage would look for FSDP2's parameter groups instead. For schedules of one stage per rank that do not split the
-    backward, such as ``ScheduleGPipe`` and ``Schedule1F1B``. Shard with ``reshard_after_forward=False`` to gather
-    weights once per step, too, and not for each micro-batch.
+    stage would look for FSDP2's parameter groups instead. For schedules that do not split the backward, such as
+    ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B``. Shard with ``reshard_after_forward=False`` to
+    gather weights once per step, too, and not for each micro-batch.
     """
 
     def backward_maybe_with_nosync(

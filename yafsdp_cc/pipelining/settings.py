@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.compression.codec import BLOCK, BLOCKS, codec_of
+from yafsdp_cc.compression.codec import BLOCK, BLOCKS, Scaled, codec_of, kind_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, relative_error
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ class StageCompression:
             self._check_cache()
         elif self.cache_samples is not None or self.cache_folder is not None:
             raise ValueError("cache_samples and cache_folder are for forward_delta=True")
+        named = [name for name in (self.forward, self.backward) if name not in (None, LOW_RANK)]
+        if self.hadamard and not any(issubclass(kind_of(name), Scaled) for name in named if name is not None):
+            raise ValueError(
+                f"hadamard=True: forward={self.forward!r} and backward={self.backward!r} have no blocks that share a "
+                "scale; it is for codecs such as 'int8', 'int4' and 'ternary'"
+            )
         if self.matrix_rank < 1:
             raise ValueError(f"matrix_rank={self.matrix_rank}: factors have 1 column or more")
         for option in ("error_feedback", "epilogue_only"):
