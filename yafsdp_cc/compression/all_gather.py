@@ -79,6 +79,9 @@ class RoundedAllGather(ExactAllGather):
         self._codec = codec
         self._rounds = False
 
+    def encoding(self) -> str:
+        return self._codec.name
+
     def scratch_bytes(self) -> int:
         layout = self.flat.layout
         return layout.world * self._codec.message_bytes(layout.chunk)
@@ -154,6 +157,9 @@ class DeltaAllGather(ExactAllGather):
         context.scratch.reserve(_DIFFERENCE, 4 * numel)
         if self._casts:
             context.scratch.reserve(_CAST, 4 * numel)
+
+    def encoding(self) -> str:
+        return self._codec.name
 
     def scratch_bytes(self) -> int:
         return self.flat.layout.world * sum(size for *_, size in self._parts())
