@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.checkpoint.full import load_safetensors as load_safetensors
     from yafsdp_cc.checkpoint.full import save_safetensors as save_safetensors
     from yafsdp_cc.checkpoint.load import load as load
+    from yafsdp_cc.checkpoint.patch import WeightPatch as WeightPatch
+    from yafsdp_cc.checkpoint.patch import weight_patch as weight_patch
     from yafsdp_cc.checkpoint.save import save as save
     from yafsdp_cc.compression import Compression as Compression
     from yafsdp_cc.compression.ddp import CompressionHookState as CompressionHookState
@@ -58,6 +60,8 @@ _MODULE_OF = {
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",
     "watch_loss": "yafsdp_cc.api",
+    "weight_patch": "yafsdp_cc.checkpoint.patch",
+    "WeightPatch": "yafsdp_cc.checkpoint.patch",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
 _MODULES = ("compression", "integrations", "netlab", "optim", "profiling")
