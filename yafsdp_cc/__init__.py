@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.metrics import Metrics as Metrics
+    from yafsdp_cc.uneven_batches import uneven as uneven
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _MODULE_OF = {
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "save_safetensors": "yafsdp_cc.checkpoint.full",
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.api",
+    "uneven": "yafsdp_cc.uneven_batches",
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",
     "watch_loss": "yafsdp_cc.api",
