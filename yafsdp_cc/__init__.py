@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.checkpoint.full import load_safetensors as load_safetensors
     from yafsdp_cc.checkpoint.full import save_safetensors as save_safetensors
     from yafsdp_cc.checkpoint.load import load as load
+    from yafsdp_cc.checkpoint.patch import WeightPatch as WeightPatch
+    from yafsdp_cc.checkpoint.patch import weight_patch as weight_patch
     from yafsdp_cc.checkpoint.save import save as save
     from yafsdp_cc.compression import Compression as Compression
     from yafsdp_cc.compression.ddp import CompressionHookState as CompressionHookState
@@ -34,6 +36,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.metrics import Metrics as Metrics
+    from yafsdp_cc.uneven_batches import uneven as uneven
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _MODULE_OF = {
@@ -56,9 +59,12 @@ _MODULE_OF = {
     "save_safetensors": "yafsdp_cc.checkpoint.full",
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.api",
+    "uneven": "yafsdp_cc.uneven_batches",
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",
     "watch_loss": "yafsdp_cc.api",
+    "weight_patch": "yafsdp_cc.checkpoint.patch",
+    "WeightPatch": "yafsdp_cc.checkpoint.patch",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
 _MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling")

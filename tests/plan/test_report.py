@@ -15,6 +15,7 @@ from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
     PlannedCommunication,
+    PlannedDtypes,
     PlannedHost,
     PlannedReplicated,
     PlannedUnit,
@@ -83,6 +84,19 @@ def test_equal_units_are_one_line() -> None:
     assert all(len(line) <= WIDTH for line in lines)
     assert f"{example().owned_bytes:,}" in text
     assert "2.2 GiB" in text
+
+
+def test_dtypes_are_named_by_what_they_are_of() -> None:
+    rows = (
+        PlannedDtypes(170, "float32", "bfloat16", "bfloat16", "int8"),
+        PlannedDtypes(1049, "float32", "bfloat16", "none", "float32"),
+    )
+    assert "dtypes" not in str(example()).split("\n\n")[2]
+    assert str(replace(example(), dtypes=rows)).split("\n\n")[2].splitlines() == [
+        "dtypes              parameters  forward  gathered  reduced",
+        "  of 170 tensors          fp32     bf16      bf16     int8",
+        "  of 1,049 tensors        fp32     bf16      none     fp32",
+    ]
 
 
 def test_long_names_keep_both_ends() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 
 import pytest
 import torch
@@ -11,11 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import yafsdp_cc
 from tests import reference
 from tests.models import CASES, WIDTH, Mlp, Tiny, Transformer, next_token
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from tests.twins import Means, inputs, mine, reload, same_gradients, sgd, square, step_both, trains_on, twins, whole
+from tests.twins import (
+    Means,
+    inputs,
+    mine,
+    reload,
+    same_gradients,
+    seeded,
+    sgd,
+    square,
+    step_both,
+    trains_on,
+    twins,
+    whole,
+)
 
 
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32])
@@ -148,3 +164,24 @@ def _overflow() -> list[bool]:
         skipped.append(all(same))
         assert all(whole(parameter.detach()).isfinite().all() for parameter in model.parameters())
     return skipped
+
+
+@ranks(2)
+def test_adam_on_parameters_of_half_precision_is_warned_of() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("yafsdp_cc").addHandler(handler)
+    for dtype, kind, warns in (
+        (torch.bfloat16, torch.optim.AdamW, True),
+        (torch.bfloat16, torch.optim.SGD, False),
+        (torch.float32, torch.optim.AdamW, False),
+    ):
+        messages.clear()
+        model = yafsdp_cc.shard(seeded(Mlp).to(dtype))
+        optimizer = kind(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(mine(inputs()).to(dtype)).square().sum().backward()
+            optimizer.step()
+        assert len(messages) == (warns and dist.get_rank() == 0), messages
+        assert not messages or re.search("AdamW updates .*, which is torch.bfloat16: .* 1/256 .*fp32", messages[0])

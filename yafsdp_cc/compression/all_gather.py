@@ -110,6 +110,9 @@ class RoundedAllGather(ExactAllGather):
         self._rounds = False
         self._messages = Messages(flat.layout, codec.message_bytes)
 
+    def encoding(self) -> str:
+        return self._codec.name
+
     def scratch_bytes(self) -> int:
         return self._messages.nbytes
 
@@ -186,6 +189,9 @@ class DeltaAllGather(ExactAllGather):
         context.scratch.reserve(_DIFFERENCE, 4 * numel)
         if self._casts:
             context.scratch.reserve(_CAST, 4 * numel)
+
+    def encoding(self) -> str:
+        return self._codec.name
 
     def scratch_bytes(self) -> int:
         return self._messages.nbytes

@@ -120,6 +120,9 @@ class CompressedSum(Collective):
         """Sums so far whose messages were rounded at random."""
         schedule.adopt(self)
 
+    def encoding(self) -> str:
+        return "" if self.codec_name == EXACT else self.codec_name
+
     @abstractmethod
     def _make_encoder(self, codec: str) -> Encoder:
         """Return what encodes by this codec."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 import weakref
 from dataclasses import replace
@@ -959,8 +960,10 @@ def check_optimizers() -> None:
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
     without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
-    its parameter.
+    its parameter. Adam on parameters of half precision is warned of.
     """
+
+    seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         is_muon = isinstance(optimizer, torch.optim.Muon)
@@ -976,10 +979,32 @@ def check_optimizers() -> None:
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
+        if optimizer not in seen:
+            seen.add(optimizer)
+            _warn_of_rounding(optimizer)
         if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
             _shard_alike(optimizer)
 
     register_optimizer_step_pre_hook(check)
+
+
+def _warn_of_rounding(optimizer: Optimizer) -> None:
+    """Warn of Adam on parameters whose dtype rounds most of its steps away."""
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter, FlatDTensor) and parameter.dtype in (torch.bfloat16, torch.float16):
+            if parameter.shard_spec.mesh.get_rank() == 0:
+                logging.getLogger("yafsdp_cc").warning(
+                    "%s updates %s, which is %s: steps below about %s of a weight are lost. Shard the model in fp32, "
+                    "and compute in %s by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
+                    type(optimizer).__name__,
+                    parameter.shard_spec,
+                    parameter.dtype,
+                    "1/256" if parameter.dtype == torch.bfloat16 else "1/2048",
+                    parameter.dtype,
+                )
+            return
 
 
 def _shard_alike(optimizer: Optimizer) -> None:

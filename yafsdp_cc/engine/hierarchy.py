@@ -181,6 +181,9 @@ class SecondaryAllGather(AllGather):
     def scratch_bytes(self) -> int:
         return self.inner.scratch_bytes()
 
+    def encoding(self) -> str:
+        return self.inner.encoding()
+
     def planned_bytes(self) -> int:
         return self.inner.planned_bytes()
 

@@ -56,6 +56,10 @@ class Collective(ABC):
     def planned_bytes(self) -> int:
         """Return the bytes that this rank sends per operation once warm-up is over, on average."""
 
+    def encoding(self) -> str:
+        """Return the name of the codec that it sends by, for the memory plan; empty where it sends exact numbers."""
+        return ""
+
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of persistent buffers by label ("residual", "kept weights"), for the memory plan."""
         return {}

@@ -12,6 +12,7 @@ from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
     PlannedCommunication,
+    PlannedDtypes,
     PlannedHost,
     PlannedOwner,
     PlannedReplicated,
@@ -21,6 +22,8 @@ from yafsdp_cc.plan.report import (
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    import torch
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
@@ -50,6 +53,7 @@ def plan_for(state: FSDPState) -> Plan:
             bytes=replicated.device_bytes,
         ),
         communication=_communication(state, traffic.values()),
+        dtypes=_dtypes(state),
         traffic=tuple(traffic.values()),
         parameter_shard_bytes=sum(flat.sharded.nbytes for flat in on_device),
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),
@@ -150,6 +154,25 @@ def _host(state: FSDPState) -> PlannedHost:
     )
 
 
+def _dtypes(state: FSDPState) -> tuple[PlannedDtypes, ...]:
+    """Return the dtypes of all parameters, those of the sharded ones first."""
+    tensors: Counter[tuple[str, str, str, str]] = Counter()
+    for flat in state.flats:
+        gathered = flat.all_gather.encoding() or _name(flat.compute_dtype)
+        reduced = flat.reduce_scatter.encoding() or _name(flat.reduce_dtype)
+        row = (_name(flat.sharded.dtype), _name(flat.compute_dtype), gathered, reduced if flat.trainable else "none")
+        tensors[row] += len(flat.params)
+    for replicated in state.replicated.flats:
+        reduced = _name(state.replicated.dtype) if replicated.trainable else "none"
+        row = (_name(replicated.sharded.dtype), _name(replicated.compute_dtype), "none", reduced)
+        tensors[row] += len(replicated.params)
+    return tuple(PlannedDtypes(count, *row) for row, count in tensors.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _unit(state: FSDPState, group: ParamGroup) -> PlannedUnit:
     pool = state.context.weight_pools[group.role]
     return PlannedUnit(
@@ -159,7 +182,7 @@ def _unit(state: FSDPState, group: ParamGroup) -> PlannedUnit:
         trainable=sum(param.parameter.requires_grad for param in group.params),
         elements=sum(param.extent.numel for param in group.params),
         padded=sum(flat.layout.numel for flat in group.flats),
-        dtypes=tuple(dict.fromkeys(str(flat.compute_dtype).removeprefix("torch.") for flat in group.flats)),
+        dtypes=tuple(dict.fromkeys(_name(flat.compute_dtype) for flat in group.flats)),
         buffer=pool.buffers.index(group.unsharded.buffer),
     )
 

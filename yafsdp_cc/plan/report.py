@@ -87,6 +87,18 @@ class PlannedReplicated(RenamedFields):
 
 
 @dataclass(frozen=True)
+class PlannedDtypes:
+    """The dtypes of some parameters, and how many tensors these are. ``parameters`` is what the optimizer updates,
+    ``forward`` what is computed with; ``gathered`` and ``reduced`` are sent: dtypes, or names of codecs, or "none"."""
+
+    tensors: int
+    parameters: str
+    forward: str
+    gathered: str
+    reduced: str
+
+
+@dataclass(frozen=True)
 class PlannedTraffic:
     """Bytes one rank sends in one step for one unit."""
 
@@ -203,6 +215,8 @@ class Plan(RenamedFields):
     """What ``compression="auto"`` has chosen so far, in words; communication and residuals above are those of it."""
     arguments: tuple[PlannedArgument, ...] = ()
     """Where arguments are from, if some are from a run file or its like."""
+    dtypes: tuple[PlannedDtypes, ...] = ()
+    """Of parameters, of the forward, and of what is sent."""
 
     @property
     def parameters(self) -> int:
@@ -261,12 +275,13 @@ class Plan(RenamedFields):
         parts = [
             [f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"],
             _table(_unit_rows(self.units, self.replicated), left=2),
+            *([_table(_dtype_rows(self.dtypes))] if self.dtypes else []),
             _table(_buffer_rows(self.buffers)),
             _table(_byte_rows("sent per rank and step", sent)),
             _table(_byte_rows("held per rank", self.memory)),
         ]
         if secondary:
-            parts[3] += [f"Of this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."]
+            parts[-2] += [f"Of this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."]
         if self.owners:
             parts.append(_table(_owner_rows(self.owners)))
         if self.choices:
@@ -301,7 +316,7 @@ def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> I
     for like, run in groupby(units, key=lambda unit: replace(unit, name="", buffer=0)):
         same = list(run)
         counts = (like.parameters, like.trainable, like.elements, like.padded)
-        dtype = "+".join(like.dtypes).replace("bfloat", "bf").replace("float", "fp")
+        dtype = _short("+".join(like.dtypes))
         buffers = "/".join(map(str, sorted({unit.buffer for unit in same})))
         name = _run_name([unit.name for unit in same])
         yield name, like.role, *(f"{count:,}" for count in counts), dtype, buffers
@@ -315,6 +330,17 @@ def _run_name(names: Sequence[str]) -> str:
     first, last = names[0].split("."), names[-1].split(".")
     shared = next(index for index, parts in enumerate(zip(first, last, strict=False)) if parts[0] != parts[1])
     return f"{names[0]} ... {'.'.join(last[shared:])}  x{len(names)}"
+
+
+def _short(dtype: str) -> str:
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
+
+
+def _dtype_rows(dtypes: Sequence[PlannedDtypes]) -> Iterator[Row]:
+    yield "dtypes", "parameters", "forward", "gathered", "reduced"
+    for each in dtypes:
+        row = (each.parameters, each.forward, each.gathered, each.reduced)
+        yield f"  of {each.tensors:,} tensors", *map(_short, row)
 
 
 def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:

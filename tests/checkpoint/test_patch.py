@@ -1,0 +1,117 @@
+"""Patches of weights, decoded as TRL's receivers do: they give the model's weights bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.models import Transformer
+from tests.ranks import on_ranks, ranks
+from tests.soak import also
+from tests.test_tensor_parallel import Net, divided
+from tests.twins import seeded, whole
+
+STEPS = 25
+
+
+def replicated():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return yafsdp_cc.shard(seeded(Transformer), mesh=mesh)
+
+
+def tensor_parallel():
+    model = seeded(Net)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    divided(model, mesh["tp"], everything=True)
+    return yafsdp_cc.shard(model, mesh=mesh["dp"])
+
+
+def sharded():
+    return yafsdp_cc.shard(seeded(Transformer))
+
+
+FORMS = {"sharded": (sharded, 2), "replicated": (replicated, 4), "tensor parallel": (tensor_parallel, 4)}
+
+
+def received(weights, path):
+    """Apply a file to whole weights, as a receiver does; how many were written, and the bytes that say so."""
+    count = size = 0
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["encoding"] == "gap_delta"
+        assert file.metadata()["format"] == "sparse_weight_patch"
+        for name in sorted(key.removesuffix(".val") for key in file.keys() if key.endswith(".val")):  # noqa: SIM118
+            gaps, values = file.get_tensor(f"{name}.idx"), file.get_tensor(f"{name}.val")
+            places = torch.cumsum(gaps.long() + 1, dim=0) - 1
+            weights[name].view(-1).index_copy_(0, places, values)
+            count += len(values)
+            size += gaps.nbytes + values.nbytes
+        assert count == int(file.metadata()["total_changed_elements"])
+        assert 0 <= float(file.metadata()["sparsity"]) <= 1
+    return count, size
+
+
+def bits_of(model, dtype):
+    return {name: whole(p.detach()).to(dtype).view(torch.uint8) for name, p in model.named_parameters()}
+
+
+def reconstructed(form, dtype, folder):
+    model = FORMS[form][0]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
+    weights = {name: bits.view(dtype).clone() for name, bits in bits_of(model, dtype).items()}
+    assert yafsdp_cc.weight_patch(model, dtype=dtype).tensors == {}
+    changed = size = 0
+    for step in range(STEPS):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        if step != 3:  # one without a change
+            optimizer.step()
+        for rank in range(dist.get_world_size()):  # one after the other: no rank waits for another
+            if rank == dist.get_rank():
+                patch = yafsdp_cc.weight_patch(model, dtype=dtype)
+                assert patch.metadata["model_version"] == str(step + 1)
+                patch.save(f"{folder}/{rank}")
+            dist.barrier()
+        written = 0
+        for rank in range(dist.get_world_size()):
+            count, nbytes = received(weights, f"{folder}/{rank}")
+            written, size = written + count, size + nbytes
+        dist.barrier()
+        truth = bits_of(model, dtype)
+        for name, value in weights.items():
+            assert value.view(torch.uint8).equal(truth[name]), (step, name)
+        assert step != 3 or not written
+        changed += written
+    total = sum(value.numel() for value in weights.values())
+    assert 0 < changed < 0.2 * STEPS * total
+    return changed / STEPS / total, size / changed
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("sharded", torch.bfloat16),
+        also("sharded", torch.float8_e4m3fn),
+        ("replicated", torch.bfloat16),
+        ("tensor parallel", torch.bfloat16),
+    ],
+)
+def test_patches_reconstruct_the_weights(form, dtype, tmp_path):
+    share, size = on_ranks(FORMS[form][1], reconstructed, form, dtype, str(tmp_path))[0]
+    print(f"\n{form}, {dtype}: {share:.2%} of the weights change in a step, {size:.2f} bytes each")
+    assert size <= 4 + dtype.itemsize
+
+
+@ranks(1)
+def test_refused():
+    model = sharded()
+    with pytest.raises(TypeError, match=r"floating-point dtype, such as .*; got torch.int8"):
+        yafsdp_cc.weight_patch(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match="Transformer is not sharded"):
+        yafsdp_cc.weight_patch(Transformer())
+    yafsdp_cc.weight_patch(model)
+    with pytest.raises(ValueError, match=r"float16\), but patches of this model were of torch.bfloat16"):
+        yafsdp_cc.weight_patch(model, dtype=torch.float16)
+    with yafsdp_cc.whole_parameters(model), pytest.raises(RuntimeError, match="weight_patch inside whole_parameters"):
+        yafsdp_cc.weight_patch(model)

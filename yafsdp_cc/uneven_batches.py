@@ -1,0 +1,142 @@
+"""Data that ends on some ranks before others: these go on together, and means are over the ranks that had batches."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.autograd import map_tensors
+from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
+from yafsdp_cc.engine.module import require_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+Batch = TypeVar("Batch")
+
+
+class UnevenBatches:
+    """Iterates over the batches of this rank for as long as any rank has one; made by ``uneven``.
+
+    Args:
+        mesh: the data-parallel ranks.
+    """
+
+    weight: float
+    """Of this rank's batch in a mean over ranks: the number of ranks over that of ranks that have a batch, and 0 where
+    this rank has none and the one that it was given is another's, or one again. Multiply what you report by it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.weight = 1.0
+
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this rank's ``batches``, and its last one again, without a weight, until all ranks have had theirs.
+
+        Each is a collective of one number. A rank without any batch is given another rank's first one.
+        """
+        own = iter(batches)
+        last: Batch | None = None
+        is_first = True
+        try:
+            while True:
+                batch = next(own, _END)
+                has_data = batch is not _END
+                count = self._count(has_data)
+                if not count:
+                    return
+                last = batch if has_data else last
+                if is_first and count < self._mesh.size():
+                    last = self._first_of_others(batch, has_data)
+                is_first = False
+                self.weight = self._mesh.size() / count if has_data else 0.0
+                yield last  # type: ignore[misc]
+        finally:
+            self.weight = 1.0
+
+    def _count(self, has_data: bool) -> int:
+        """Return how many ranks have a batch."""
+        number = torch.tensor(float(has_data), device=self._mesh.device_type)
+        all_reduce_over(all_groups(self._mesh), number, dist.ReduceOp.SUM, self._mesh)
+        return int(number.item())
+
+    def _first_of_others(self, batch: Any, has_data: bool) -> Any:
+        """Return ``batch``, or where there is none, that of a rank that has one."""
+        for group in all_groups(self._mesh):
+            offered: list[Any] = [None] * group.size()
+            dist.all_gather_object(offered, (batch,) if has_data else None, group=group)
+            found = next((each for each in offered if each is not None), None)
+            if not has_data and found is not None:
+                batch, has_data = found[0], True
+        return batch
+
+
+_END: Any = object()
+
+
+@contextmanager
+def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
+    """Train ``model`` on as many batches as each rank has.
+
+    ::
+
+        with yafsdp_cc.uneven(model) as batches:
+            for batch in batches(loader):
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    A rank whose loader has ended goes on with its last batch, whose gradients are zeros, so that it takes part in
+    collectives and updates its shards; the others' gradients are averaged over the ranks that had a batch. All ranks
+    leave the loop after the same number of batches. Gradients are weighted where they enter the outputs of ``model``:
+    what a loss adds of parameters themselves (weight decay, penalties) is not.
+
+    Args:
+        model: what was given to ``shard``.
+
+    Yields:
+        What makes of this rank's batches those of the loop, and knows the ``weight`` of each.
+
+    Raises:
+        ValueError: ``model`` is not sharded, or only a part of what is.
+        RuntimeError: on all ranks, in a forward: an output of the model cannot be looked into.
+    """
+    state = require_state(model)
+    if state.model is not model:
+        raise ValueError(f"uneven takes the whole sharded model; this {type(model).__name__} is a part of one")
+    batches = UnevenBatches(state.context.info.mesh)
+
+    def weigh(module: nn.Module, _: Any, output: Any) -> None:
+        weight, seen = batches.weight, []
+
+        def weighed(grad: Tensor) -> Tensor:
+            return grad * weight if weight else torch.zeros_like(grad)
+
+        def register(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(weighed)
+            seen.append(tensor)
+            return tensor
+
+        if weight == 1 or not torch.is_grad_enabled():
+            return
+        map_tensors(output, register)
+        if not any(tensor.requires_grad for tensor in seen):
+            raise RuntimeError(
+                f"uneven: no tensor with a gradient was found in what {type(module).__name__} returns, a "
+                f"{type(output).__name__}: return a tensor, tuple, list, dict or dataclass, or a class registered with "
+                "pytree"
+            )
+
+    hook = model.register_forward_hook(weigh)
+    try:
+        yield batches
+    finally:
+        hook.remove()
