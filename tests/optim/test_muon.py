@@ -264,6 +264,54 @@ def costs() -> None:
     assert work.max() <= 1.2 / world * work.sum()
 
 
+# Refusals
+
+
+@ranks(1)
+def test_what_is_refused() -> None:
+    make = yafsdp_cc.optim.Muon
+    with pytest.raises(ValueError, match="which is not sharded: make the Muon from"):
+        make(Mlp().parameters())
+    with pytest.raises(ValueError, match=r'no matrix that one rank owns whole: pass ownership="matrix"'):
+        make(yafsdp_cc.shard(Mlp(), units=["Sequential"]).parameters())
+    model = yafsdp_cc.shard(Mlp(), ownership="matrix")
+    for settings, message in (
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
+        ({"ns_steps": 100}, "ns_steps=100"),
+        ({"adamw": {"rate": 1}}, "adamw has \\['rate'\\]"),
+        ({"splits": {"*.qkv": 3}}, "splits names '\\*.qkv', which fits no matrix"),
+        ({"splits": {"blocks.0.0.weight": (10, 20)}}, "'blocks.0.0.weight' has 64 rows, which are not \\(10, 20\\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(model.parameters(), **settings)
+
+
+@ranks(2)
+def test_settings_of_groups_and_a_scaler_that_skips_on_all_ranks() -> None:
+    model = yafsdp_cc.shard(Mlp(2), ownership="matrix")
+    halves = [{"params": list(model.blocks[0].parameters()), "lr": 0.5, "adamw": {"lr": 0.25}}]
+    halves.append({"params": [*model.enter.parameters(), *model.blocks[1].parameters(), *model.leave.parameters()]})
+    optimizer = yafsdp_cc.optim.Muon(halves, lr=0.1, adamw={"eps": 1e-6})
+    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [
+        (0.5, 1e-7),
+        (0.25, 1e-6),
+        (0.1, 1e-7),
+        (1e-3, 1e-6),
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [each.full_tensor().clone() for each in model.parameters()]
+    scaler.scale(model(torch.ones(2, WIDTH)).sum()).backward()
+    weight = model.blocks[0][0].weight
+    if weight.to_local().numel():
+        weight.grad.to_local()[0] = torch.inf  # at its owner alone
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(each.full_tensor().equal(old) for each, old in zip(model.parameters(), before, strict=True))
+
+
 # Other matrix optimizers
 
 

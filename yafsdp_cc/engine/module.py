@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single
 from yafsdp_cc.engine.mesh import backend_of
-from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.sharding import SPEC, materialize_shards, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 
