@@ -321,6 +321,7 @@ def shampoo() -> None:
     assert source is not None
     assert source.loader is not None
     source.loader.exec_module(example := importlib.util.module_from_spec(source))
+    example.main()
     torch.manual_seed(7)
     plain, model = Mlp(2), Mlp(2)
     model.load_state_dict(plain.state_dict())
