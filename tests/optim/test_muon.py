@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import yafsdp_cc
@@ -87,8 +89,13 @@ class Pair:
     equal to the bit. Clipping multiplies both by the same number, which is compared itself.
     """
 
-    def __init__(self, *, everywhere: bool = False, **sharding: Any) -> None:
+    def __init__(self, *, everywhere: bool = False, replicas: int = 1, **sharding: Any) -> None:
         self.compares = everywhere or dist.get_rank() == 0
+        self.shard = dist.get_world_size() // replicas
+        """Ranks of a replica: they are summed first."""
+        if replicas > 1:
+            names = ("replicate", "shard")
+            sharding["mesh"] = init_device_mesh("cpu", (replicas, self.shard), mesh_dim_names=names)
         self.plain, self.model = Model(), Model()
         yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
         self.optimizers = torchs(self.plain)
@@ -120,7 +127,11 @@ class Pair:
                 loss_of(self.plain, step, micro, rank).backward()
             by_rank.append({name: each.grad for name, each in self.plain.named_parameters()})
         for name, parameter in self.plain.named_parameters():
-            parameter.grad = mean_in_rank_order([found[name] for found in by_rank])
+            means = [
+                mean_in_rank_order([found[name] for found in by_rank[first : first + self.shard]])
+                for first in range(0, len(by_rank), self.shard)
+            ]
+            parameter.grad = mean_in_rank_order(means)
 
     def check(self, within: float = 1e-6) -> None:
         """Compare all weights."""
@@ -141,6 +152,23 @@ def parity() -> None:
 def test_weights_are_those_of_one_process(world: int) -> None:
     """Tied, frozen, unused, used by one rank; accumulated, clipped; at every stage."""
     on_ranks(world, parity)
+
+
+def settings() -> None:
+    """Replicas, secondary shards, host memory, and two communicators."""
+    for sharding in (
+        {"replicas": 2},
+        {"reshard_after_forward": 2},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "zero_stage": 2},
+        {"separate_reduce_group": True},
+    ):
+        pair = Pair(**sharding)
+        pair.train(range(3), clips=True)
+        pair.check()
+
+
+def test_with_other_settings_of_shard() -> None:
+    on_ranks(4, settings)
 
 
 # Checkpoints
