@@ -217,15 +217,16 @@ def loaded_encoded(folder: Path) -> None:
     model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=Compression("int4", weights="int4"))
     muon = yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
     yafsdp_cc.load(folder, model, muon)
+    found = mean_residuals_of(model)
     for name, each in torch.load(folder / "residuals.pt").items():
-        assert far_apart(mean_residuals_of(model)[name], each) <= 1e-6, name
+        assert far_apart(found[name], each) <= 1e-6, name
     start = yafsdp_cc.counters_of(model).gathered_bytes
     train_encoded(model, muon, range(3, 6))
     sent = torch.tensor(yafsdp_cc.counters_of(model).gathered_bytes - start)
     exact = torch.tensor(exact_gather_bytes(model))
     for each in (sent, exact):
         dist.all_reduce(each)
-    assert sent < 3 * exact / 3
+    assert sent < 1.5 * exact  # the kept weights once, as they are, and then deltas
     weights = [group.unsharded.flat for group in groups_of(model)]
     for each in (tensor for flats in weights for tensor in flats):
         others = [torch.empty_like(each) for _ in range(dist.get_world_size())]
