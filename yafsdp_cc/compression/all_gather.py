@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +178,6 @@ class DeltaAllGather(ExactAllGather):
         self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
         """Padding within this rank's chunk: there is nothing to send of it."""
         self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
-        self._messages = Messages(layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
@@ -186,6 +185,10 @@ class DeltaAllGather(ExactAllGather):
         context.scratch.reserve(_DIFFERENCE, 4 * numel)
         if self._casts:
             context.scratch.reserve(_CAST, 4 * numel)
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages(self.flat.layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def scratch_bytes(self) -> int:
         return self._messages.nbytes
