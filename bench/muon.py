@@ -8,8 +8,7 @@ All contestants live in the same ranks and take turns round by round; none drops
 forward, backward, `clip_grad_norm_` and `optimizer.step()`, between two barriers. *Step* is the median over rounds in
 milliseconds of wall time, *of FSDP2* that of the ratio to FSDP2's step in the same round, and *CPU* the processor time
 of all threads of a rank, averaged over ranks. *Sent* is what the ranks' interfaces have sent in a step, headers
-included, per rank; FSDP2 gathers momenta inside of its step. *Newton-Schulz* is the share of the model's iterations
-that the rank with most of them makes.
+included, per rank. *Newton-Schulz* is how much of the operations of all iterations the rank with the most of them makes.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ def race(spec: Spec, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
         if name != FSDP2 and (owners := yafsdp_cc.plan_of(model).owners):
             work = [each.newton_schulz_flops for each in owners]
             found[name]["share"] = max(work) / sum(work)
-    found[FSDP2]["share"] = 1.0  # DTensor gathers each matrix, and every rank iterates
     return found
 
 
