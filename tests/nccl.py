@@ -92,6 +92,13 @@ class Rank:
         assert options.reduceOp == dist.ReduceOp.SUM
         self._issue("all-reduce", tensors[0], tensors[0])
 
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        self._issue(f"broadcast from {options.rootRank}", tensors[0], tensors[0])
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> None:
+        assert options.reduceOp == dist.ReduceOp.SUM
+        self._issue(f"reduce to {options.rootRank}", tensors[0], tensors[0])
+
     def alltoall_base(
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], options: Any
     ) -> None:
@@ -180,7 +187,13 @@ class Nccl:
         if kind == "all-to-all":
             self._exchange(calls)
             return
-        if kind == "all-gather":
+        root = int(kind.split()[-1]) if " " in kind else 0
+        if kind.startswith("broadcast"):
+            outputs = [inputs[root]] * self.world
+        elif kind.startswith("reduce to"):
+            calls[root].output.copy_(self._add(torch.stack([each.repeat(self.world, 1) for each in inputs]))[root])
+            return
+        elif kind == "all-gather":
             outputs = [torch.cat(inputs)] * self.world
         elif kind == "reduce-scatter":
             outputs = list(self._add(torch.stack(inputs).view(self.world, self.world, -1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,16 +19,29 @@ from yafsdp_cc.compression.error_feedback import PlainBuffer, Recursion, Residua
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.engine.param import Divisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
 SHAPES = ((37, 50), (111,), (64, 65), (3, 5, 7))
 
 
+OWNERS: list[int] = []
+"""Who owns which shape whole; empty: chunks are equal."""
+
+
 def layout() -> Layout:
-    return Layout.of(SHAPES, dist.get_world_size())
+    return Layout.of(SHAPES, dist.get_world_size(), owners=OWNERS)
+
+
+def owned(body: Callable[..., None], *args: Any) -> None:
+    """Run a body with shapes that lie whole on one rank each, of which the middle one of three has none."""
+    OWNERS[:] = [0, 0, dist.get_world_size() - 1, dist.get_world_size() - 1]
+    body(*args)
 
 
 def context() -> CommContext:
@@ -108,26 +121,26 @@ def is_close(found: Tensor, true: Tensor, tolerance: float = 3e-6) -> bool:
 def against_definition() -> None:
     """Messages, residuals and sums in rank order, by ``error_feedback`` on every rank for all ranks."""
     world, rank, place = dist.get_world_size(), dist.get_rank(), layout()
-    counts = counts_of(place, 256, CPU)
-    assert counts is not None
+    counts = counts_of(place, 256, CPU, range(rank, rank + 1))
+    first, last = place.starts[rank : rank + 2]
     for codec, carry, dtype in itertools.product(CODECS[1:-1], (1.0, 0.5), (torch.float32, torch.bfloat16)):
         compressed = made(CompressedReduceScatter, scheduled(codec, carry=carry), codec, dtype)
         residuals = [Residual.zeros(1, place.chunks[rank], torch.float32, 256, CPU) for _ in range(world)]
         for step in range(3):
             found = summed(compressed, gradients(place, step, rank, dtype))
             due = torch.empty_like(found)
-            own = gradients(place, step, rank, dtype).view(world, -1)[rank]
+            own = gradients(place, step, rank, dtype)[first:last]
             messages = []
             for peer in range(world):
                 if peer == rank:
                     continue
-                kind, chunk = codec_of(codec), gradients(place, step, peer, dtype).view(world, -1)[rank]
+                kind, chunk = codec_of(codec), gradients(place, step, peer, dtype)[first:last]
                 message = torch.zeros(1, kind.message_bytes(place.chunks[rank]), dtype=torch.uint8)
                 definition.encode(
                     kind,
                     chunk.unsqueeze(0),
                     message,
-                    counts=counts[rank : rank + 1],
+                    counts=counts,
                     residual=residuals[peer],
                     recursion=Recursion(carry),
                 )
@@ -139,6 +152,7 @@ def against_definition() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_reduce_scatter_does_what_error_feedback_defines(world):
     on_ranks(world, against_definition)
+    on_ranks(2, owned, against_definition)
 
 
 def all_ranks_alike() -> None:
@@ -176,7 +190,7 @@ def account(kind: Any, codecs: tuple[str, ...], switch: tuple[str, ...]) -> None
             assert is_close(elements_of(compressed, found + all_unsent(compressed)), elements_of(compressed, true))
         assert schedule.phase is Phase.ENCODED
         if codec not in ("fp32", "bf16"):
-            assert all_unsent(compressed).norm() > 0
+            assert all_unsent(compressed).norm() > 0 or not compressed.chunk
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -185,10 +199,16 @@ def test_what_was_summed_and_what_is_unsent_is_all(world):
     on_ranks(world, account, CompressedAllReduce, CODECS, ("",) * 4)
 
 
+def test_what_was_summed_and_what_is_unsent_is_all_of_unequal_chunks():
+    on_ranks(3, owned, account, CompressedReduceScatter, CODECS, ("",) * 4)
+
+
 def test_changing_the_codec_loses_nothing():
     """Also to exact sums, where residuals are handed to the owners, and to low rank and back."""
     on_ranks(3, account, CompressedReduceScatter, ("int4", "onebit"), ("", "powersgd", "fp32", "fp32", "bf16", "int4"))
     on_ranks(3, account, CompressedAllReduce, ("int4",), ("", "powersgd", "bf16", "int4"))
+    switch = ("", "powersgd", "fp32", "fp32", "bf16", "int4")
+    on_ranks(3, owned, account, CompressedReduceScatter, ("int4", "onebit"), switch)
 
 
 def handed_over() -> None:
@@ -211,6 +231,7 @@ def handed_over() -> None:
 def test_exact_sums_take_in_what_codecs_left_at_once():
     on_ranks(2, handed_over)
     on_ranks(3, handed_over)
+    on_ranks(2, owned, handed_over)
 
 
 # Phases
@@ -295,6 +316,7 @@ def momentum(kind: Any) -> None:
         compressed = made(kind, schedule, "fp8")
         compressed._encoder.codec = codec_of("fp32")
         compressed._encoder._size = codec_of("fp32").message_bytes(compressed.chunk)
+        compressed._encoder._sizes = [compressed._encoder._size] * world
         compressed._encoder.bind(compressed.context)
         schedule.beta, schedule.share = beta, share
         compressed.momentum = torch.zeros(compressed.chunk)

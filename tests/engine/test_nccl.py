@@ -29,8 +29,9 @@ from yafsdp_cc.engine import mesh, replicated
 from yafsdp_cc.engine.assembly import _check_trial_exchange
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.mesh import refused_over_store
-from yafsdp_cc.engine.param import Divisor, ShardedGrad
+from yafsdp_cc.engine.param import ShardedGrad
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
 
@@ -534,3 +535,33 @@ def test_fp16_gradients_with_replicas(order: str) -> None:
     model(torch.full((1, 64), 40_000.0 + 100 * dist.get_rank())).sum().backward()
     (parameter,) = model.parameters()
     assert (parameter.grad.to_local() / 40_150 - 1).abs().max() <= 0.01
+
+
+# Chunks that are not equal --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
+def test_unequal_chunks_are_summed_at_their_owners_and_gathered_from_them(dtype: torch.dtype) -> None:
+    """Whole numbers, whose sums no order rounds; one rank owns nothing."""
+    chunks = (5, 0, 9, 2)
+    grads = drawn(0, 4, 16).mul(4).round().to(dtype)
+
+    def body(rank: Any) -> tuple[Tensor, Tensor]:
+        context = context_of(rank)
+        reduce = ExactReduceScatter(16, dtype, chunks=chunks)
+        reduce.bind(context)
+        whole = grads[rank.rank()].clone()
+        reduce.start(whole, False)
+        total = torch.zeros(chunks[rank.rank()])
+        for start, part in reduce.finish(whole):
+            total[start : start + part.numel()] = part
+        gathered = torch.full((16,), -1.0, dtype=dtype)
+        own = context.comm.own_chunk(gathered, chunks).copy_(total)
+        context.comm.all_gather(gathered, own, False, chunks)
+        assert reduce.sent_bytes == reduce.planned_bytes() == (16 - len(total)) * dtype.itemsize
+        return total, gathered
+
+    found = Nccl(4, ring).run(body)
+    true = grads.float().sum(0)
+    assert torch.cat([total for total, _ in found]).equal(true)
+    assert all(gathered.float().equal(true) for _, gathered in found)

@@ -10,12 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import yafsdp_cc
+from tests.internals import exact_gather_bytes, groups_of, mean_residuals_of
 from tests.models import VOCABULARY, WIDTH, Attention, Mlp
 from tests.ranks import on_ranks, ranks
 from tests.reference import far_apart, mean_gradients, mean_in_rank_order
+from yafsdp_cc import Compression
 from yafsdp_cc.optim.muon import newton_schulz
 
 STEPS = 20
@@ -87,8 +92,13 @@ class Pair:
     equal to the bit. Clipping multiplies both by the same number, which is compared itself.
     """
 
-    def __init__(self, *, everywhere: bool = False, **sharding: Any) -> None:
+    def __init__(self, *, everywhere: bool = False, replicas: int = 1, **sharding: Any) -> None:
         self.compares = everywhere or dist.get_rank() == 0
+        self.shard = dist.get_world_size() // replicas
+        """Ranks of a replica: they are summed first."""
+        if replicas > 1:
+            names = ("replicate", "shard")
+            sharding["mesh"] = init_device_mesh("cpu", (replicas, self.shard), mesh_dim_names=names)
         self.plain, self.model = Model(), Model()
         yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
         self.optimizers = torchs(self.plain)
@@ -120,7 +130,11 @@ class Pair:
                 loss_of(self.plain, step, micro, rank).backward()
             by_rank.append({name: each.grad for name, each in self.plain.named_parameters()})
         for name, parameter in self.plain.named_parameters():
-            parameter.grad = mean_in_rank_order([found[name] for found in by_rank])
+            means = [
+                mean_in_rank_order([found[name] for found in by_rank[first : first + self.shard]])
+                for first in range(0, len(by_rank), self.shard)
+            ]
+            parameter.grad = mean_in_rank_order(means)
 
     def check(self, within: float = 1e-6) -> None:
         """Compare all weights."""
@@ -141,6 +155,23 @@ def parity() -> None:
 def test_weights_are_those_of_one_process(world: int) -> None:
     """Tied, frozen, unused, used by one rank; accumulated, clipped; at every stage."""
     on_ranks(world, parity)
+
+
+def settings() -> None:
+    """Replicas, secondary shards, host memory, and two communicators."""
+    for sharding in (
+        {"replicas": 2},
+        {"reshard_after_forward": 2},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "zero_stage": 2},
+        {"separate_reduce_group": True},
+    ):
+        pair = Pair(**sharding)
+        pair.train(range(3), clips=True)
+        pair.check()
+
+
+def test_with_other_settings_of_shard() -> None:
+    on_ranks(4, settings)
 
 
 # Checkpoints
@@ -169,6 +200,51 @@ def test_resumes_at_another_number_of_ranks(writers: int, readers: int, tmp_path
     """Also from and to the states of ``torch.optim.Muon`` and ``torch.optim.AdamW``."""
     on_ranks(writers, saved, tmp_path / "checkpoint", 5)
     on_ranks(readers, resumed, tmp_path / "checkpoint", 5)
+
+
+def saved_encoded(folder: Path) -> None:
+    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=Compression("int4", weights="int4"))
+    muon = yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
+    train_encoded(model, muon, range(3))
+    yafsdp_cc.save(folder, model, muon)
+    found = mean_residuals_of(model)
+    assert all(each.norm() > 0 for each in found.values())
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "residuals.pt")
+
+
+def loaded_encoded(folder: Path) -> None:
+    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=Compression("int4", weights="int4"))
+    muon = yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
+    yafsdp_cc.load(folder, model, muon)
+    found = mean_residuals_of(model)
+    for name, each in torch.load(folder / "residuals.pt").items():
+        assert far_apart(found[name], each) <= 1e-6, name
+    start = yafsdp_cc.counters_of(model).gathered_bytes
+    train_encoded(model, muon, range(3, 6))
+    sent = torch.tensor(yafsdp_cc.counters_of(model).gathered_bytes - start)
+    exact = torch.tensor(exact_gather_bytes(model))
+    for each in (sent, exact):
+        dist.all_reduce(each)
+    assert sent < 1.5 * exact  # the kept weights once, as they are, and then deltas
+    weights = [group.unsharded.flat for group in groups_of(model)]
+    for each in (tensor for flats in weights for tensor in flats):
+        others = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, each)
+        assert all(other.equal(each) for other in others)  # deltas: all ranks have added the same
+
+
+def train_encoded(model: nn.Module, muon: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        (model(x) - 1).square().mean().backward()
+        muon.step()
+        muon.zero_grad()
+
+
+def test_encoded_gradients_and_weights_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+    on_ranks(4, saved_encoded, tmp_path / "checkpoint")
+    on_ranks(3, loaded_encoded, tmp_path / "checkpoint")
 
 
 # The iteration, and what it is made for
@@ -264,6 +340,54 @@ def costs() -> None:
     assert work.max() <= 1.2 / world * work.sum()
 
 
+# Refusals
+
+
+@ranks(1)
+def test_what_is_refused() -> None:
+    make = yafsdp_cc.optim.Muon
+    with pytest.raises(ValueError, match="which is not sharded: make the Muon from"):
+        make(Mlp().parameters())
+    with pytest.raises(ValueError, match=r'no matrix that one rank owns whole: pass ownership="matrix"'):
+        make(yafsdp_cc.shard(Mlp(), units=["Sequential"]).parameters())
+    model = yafsdp_cc.shard(Mlp(), ownership="matrix")
+    for settings, message in (
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
+        ({"ns_steps": 100}, "ns_steps=100"),
+        ({"adamw": {"rate": 1}}, "adamw has \\['rate'\\]"),
+        ({"splits": {"*.qkv": 3}}, "splits names '\\*.qkv', which fits no matrix"),
+        ({"splits": {"blocks.0.0.weight": (10, 20)}}, "'blocks.0.0.weight' has 64 rows, which are not \\(10, 20\\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(model.parameters(), **settings)
+
+
+@ranks(2)
+def test_settings_of_groups_and_a_scaler_that_skips_on_all_ranks() -> None:
+    model = yafsdp_cc.shard(Mlp(2), ownership="matrix")
+    halves = [{"params": list(model.blocks[0].parameters()), "lr": 0.5, "adamw": {"lr": 0.25}}]
+    halves.append({"params": [*model.enter.parameters(), *model.blocks[1].parameters(), *model.leave.parameters()]})
+    optimizer = yafsdp_cc.optim.Muon(halves, lr=0.1, adamw={"eps": 1e-6})
+    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [
+        (0.5, 1e-7),
+        (0.25, 1e-6),
+        (0.1, 1e-7),
+        (1e-3, 1e-6),
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [each.full_tensor().clone() for each in model.parameters()]
+    scaler.scale(model(torch.ones(2, WIDTH)).sum()).backward()
+    weight = model.blocks[0][0].weight
+    if weight.to_local().numel():
+        weight.grad.to_local()[0] = torch.inf  # at its owner alone
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(each.full_tensor().equal(old) for each, old in zip(model.parameters(), before, strict=True))
+
+
 # Other matrix optimizers
 
 
@@ -273,6 +397,7 @@ def shampoo() -> None:
     assert source is not None
     assert source.loader is not None
     source.loader.exec_module(example := importlib.util.module_from_spec(source))
+    example.main()
     torch.manual_seed(7)
     plain, model = Mlp(2), Mlp(2)
     model.load_state_dict(plain.state_dict())
@@ -311,3 +436,53 @@ def log_of(side: Tensor) -> Tensor:
 
 def test_shampoo_of_the_docs_is_shampoo() -> None:
     on_ranks(2, shampoo)
+
+
+# Tensor parallelism
+
+
+def tensor_parallel(folder: Path) -> None:
+    """On (dp, tp) = (2, 2), in double precision, as sums over tensor-parallel ranks are rounded on their way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, models, muons = Mlp(2).double(), [], []
+    for _ in range(2):
+        model = Mlp(2).double()
+        model.load_state_dict(plain.state_dict())
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        models.append(yafsdp_cc.shard(model, mesh=mesh["dp"], ownership="matrix"))
+        muons.append(yafsdp_cc.optim.Muon(model.parameters(), lr=0.02, ns_dtype=torch.float64))
+    batches = [torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    momenta: dict[str, Tensor] = {}
+    others = [each for name, each in plain.named_parameters() if not is_matrix(name, each)]
+    adamw = torch.optim.AdamW(others)
+    for step in range(4):
+        model, muon = models[step // 2], muons[step // 2]
+        if step == 2:  # the other one goes on
+            yafsdp_cc.save(folder, models[0], muons[0])
+            yafsdp_cc.load(folder, models[1], muons[1])
+        _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
+        for name, each in plain.named_parameters():
+            each.grad = found[name]
+        adamw.step()
+        for name, each in plain.named_parameters():
+            if is_matrix(name, each):
+                grad = each.grad
+                assert grad is not None
+                momentum = momenta.setdefault(name, torch.zeros_like(grad)).lerp_(grad, 0.05)
+                x = grad.lerp(momentum, 0.95)
+                x = x / x.norm()
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                with torch.no_grad():
+                    each.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, each.shape[0] / each.shape[1]) ** 0.5 * x)
+        model(batches[dist.get_rank() // 2]).square().mean().backward()
+        muon.step()
+        muon.zero_grad()
+    for (name, each), sharded in zip(plain.named_parameters(), models[1].named_parameters(), strict=True):
+        assert far_apart(sharded[1].full_tensor(), each.detach()) <= 1e-6, name
+
+
+def test_whole_matrices_where_tensor_parallelism_has_divided_them(tmp_path: Path) -> None:
+    on_ranks(4, tensor_parallel, tmp_path / "checkpoint")

@@ -31,8 +31,8 @@ from yafsdp_cc.compression.fsdp2 import CompressedCommunication
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
-from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 from yafsdp_cc.netlab import namespaces
 

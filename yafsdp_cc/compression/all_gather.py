@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,6 @@ class DeltaAllGather(ExactAllGather):
         self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
         """Padding within this rank's chunk: there is nothing to send of it."""
         self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
-        self._messages = Messages(layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
@@ -192,6 +191,10 @@ class DeltaAllGather(ExactAllGather):
 
     def encoding(self) -> str:
         return self._codec.name
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages(self.flat.layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def scratch_bytes(self) -> int:
         return self._messages.nbytes

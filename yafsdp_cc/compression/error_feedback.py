@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.codec import Codec, Noise
     from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.divisor import Divisor
     from yafsdp_cc.engine.layout import Layout
-    from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
 
 PART = 327_680
 """Elements that ``decode_sum`` may start at multiples of: whole tiles, and whole fives of blocks, of every codec."""

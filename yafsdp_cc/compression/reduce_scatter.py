@@ -422,7 +422,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         """Yield what messages, this rank's own chunk and what was deferred of it sum up to, as ``finish`` does."""
         encoder = self._encoder
         assert encoder is not None
-        for start in range(0, self.chunk, encoder.step or 1):  # a rank may own nothing
+        # A rank that owns nothing decodes once, too: all are to make the same next factors of low rank.
+        for start in range(0, self.chunk or 1, encoder.step or 1):
             total = self.context.scratch.take(SUM, min(encoder.step, self.chunk - start), torch.float32)
             mine = own.narrow(0, start, total.numel())
             if self.context.comm.world > 1:
@@ -568,7 +569,8 @@ class ChunkMessages(CodecEncoder):
         return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        error_feedback.decode_sum(self.codec, self._received(), self.chunk, own, self._rank, total, start)
+        if self.chunk:
+            error_feedback.decode_sum(self.codec, self._received(), self.chunk, own, self._rank, total, start)
 
     def _received(self) -> Tensor:
         others = self._layout.world - 1

@@ -18,13 +18,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from yafsdp_cc.engine.layout import align
 from yafsdp_cc.engine.mesh import allocate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from torch import Tensor
 
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
+
+_ALIGNMENT = 128
+"""Bytes: a multiple of it is where a ``FlatParam`` begins in a buffer."""
 
 
 class Buffer:
@@ -93,3 +99,12 @@ class BufferPool:
     @property
     def buffers(self) -> list[Buffer]:
         return [*self.shared, *self.dedicated]
+
+
+def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where parts of so many bytes begin in a buffer, one after another, and where the last one ends."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = align(end + size, _ALIGNMENT)
+    return offsets, end

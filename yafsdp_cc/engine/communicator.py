@@ -71,8 +71,7 @@ class Communicator:
 
     def own_chunk(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Tensor:
         """Return this rank's chunk of ``buffer``."""
-        chunk = chunks[self.rank] if chunks else buffer.numel() // self.world
-        return buffer.narrow(0, sum(chunks[: self.rank]) if chunks else self.rank * chunk, chunk)
+        return self.split(buffer, chunks)[self.rank]
 
     def all_gather(self, output: Tensor, source: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
         """Fill ``output`` with every rank's ``source`` of the same dtype.

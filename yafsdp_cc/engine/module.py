@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import backend_of
-from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 

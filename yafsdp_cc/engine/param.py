@@ -10,7 +10,6 @@ range of the chunk is the local tensor of the ``FlatDTensor`` that users see. ``
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -19,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.buffers import offsets_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
-from yafsdp_cc.engine.layout import align
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from yafsdp_cc.engine.buffers import Buffer
+    from yafsdp_cc.engine.divisor import Divisor
     from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
 
 _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
 """To a gradient, and to its local tensor, that only their ``FSDPParam`` keeps, as ``sys.getrefcount`` counts them."""
-_BUFFER_ALIGNMENT = 128
-"""Bytes: a multiple of it is where a ``FlatParam`` begins in a buffer."""
 
 
 class FSDPParam:
@@ -148,20 +146,6 @@ class FSDPParam:
             place.pop(attribute, None)
         for weights, index in self._lists:
             weights[index] = self.parameter
-
-
-class Divisor:
-    """What turns a sum over ranks into the mean: gradients are divided by it once, at the end (post-divide)."""
-
-    def __init__(self, factor: float, device: torch.device) -> None:
-        self.factor = factor
-        self.casts = device.type == "cuda"
-        """Whether a division casts in its own kernel; elsewhere it would allocate."""
-        of = {dtype: torch.full((1,), factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
-        self.of = of | {torch.bfloat16: of[torch.float32]}
-        """By the sum's dtype, [1]: a number would become a new tensor in every division, 0-d not have bf16 cast."""
-        self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
-        """Where multiplying by it is as exact as dividing."""
 
 
 class ShardedGrad:
@@ -366,15 +350,6 @@ class FlatParam:
 # In buffers --------------------------------------------------------------------------------------------------------
 
 
-def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where buffers of these sizes begin when they lie one after another, and where the last one ends."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end = align(end + size, _BUFFER_ALIGNMENT)
-    return offsets, end
-
-
 def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:
     weights = [flat.layout.numel * flat.compute_dtype.itemsize for flat in flats]
     return [*weights, *(flat.all_gather.scratch_bytes() for flat in flats)]
@@ -382,12 +357,12 @@ def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:
 
 def unsharded_bytes(flats: Sequence[FlatParam]) -> int:
     """Return the bytes of a buffer for the weights of ``flats`` and the scratch of their all-gathers."""
-    return _offsets(_weight_sizes(flats))[1]
+    return offsets_of(_weight_sizes(flats))[1]
 
 
 def unsharded_grad_bytes(flats: Iterable[FlatParam]) -> int:
     """Return the bytes of a buffer for the gradients of ``flats``."""
-    return _offsets([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])[1]
+    return offsets_of([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])[1]
 
 
 def _views(flats: Sequence[FlatParam], unsharded: Sequence[Tensor]) -> list[Tensor]:
@@ -410,7 +385,7 @@ class UnshardedParams:
     def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
         self.buffer = buffer
         sizes = _weight_sizes(flats)
-        offsets, _ = _offsets(sizes)
+        offsets, _ = offsets_of(sizes)
         places = zip(offsets[: len(flats)], flats, strict=True)
         self.flat = [buffer.view(start, flat.layout.numel, flat.compute_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""
@@ -438,7 +413,7 @@ class UnshardedGrads:
         self.buffer = buffer
         self.flats = flats
         self.params = [param for flat in flats for param in flat.params]
-        offsets, _ = _offsets([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])
+        offsets, _ = offsets_of([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])
         places = zip(offsets, flats, strict=True)
         self.flat = [buffer.view(start, flat.layout.numel, flat.reduce_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""

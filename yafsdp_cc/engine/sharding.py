@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import (
     FlatDTensor,
     check_optimizers,
@@ -30,7 +31,7 @@ from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, table_of_ranks
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
-from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields

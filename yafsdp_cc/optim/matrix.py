@@ -1,8 +1,9 @@
 """The base of optimizers that update matrices as a whole: each is updated by the rank that owns it.
 
 ``shard(model, ownership="matrix")`` puts every matrix, its gradient and its state on one rank each. There a subclass of
-``MatrixOptimizer`` is given whole gradients and returns whole updates; nothing is communicated. What is no such matrix
-(embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
+``MatrixOptimizer`` is given whole gradients and returns whole updates. Nothing is communicated, unless tensor
+parallelism has divided a matrix: the ranks that own its parts then gather it among themselves, and each makes the whole
+update. What is no such matrix (embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
 from yafsdp_cc.engine.layout import ShardSpec
+from yafsdp_cc.engine.mesh import to_mesh_device
 from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
 
@@ -129,13 +132,7 @@ class MatrixOptimizer(Optimizer):
                 f"{kind} was given {name!r} {list(parameter.shape)}, which is not sharded: make the {kind} from "
                 'model.parameters() after yafsdp_cc.shard(model, ownership="matrix")'
             )
-        spec = parameter.shard_spec
-        if spec.is_matrix and spec.tensor_parallel is not None:
-            raise ValueError(
-                f"{spec} is divided by tensor parallelism, and {kind} needs whole matrices: leave it out of "
-                "ownership=[...], so that AdamW updates it, or give it to another optimizer"
-            )
-        return spec
+        return parameter.shard_spec
 
     @staticmethod
     def _is_of_matrices(group: Mapping[str, Any]) -> bool:
@@ -187,9 +184,10 @@ class MatrixOptimizer(Optimizer):
         return local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), state["step"]
 
     def _update_matrices(self, group: dict[str, Any], used: Sequence[Any]) -> None:
+        wholes = {parameter: _gathered(parameter, local_of(parameter)) for parameter in used if _is_held(parameter)}
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
-        for parameter in used:
-            for weight, gradient, state in self._matrices_of(parameter):
+        for parameter, whole in wholes.items():
+            for weight, gradient, state in self._matrices_of(parameter, whole):
                 alike[weight.shape, gradient.dtype].append((weight, gradient, state))
         for (shape, _), matrices in alike.items():
             weights, gradients, states = zip(*matrices, strict=True)
@@ -199,19 +197,18 @@ class MatrixOptimizer(Optimizer):
                 wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
                 if wide is not weight:
                     weight.copy_(wide)
+        for parameter, whole in wholes.items():
+            if (parallel := parameter.shard_spec.tensor_parallel) is not None:
+                local = local_of(parameter)
+                local.copy_(parallel.local_of(whole).reshape(local.shape))
 
-    def _matrices_of(self, parameter: Any) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield weight, gradient and state of each matrix that a parameter is made of; none where another rank owns it.
-
-        Weight and state are views.
-        """
+    def _matrices_of(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield weight (a view of ``whole``), gradient and state of each matrix that a parameter is made of."""
         spec: ShardSpec = parameter.shard_spec
-        weight = local_of(parameter)
-        if weight.numel() != spec.numel or not spec.numel:
-            return
-        rows, columns = spec.shape[-2:]
+        rows, columns = spec.global_shape[-2:]
         parts = self._parts_of(spec)
-        weight, gradient = (each.view(-1, rows, columns) for each in (weight, grad_of(parameter)))
+        gradient = _gathered(parameter, grad_of(parameter))
+        weight, gradient = (each.view(-1, rows, columns) for each in (whole, gradient))
         state = {name: local_of(each) for name, each in self.state[parameter].items()}
         for index in range(len(weight)):
             for place, (start, count) in enumerate(zip(accumulate(parts, initial=0), parts, strict=False)):
@@ -225,66 +222,86 @@ class MatrixOptimizer(Optimizer):
                 yield weight[index, start : start + count], gradient[index, start : start + count], own
 
     def _parts_of(self, spec: ShardSpec) -> Sequence[int]:
-        parts = tuple(self.parts(spec.name, spec.shape[-2]))
-        if sum(parts) != spec.shape[-2] or min(parts) < 1:
-            raise ValueError(f"'{spec.name}' has {spec.shape[-2]} rows, which are not {parts} together")
+        rows = spec.global_shape[-2]
+        parts = tuple(self.parts(spec.name, rows))
+        if sum(parts) != rows or min(parts) < 1:
+            raise ValueError(f"'{spec.name}' has {rows} rows, which are not {parts} together")
         return parts
 
     # State
 
     def _init_state(self, parameter: Any, group: Mapping[str, Any]) -> None:
         """Make what a parameter's state lacks."""
-        state, spec = self.state[parameter], parameter.shard_spec
+        state = self.state[parameter]
         if not self._is_of_matrices(group):
             state.setdefault("step", torch.tensor(0.0, device="cpu"))
-        for name, shape in self._shapes_of(parameter, group).items():
-            if name in state:
-                continue
-            if shape == tuple(spec.shape):
-                state[name] = torch.zeros_like(parameter, dtype=width_of(parameter), requires_grad=False)
-            else:
-                own = _owned_like(spec, f"{spec.name}.{name}", shape)
-                local = torch.zeros(own.local_shape, dtype=width_of(parameter), device=local_of(parameter).device)
-                state[name] = flat_dtensor(local, own)
+        for name, spec in self._state_specs(parameter, group).items():
+            if name not in state:
+                device = local_of(parameter).device
+                state[name] = flat_dtensor(
+                    torch.zeros(spec.local_shape, dtype=width_of(parameter), device=device), spec
+                )
 
-    def _shapes_of(self, parameter: Any, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors in a parameter's state, counts of steps left out."""
+    def _state_specs(self, parameter: Any, group: Mapping[str, Any]) -> dict[str, ShardSpec]:
+        """Return how each tensor in a parameter's state is sharded, by name; counts of steps are left out."""
         spec: ShardSpec = parameter.shard_spec
         if not self._is_of_matrices(group):
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(spec.shape))
-        *stack, _, columns = spec.shape
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), spec)
+        *stack, _, columns = spec.global_shape
         parts = self._parts_of(spec)
-        shapes: dict[str, tuple[int, ...]] = {}
+        specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
             if tuple(shape) == (parts[0], columns):
-                shapes[name] = tuple(spec.shape)
+                # What tensor parallelism divides is whole in the state.
+                specs[name] = spec if spec.tensor_parallel is None else _owned_like(spec, name, spec.global_shape)
                 continue
             if len(set(parts)) > 1:
                 raise ValueError(
                     f"'{spec.name}' is divided into matrices of {parts} rows, and the state {name!r} has a shape of "
                     "its own for each: divide it into equal ones, or not at all"
                 )
-            shapes[name] = (*stack, *((len(parts),) if len(parts) > 1 else ()), *shape)
-        return shapes
+            specs[name] = _owned_like(spec, name, (*stack, *((len(parts),) if len(parts) > 1 else ()), *shape))
+        return specs
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of any number of ranks, or of whole tensors as of a single process."""
+        """Go on from a state dict of any number of ranks, or of whole tensors as of a single process.
+
+        A collective where tensor parallelism has divided matrices.
+        """
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter not in self.state:
-                    continue
-                loaded, state = dict(self.state[parameter]), self.state[parameter]
-                names = self._shapes_of(parameter, group)
-                for name in names:
-                    if name in loaded and not isinstance(loaded[name], FlatDTensor):
-                        del state[name]
-                self._init_state(parameter, group)
-                for name in names:
-                    if name in loaded and state[name] is not loaded[name]:
-                        whole, target = loaded[name], state[name]
-                        target.to_local().copy_(target.shard_spec.local_of_full(whole.view(target.shape)))
+                state = self.state.get(parameter, {})
+                for name, spec in self._state_specs(parameter, group).items():
+                    loaded = state.get(name)
+                    if loaded is None or (isinstance(loaded, FlatDTensor) and loaded.shard_spec.matches(spec)):
+                        continue
+                    whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
+                    local = spec.local_of_full(whole.view(spec.global_shape)).to(local_of(parameter).device)
+                    state[name] = flat_dtensor(local.clone(), spec)
+
+
+def _is_held(parameter: Any) -> bool:
+    """Return whether this rank owns a matrix, but for what tensor parallelism gives to others."""
+    spec: ShardSpec = parameter.shard_spec
+    return spec.numel > 0 and local_of(parameter).numel() == spec.numel
+
+
+def _gathered(parameter: Any, local: Tensor) -> Tensor:
+    """Return the whole of what this rank holds all elements of, or its part by tensor parallelism: then a collective.
+
+    Args:
+        parameter: tells how it is divided.
+        local: this rank's elements; returned as a view where they are all.
+    """
+    spec: ShardSpec = parameter.shard_spec
+    part = local.view(spec.shape)
+    if spec.tensor_parallel is None:
+        return part
+    whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(part, spec.mesh)).full_tensor()
+    return whole.to(local.device, copy=True)
 
 
 def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,4 +319,4 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
     bounds = None
     if spec.bounds is not None and owner is not None:
         bounds = tuple(numel if rank > owner else 0 for rank in range(len(spec.bounds)))
-    return ShardSpec(name, torch.Size(shape), spec.mesh, bounds, is_matrix=True)
+    return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, is_matrix=True)

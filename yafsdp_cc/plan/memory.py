@@ -84,7 +84,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
             matrices=tuple(param.spec.name for param in params),
             elements=sum(param.spec.numel for param in params),
             newton_schulz_flops=sum(
-                newton_schulz_flops(param.spec.shape) for param in params if param.parameter.requires_grad
+                newton_schulz_flops(param.spec.global_shape) for param in params if param.parameter.requires_grad
             ),
         )
         for rank, params in owned.items()

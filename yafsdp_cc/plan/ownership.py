@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from yafsdp_cc.plan.parameters import present
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -134,9 +132,10 @@ def _balanced(units: Sequence[UnitSpec], chosen: Collection[OwnedParameter], wor
         owners[each] = rank
         work[rank] += _flops(each)
         for counted in (of_unit[unit], elements):
-            counted[rank] += each.numel
+            counted[rank] += each.parameter.numel()
     return owners
 
 
 def _flops(owned: OwnedParameter) -> int:
-    return newton_schulz_flops(present(owned.parameter).shape) if owned.parameter.requires_grad else 0
+    # Of the whole matrix, where tensor parallelism has divided it: its ranks are to have the same owners.
+    return newton_schulz_flops(owned.parameter.shape) if owned.parameter.requires_grad else 0
