@@ -358,6 +358,9 @@ class Device(Pair):
     def _event(self) -> None:
         self.model.set_post_optim_event(torch.cuda.current_stream().record_event())
 
+    def _keep(self, unit: int) -> None:
+        self.model.units[unit].set_reshard_after_forward(False)
+
     def _scale(self, factor: float) -> None:
         self.scaler.scale *= factor
 
@@ -452,6 +455,18 @@ FOUND: dict[str, tuple[dict[str, Any], list[Program]]] = {
     "weights written after the event that a step has recorded": (
         {},
         [*PASS, ("step", False), ("event",), ("write",), *PASS],
+    ),
+    "buffers made anew after the event that a step has recorded": (
+        {"compression": {"gradients": "int8"}},
+        [*PASS, ("step", False), ("keep", 0), ("event",), *PASS],
+    ),
+    "a checkpoint of residuals that a backward which raised still writes": (
+        {"compression": {"gradients": "int8"}, "separate": True},
+        [*PASS, ("broken", BROKEN), ("zero", True), ("save", False)],
+    ),
+    "a checkpoint of gradients that residuals have taken in, freed with the model": (
+        {"compression": {"gradients": "int8"}},
+        [("sync", False), *PASS, ("save", False)],
     ),
     "a whole state dict between forward and backward, which sends shards that are gathered again": (
         {},

@@ -5,6 +5,7 @@ A row names the rule, takes away what keeps it, and runs a program that needs it
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,15 +76,26 @@ def unshards_aside(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> N
     y.backward()
 
 
-def accumulates_encoded(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Keeps gradients in residuals, and looks at these between micro-batches."""
-    for _ in range(2):
-        for sends in (True, False):
-            model.set_requires_gradient_sync(sends)
-            loss_of(model, x).backward()
-            internals.mean_residuals_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+def changes_settings(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Has the engine make new buffers after the event that the next forward waits for."""
+    loss_of(model, x).backward()
+    optimizer.step()
+    model.set_reshard_after_forward(False)
+    model.set_post_optim_event(torch.cuda.current_stream().record_event())
+    loss_of(model, x)
+
+
+def reads_residuals(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Looks at residuals after a backward that raised."""
+    model.enter.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
+    y = loss_of(model, x)
+    with pytest.raises(ZeroDivisionError):
+        y.backward()
+    internals.mean_residuals_of(model)
+
+
+def fails(gradient: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 class Nested(nn.Module):
@@ -227,7 +239,6 @@ class Row(NamedTuple):
 
 OFFLOADED = CPUOffloadPolicy()
 first_on_both = partial(aside, alternates=False)
-encoded = partial(trained, accumulates_encoded, compression="int8")
 
 ROWS = [
     Row("a forward waits for its weights", partial(internals.break_waits_in, "unshard"), plain),
@@ -262,6 +273,11 @@ ROWS = [
     ),
     Row("an all-gather comes after the optimizer", partial(internals.break_stream_order_in, "begin_iteration"), plain),
     Row("... and that of unshard()", partial(internals.break_stream_order_in, "hold"), partial(trained, unshards)),
+    Row(
+        "... where the forward waits for the optimizer's event alone",
+        partial(internals.break_stream_order_in, "assemble"),
+        partial(trained, changes_settings),
+    ),
     Row("a reduce comes after the gradients", partial(internals.break_stream_order_in, "issue_reduce"), plain),
     Row(
         "a gradient buffer is refilled after its reduce",
@@ -277,7 +293,12 @@ ROWS = [
         FREED,
     ),
     Row("a backward ends after its reduces", partial(internals.break_waits_in, "wait_for_reduces"), plain),
-    Row("... and after deferrals", partial(internals.break_wait_for_reduces_in, "finish_backward"), encoded, 2),
+    Row(
+        "residuals are read after reduces, even of a backward that raised",
+        partial(internals.break_wait_for_reduces_in, "compressed_sums"),
+        partial(trained, reads_residuals, compression="int8"),
+        2,
+    ),
     Row(
         "replicated gradients are summed after they are written",
         partial(internals.break_stream_order_in, "all_reduce"),
@@ -315,6 +336,8 @@ def ran(program: Callable[[], None], break_it: Callable[[], None] | None = None)
     torch.manual_seed(0)
     with streams():
         program()
+        gc.collect()
+        torch.zeros(1)  # what is given back is looked at by the next operation
 
 
 PROGRAMS = {str(row.program): (row.program, row.world) for row in ROWS}

@@ -441,6 +441,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def not_in_residual(self) -> Tensor | None:
         pending = self._pending if self._has_deferred else None
+        if pending is not None and pending.is_cuda:  # memory of the stream of the reduces
+            pending.record_stream(torch.cuda.current_stream(pending.device))
         if self.carried_over is None or pending is None:
             return self.carried_over if pending is None else pending
         return pending + self.carried_over

@@ -36,6 +36,7 @@ def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
 
 def compressed_sums(state: FSDPState) -> Iterator[tuple[FlatParam, CompressedSum]]:
     """Yield the flat parameters whose gradients have a codec, in module order; not those that were never trained."""
+    state.context.wait_for_reduces()  # which write to the residuals; a backward waits for those it makes gradients of
     for flat in state.flats:
         compressed = compressed_sum_of(flat)
         if compressed is not None and flat.sharded_grad is not None:

@@ -117,6 +117,8 @@ def assemble(model: nn.Module) -> FSDPState:
     context.observers = tuple(collectives.observers())
     for observer in context.observers:
         observer.assembled(state)
+    # The memory of buffers may still be read by what has freed it. Forwards after set_post_optim_event() wait for less.
+    context.gather_stream.wait_for_caller()
     return state
 
 
