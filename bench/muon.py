@@ -8,7 +8,8 @@ All contestants live in the same ranks and take turns round by round; none drops
 forward, backward, `clip_grad_norm_` and `optimizer.step()`, between two barriers. *Step* is the median over rounds in
 milliseconds of wall time, *of FSDP2* that of the ratio to FSDP2's step in the same round, and *CPU* the processor time
 of all threads of a rank, averaged over ranks. *Sent* is what the ranks' interfaces have sent in a step, headers
-included, per rank. *Newton-Schulz* is the share of the rank with the most in the operations of all iterations.
+included, per rank. *Newton-Schulz* is how much of the operations of all iterations the rank with the most of them
+makes.
 """
 
 from __future__ import annotations

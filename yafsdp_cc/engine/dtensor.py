@@ -972,7 +972,8 @@ def check_optimizers() -> None:
                 if is_muon and isinstance(parameter, FlatDTensor):
                     raise NotImplementedError(
                         f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
-                        "docs/migrating.md has a Muon of sharded matrices under 'Matrix optimizers'"
+                        "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole; with fully_shard, the Muon of "
+                        "docs/migrating.md, 'Matrix optimizers', gathers them"
                     )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(

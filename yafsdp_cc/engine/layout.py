@@ -103,7 +103,7 @@ class Layout:
         chunks[-1] += -offset % (alignment * world)  # a secondary shard is an equal part, whoever owns what
         return cls(tuple(extents), tuple(chunks))
 
-    @property
+    @cached_property
     def world(self) -> int:
         return len(self.chunks)
 
@@ -128,7 +128,12 @@ class Layout:
             members = [rank for _, rank in run]
             yield range(members[0], members[-1] + 1)
 
-    @property
+    @cached_property
+    def runs_of_others(self) -> dict[int, list[range]]:
+        """``runs`` without a rank, by that rank, as far as they were asked for."""
+        return {}
+
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.starts[-1]
