@@ -972,8 +972,8 @@ def check_optimizers() -> None:
                 if is_muon and isinstance(parameter, FlatDTensor):
                     raise NotImplementedError(
                         f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
-                        "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole; with fully_shard, the Muon of "
-                        "docs/migrating.md, 'Matrix optimizers', gathers them"
+                        "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole. After "
+                        "fully_shard(), take the Muon of docs/migrating.md, 'Matrix optimizers', which gathers them"
                     )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
