@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -152,7 +153,9 @@ class Layout:
 
     def bounds(self, extent: Extent) -> tuple[int, ...]:
         """``world + 1`` offsets into the parameter: rank r owns its elements ``bounds[r]`` to ``bounds[r + 1]``."""
-        return tuple(min(max(start - extent.offset, 0), extent.numel) for start in self.starts)
+        first, last = bisect_left(self.starts, extent.offset), bisect_right(self.starts, extent.end)
+        inside = [start - extent.offset for start in self.starts[first:last]]
+        return (*(0,) * first, *inside, *(extent.numel,) * (len(self.starts) - last))
 
     def owned(self, extent: Extent, rank: int) -> tuple[int, int]:
         """The half-open range of ``rank``'s chunk that holds its part of the parameter (empty ranges are equal)."""
