@@ -70,8 +70,9 @@ class Communicator:
         return buffer.split(chunks) if chunks else buffer.chunk(self.world)
 
     def own_chunk(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Tensor:
-        """Return this rank's chunk of ``buffer``."""
-        return self.split(buffer, chunks)[self.rank]
+        """Return this rank's chunk of ``buffer``; not by ``split``, which makes a view for every rank."""
+        numel = chunks[self.rank] if chunks else buffer.numel() // self.world
+        return buffer.narrow(0, sum(chunks[: self.rank]) if chunks else self.rank * numel, numel)
 
     def all_gather(self, output: Tensor, source: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
         """Fill ``output`` with every rank's ``source`` of the same dtype.
