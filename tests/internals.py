@@ -286,7 +286,7 @@ def local_tensor(value: Any) -> Tensor | None:
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
-    """A future that knows no devices, for there are none."""
+    """A future that knows no devices, for there are none. (Generic to type checkers alone: hence the ignored check.)"""
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
@@ -326,6 +326,7 @@ def set_reduces_in_place() -> None:
         make(self, *args)
         self.reduces_in_place = True
 
+    # gloo's ranks do not sum in place: the choice is a communicator's, by its backend, when it is made.
     Communicator.__init__ = make_in_place  # type: ignore[method-assign]
 
 

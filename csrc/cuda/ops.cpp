@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -220,6 +221,29 @@ float* moments_of(const std::vector<Tensor>& tensors, size_t i, const Tensor& we
     return static_cast<float*>(elements_of(tensors[i], weights, wide, name));
 }
 
+// They are read here, and go with the kernel's arguments.
+void check_settings(const Tensor& settings, size_t count, int columns) {
+    STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Float && settings.dim() == 2 &&
+                        settings.size(0) == int64_t(count) && settings.size(1) == columns && settings.is_contiguous(),
+                    "settings are not [", count, ", ", columns, "] fp32 on the CPU");
+}
+
+// What the updates of all rules read and write of the i-th parameter.
+template <class Parameter>
+void take_in(Parameter& each, size_t i, const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients,
+             const std::vector<Tensor>& momenta, const std::vector<Tensor>& squares, const float* settings,
+             int columns) {
+    on_device(weights[i], weights[0], "weights");
+    each.wide = true;
+    each.n = weights[i].numel();
+    each.weights = elements_of(weights[i], weights[i], each.wide, "weights");
+    each.gradient = elements_of(gradients[i], weights[i], each.wide, "gradients");
+    each.momentum = moments_of(momenta, i, weights[i], each.wide, "momenta");
+    each.square = moments_of(squares, i, weights[i], each.wide, "squares");
+    each.dtype = dtype_of(weights[i], "weights"), each.gradient_dtype = dtype_of(gradients[i], "gradients");
+    std::copy_n(settings, columns, each.settings);
+}
+
 void update_op(int64_t rule, const std::vector<Tensor> weights, const std::vector<Tensor> gradients,
                const std::vector<Tensor> momenta, const std::vector<Tensor> squares, const Tensor settings,
                int64_t stream) {
@@ -233,25 +257,14 @@ void update_op(int64_t rule, const std::vector<Tensor> weights, const std::vecto
                         squares.size() == (is_adam ? count : 0),
                     "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
                     momenta.size(), " momenta and ", squares.size(), " squares");
-    // They are read here, and go with the kernel's arguments.
-    STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Float && settings.dim() == 2 &&
-                        settings.size(0) == int64_t(count) && settings.size(1) == columns && settings.is_contiguous(),
-                    "settings are not [", count, ", ", columns, "] fp32 on the CPU");
+    check_settings(settings, count, columns);
     if (count == 0) return;
     const float* row = static_cast<const float*>(settings.data_ptr());
     unsigned long long end = 0;
     for (size_t i = 0; i < count; ++i, row += columns) {
         Updated& each = job.of[job.count++];
-        on_device(weights[i], weights[0], "weights");
-        each.wide = true;
-        each.n = weights[i].numel();
-        each.weights = elements_of(weights[i], weights[i], each.wide, "weights");
-        each.gradient = elements_of(gradients[i], weights[i], each.wide, "gradients");
-        each.momentum = moments_of(momenta, i, weights[i], each.wide, "momenta");
-        each.square = moments_of(squares, i, weights[i], each.wide, "squares");
-        each.dtype = dtype_of(weights[i], "weights"), each.gradient_dtype = dtype_of(gradients[i], "gradients");
+        take_in(each, i, weights, gradients, momenta, squares, row, columns);
         each.end = end += (each.n + UPDATE_STRETCH - 1) / UPDATE_STRETCH;
-        for (int k = 0; k < columns; ++k) each.settings[k] = row[k];
         if (job.count < UPDATED_TOGETHER && i + 1 < count) continue;
         update(job, stream_of(weights[0], stream));
         job.count = 0, end = 0;
@@ -269,10 +282,7 @@ void update_lamb_op(int64_t rule, const std::vector<Tensor> weights, const std::
                         fresh.size() == (job.rule == LambRule::exact ? 0 : count),
                     "rule ", rule, " of ", count, " weights does not go with ", gradients.size(), " gradients, ",
                     momenta.size(), " momenta, ", squares.size(), " squares and ", fresh.size(), " fresh ones");
-    STD_TORCH_CHECK(settings.is_cpu() && settings.scalar_type() == ScalarType::Float && settings.dim() == 2 &&
-                        settings.size(0) == int64_t(count) && settings.size(1) == LAMB_SETTINGS &&
-                        settings.is_contiguous(),
-                    "settings are not [", count, ", ", LAMB_SETTINGS, "] fp32 on the CPU");
+    check_settings(settings, count, LAMB_SETTINGS);
     STD_TORCH_CHECK(sums.scalar_type() == ScalarType::Float && sums.dim() == 3 && sums.size(0) == 3 &&
                         sums.size(1) == int64_t(count) && sums.is_contiguous(),
                     "sums are not [3, ", count, ", stretches] fp32");
@@ -284,19 +294,11 @@ void update_lamb_op(int64_t rule, const std::vector<Tensor> weights, const std::
     unsigned long long end = 0;
     for (size_t i = 0; i < count; ++i, row += LAMB_SETTINGS) {
         LambUpdated& each = job.of[job.count++];
-        on_device(weights[i], weights[0], "weights");
-        each.wide = true;
-        each.n = weights[i].numel();
-        each.weights = elements_of(weights[i], weights[i], each.wide, "weights");
-        each.gradient = elements_of(gradients[i], weights[i], each.wide, "gradients");
-        each.momentum = moments_of(momenta, i, weights[i], each.wide, "momenta");
-        each.square = moments_of(squares, i, weights[i], each.wide, "squares");
+        take_in(each, i, weights, gradients, momenta, squares, row, LAMB_SETTINGS);
         each.fresh = moments_of(fresh, i, weights[i], each.wide, "fresh ones");
-        each.dtype = dtype_of(weights[i], "weights"), each.gradient_dtype = dtype_of(gradients[i], "gradients");
         const long long stretches = (each.n + LAMB_STRETCH - 1) / LAMB_STRETCH;
         STD_TORCH_CHECK(stretches <= job.most, "sums have ", job.most, " stretches, too few for ", each.n, " elements");
         each.end = end += stretches;
-        for (int k = 0; k < LAMB_SETTINGS; ++k) each.settings[k] = row[k];
         if (job.count < LAMB_TOGETHER && i + 1 < count) continue;
         update_lamb(job, stream_of(weights[0], stream));
         job.sums += job.count * job.most, job.count = 0, end = 0;

@@ -18,7 +18,7 @@ def test_one_round_of_a_tiny_model(tmp_path: Path) -> None:
     try:
         with Lab(2):
             pass
-    except Unavailable as error:
+    except Unavailable as error:  # to count what crosses the bench needs interfaces, which only root may make
         pytest.skip(f"this machine has no network namespaces: {error}")
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--model", "tiny", "--ranks", "2", "--bandwidth", "unshaped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.netlab.labs import lab_of
@@ -35,7 +36,7 @@ def test_tables_compare_with_exact_sends() -> None:
     assert ours.split() == ["direct", "int4", "/", "int8", "2.2050", "+5.00%", "2.5250", "+1.00%"]
 
 
-def test_turns_count_what_crosses(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_turns_count_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "WIDTH", 64)
     monkeypatch.setattr(pipeline, "BATCH", 4)
     names = ("torch", "exact", "aq-sgd int4 / int8")

@@ -86,6 +86,7 @@ class Allocating:
 @ranks(2)
 def test_buffers_that_the_process_group_allocates() -> None:
     own_backend = dist.ProcessGroup._get_backend
+    # gloo has no allocator of its own: this one notes what it is asked for, and all else is gloo's.
     dist.ProcessGroup._get_backend = lambda group, device: Allocating(group, own_backend(group, device))  # type: ignore[method-assign]
     model, plain = twins(stack, separate_reduce_group=True)
     batches = [inputs(step=step) for step in range(2)]

@@ -167,6 +167,7 @@ def test_a_backend_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> N
     def body(store: dist.HashStore, rank: Any) -> None:
         comm = Communicator(rank, CPU)
         if comm.rank == 2:
+            # One rank alone is to fail, before it meets the others.
             comm.all_gather = no_device  # type: ignore[method-assign]
         _check_trial_exchange(comm, comm, None, refused_over_store(store, "trial", comm.rank, comm.world))
 
@@ -335,6 +336,7 @@ def test_what_one_rank_has_not_finite_no_rank_takes_for_finite(dtype: torch.dtyp
 
 def reduce_replicated(world: int, add: Any) -> None:
     """Every rank's replicated parameters and flags through one reduction, against float64."""
+    # Ranks are threads of one process here, which has no default group to ask for its store.
     replicated._get_default_store = new_store  # type: ignore[attr-defined]
     models = [yafsdp_cc.shard(nn.Sequential(nn.LayerNorm(7), nn.LayerNorm(33, bias=False))) for _ in range(world)]
     grads = drawn(world, world, 47)
@@ -520,6 +522,7 @@ def test_replicas_hear_of_a_wrong_sum_among_other_ranks() -> None:
 def test_a_wrong_sum_over_replicas_is_refused() -> None:
     mesh_of_replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     set_nccl_sums(ring)
+    # Leaves each replica its own summand, so that the sum over replicas is wrong, and no other.
     Communicator.all_reduce = lambda self, tensor, async_op: ()  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"a trial sum over replicas of torch\.float32 over 2 ranks"):
         yafsdp_cc.shard(nn.Linear(64, 64, bias=False), units=[nn.Linear], mesh=mesh_of_replicas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from yafsdp_cc.plan.activations import Activations, Block
+from yafsdp_cc.estimate import Activations, Block
 from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
