@@ -37,7 +37,7 @@ from yafsdp_cc.compression.error_feedback import Residual
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CODECS = ("onebit", "ternary", "int4", "int8", "fp8", "topk", "bf16", "fp32")
+CODECS = ("onebit", "ternary", "int2", "int3", "int4", "int6", "int8", "fp8", "topk", "bf16", "fp32")
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 MESSAGES = 4
 PLAIN = 16

@@ -28,8 +28,10 @@ CONFIG, SET = "YAFSDP_CC_CONFIG", "YAFSDP_CC_SET"
 """Environment variables for ``--config``, and for several ``--set`` with spaces between them."""
 
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
-Codec: TypeAlias = Literal["auto", "bf16", "fp32", "fp8", "int4", "int8", "onebit", "powersgd", "ternary", "topk"]
-WeightCodec: TypeAlias = Literal["int8", "fp8", "int4", "ternary", "onebit"]
+Codec: TypeAlias = Literal[
+    "auto", "bf16", "fp32", "fp8", "int2", "int3", "int4", "int6", "int8", "onebit", "powersgd", "ternary", "topk"
+]
+WeightCodec: TypeAlias = Literal["int8", "fp8", "int6", "int4", "int3", "int2", "ternary", "onebit"]
 Dtype: TypeAlias = Literal["fp32", "bf16", "fp16", "fp64"]
 Block: TypeAlias = Literal[64, 128, 256, 512, 1024, 2048, 4096]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
@@ -135,7 +137,7 @@ class CompressionFields:
     """
     weights: str | None = None
     """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
-    them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or another with
+    them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or any other with
     scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool = True
     """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
@@ -173,7 +175,8 @@ class CompressionSection(CompressionFields):
     weights: WeightCodec | None = None
     overrides: Mapping[str, Codec] = field(default_factory=dict)
     candidates: Annotated[
-        tuple[Literal["bf16", "fp8", "int4", "int8", "onebit", "ternary", "topk"], ...], Field(min_length=1)
+        tuple[Literal["bf16", "fp8", "int2", "int3", "int4", "int6", "int8", "onebit", "ternary", "topk"], ...],
+        Field(min_length=1),
     ] = ("int8", "int4")
 
 

@@ -119,7 +119,7 @@ struct Shape {
     int64_t n, block;
 
     Shape(int64_t codec, int64_t n, int64_t block) : codec(static_cast<Code>(codec)), n(n), block(block) {
-        require(codec >= 0 && codec <= static_cast<int64_t>(Code::topk), "there is no codec number ", codec);
+        require(codec >= 0 && codec <= static_cast<int64_t>(Code::int2), "there is no codec number ", codec);
         require(block >= 64 && block <= 4096 && (block & (block - 1)) == 0, "block=", block,
                 ": a block has a power of two of elements, from 64 to 4096");
         require(n > 0 && n % block == 0, "a message holds whole blocks of ", block, ", not ", n, " elements");
@@ -136,8 +136,14 @@ struct Shape {
             case Code::fp8:
             case Code::int8:
                 return scales + n;
+            case Code::int6:
+                return scales + n / 8 * 6;
             case Code::int4:
                 return scales + n / 2;
+            case Code::int3:
+                return scales + n / 8 * 3;
+            case Code::int2:
+                return scales + n / 4;
             case Code::ternary:
                 return scales + (n + 5 * block - 1) / (5 * block) * block;
             case Code::onebit:

@@ -82,7 +82,8 @@ void encode(const Tensor& gradients, const Tensor& message, int64_t codec, int64
         }
         check_residual(left, scales, from.rows, shape.n, block);
     }
-    const bool draws = shape.codec == Code::int8 || shape.codec == Code::int4 || shape.codec == Code::ternary;
+    const bool draws = shape.codec == Code::int8 || shape.codec == Code::int4 || shape.codec >= Code::int6 ||
+                       shape.codec == Code::ternary;
     const Level& kernels = level();
     std::unique_ptr<Scratch>* scratch = nullptr;
     if (shape.codec == Code::topk) {

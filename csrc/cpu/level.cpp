@@ -3,11 +3,11 @@
 
 #include "codecs/floats.h"
 #include "codecs/fp8.h"
-#include "codecs/int4.h"
-#include "codecs/int8.h"
+#include "codecs/odd.h"
 #include "codecs/onebit.h"
 #include "codecs/ternary.h"
 #include "codecs/topk.h"
+#include "codecs/whole.h"
 #include "lamb.h"
 #include "update.h"
 
@@ -36,13 +36,19 @@ inline void with(Code code, Visit visit) {
         case Code::fp8:
             return visit(FP8());
         case Code::int8:
-            return visit(Int8());
+            return visit(Whole<8>());
         case Code::int4:
-            return visit(Int4());
+            return visit(Whole<4>());
         case Code::ternary:
             return visit(Ternary());
         case Code::onebit:
             return visit(OneBit());
+        case Code::int6:
+            return visit(Whole<6>());
+        case Code::int3:
+            return visit(Odd<3>());
+        case Code::int2:
+            return visit(Odd<2>());
         case Code::topk:
             return;
     }

@@ -10,7 +10,7 @@ namespace yafsdp_cc::cpu {
 enum class Number : int { none, f32, bf16, f16, i8 };
 
 // As numbered in yafsdp_cc/compression/error_feedback.py.
-enum class Code : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk };
+enum class Code : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk, int6, int3, int2 };
 
 // Elements of a tile of topk.
 constexpr int64_t kTile = 65536;

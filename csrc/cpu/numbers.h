@@ -130,16 +130,19 @@ inline __attribute__((always_inline)) float block_sum(int64_t n, Term term) {
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-// Scale and inverse scale with which `largest` becomes `levels`; both 0 where the scale would be denormal.
+// A scale that is `share` of `size`, and its inverse; or with which `largest` becomes `levels`. Both are 0 where the
+// scale would be denormal.
 struct Step {
     float scale, inverse;
 };
 
-inline Step step_of(float largest, float levels) {
-    float scale = largest * (1.0f / levels);
+inline Step step_by_share(float size, float share) {
+    float scale = size * share;
     if (scale < kSmallest) scale = 0.0f;
     return {scale, scale > 0.0f ? 1.0f / scale : 0.0f};
 }
+
+inline Step step_of(float largest, float levels) { return step_by_share(largest, 1.0f / levels); }
 
 }  // namespace
 }  // namespace yafsdp_cc::cpu

@@ -14,8 +14,10 @@ from yafsdp_cc.compression import codecs  # noqa: F401 (codecs registers them)
 from yafsdp_cc.compression.codec import BLOCKS, Codec, Noise, block_sum, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 
-CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
-SCALED = ("fp8", "int8", "int4", "ternary", "onebit")
+CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit", "topk")
+SCALED = ("fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit")
+SUMMED = ("int3", "int2", "ternary", "onebit")
+"""Their scales are of mean magnitudes."""
 CPU = torch.device("cpu")
 
 
@@ -65,6 +67,38 @@ def test_int4_by_hand() -> None:
     assert message_of(codec_of("int4", 64), low + high) == (struct.pack("<f", 1.0) + payload).ljust(64, b"\0")
 
 
+def test_int6_by_hand() -> None:
+    """Element 1 is -31 = 0b100001, 33 is 17 = 0b010001, 18 is -2 = 0b111110."""
+    values = [0.0] * 64
+    values[1], values[33], values[18] = -31.0, 17.4, -1.6
+    low = [0] * 32
+    low[1], low[18] = 0x11, 0x0E
+    high = [0] * 16
+    high[1], high[2] = 0b10 | 0b01 << 4, 0b11 << 2
+    payload = bytes([*low, *high])
+    assert message_of(codec_of("int6", 64), values) == (struct.pack("<f", 1.0) + payload).ljust(64, b"\0")
+
+
+def test_int3_by_hand() -> None:
+    """Magnitudes are 8 on average, so the levels are the odd multiples of 2.936."""
+    values = [8.0, -8.0] * 32
+    values[0], values[9], values[17] = 24.0, 0.0, 0.0
+    scale = np.float32(8.0) * np.float32(0.367)
+    codes = [5, 2] * 32  # 2.936 · 3 is next to 8, and 2.936 · -3 to -8
+    codes[0], codes[9], codes[17] = 7, 4, 4
+    low = [sum((codes[16 * k + j] & 3) << 2 * k for k in range(4)) for j in range(16)]
+    high = [sum((codes[8 * k + j] >> 2) << k for k in range(8)) for j in range(8)]
+    expected = struct.pack("<f", scale) + bytes(low + high)
+    assert message_of(codec_of("int3", 64), values) == expected.ljust(64, b"\0")
+
+
+def test_int2_by_hand() -> None:
+    values = [1.0] * 64
+    values[0], values[16], values[32], values[48] = -2.0, -0.5, 0.5, 1.0
+    payload = bytes([0b10_10_01_00] + [0b10101010] * 15)
+    assert message_of(codec_of("int2", 64), values) == (struct.pack("<f", 0.624) + payload).ljust(64, b"\0")
+
+
 def test_fp8_by_hand() -> None:
     values = [448.0, -448.0, 1.0, 2.0**-6, 2.0**-9, 2.0**-11, 17.0, -19.0] + [0.0] * 56
     payload = bytes([0x7E, 0xFE, 0x38, 0x08, 0x01, 0x00, 0x58, 0xDA]) + bytes(56)
@@ -99,16 +133,25 @@ def test_floats_by_hand() -> None:
 def test_sizes() -> None:
     n = 1 << 20
     bits = {name: 8 * codec_of(name).message_bytes(n) / n for name in CODECS}
-    expected = {"fp32": 32, "bf16": 16, "fp8": 8.125, "int8": 8.125, "int4": 4.125, "ternary": 1.725, "onebit": 1.125}
-    for name, size in {**expected, "topk": 0.32}.items():
+    expected = {
+        "fp32": 32,
+        "bf16": 16,
+        "fp8": 8.125,
+        "int8": 8.125,
+        "int4": 4.125,
+        "int3": 3.125,
+        "ternary": 1.725,
+        "onebit": 1.125,
+    }
+    for name, size in {**expected, "int6": 6.125, "int2": 2.125, "topk": 0.32}.items():
         assert bits[name] == pytest.approx(size, rel=2e-3), name
     for name in CODECS:
         assert all(codec_of(name, block).message_bytes(block) % 64 == 0 for block in BLOCKS)
 
 
 def test_what_there_is_not() -> None:
-    with pytest.raises(ValueError, match="there is no codec 'int3', only bf16, fp32"):
-        codec_of("int3")
+    with pytest.raises(ValueError, match="there is no codec 'int7', only bf16, fp32"):
+        codec_of("int7")
     with pytest.raises(ValueError, match="block=100"):
         codec_of("int8", 100)
 
@@ -142,13 +185,35 @@ def test_random_numbers_are_those_of_the_hash() -> None:
 
 
 @pytest.mark.parametrize("block", [64, 1024])
-@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int6", 31), ("int4", 7)])
 def test_whole_steps(name: str, levels: int, block: int) -> None:
     values = drawn(3, 8 * block) * 1e-3
     exact = values.numpy().astype(np.float64).reshape(3, 8, block)
     scale = np.abs(exact).max(-1, keepdims=True) / levels
     away = np.abs(round_trip(codec_of(name, block), values).numpy().reshape(exact.shape) - exact)
     assert (away <= scale / 2 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize(("name", "share"), [("int3", 0.367), ("int2", 0.624)])
+def test_odd_levels(name: str, share: float) -> None:
+    values, codec, last = drawn(2, 1024), codec_of(name), 3 if name == "int2" else 7
+    counts = torch.tensor([[256, 3, 256, 1], [256, 256, 0, 200]], dtype=torch.int32)
+    values.unflatten(1, (-1, 256))[torch.arange(256) >= counts.unsqueeze(-1)] = 0
+    found = decoded(codec, encoded(codec, values, counts), 1024).numpy().reshape(2, 4, 256)
+    exact = values.numpy().astype(np.float64).reshape(2, 4, 256)
+    scales = share * np.abs(exact).sum(-1, keepdims=True) / np.maximum(counts.numpy(), 1)[..., None]
+    levels = scales[..., None] * np.arange(-last, last + 1, 2)
+    nearest = np.take_along_axis(levels, np.abs(levels - exact[..., None]).argmin(-1)[..., None], -1)[..., 0]
+    inside = np.arange(256) < counts.numpy()[..., None]
+    np.testing.assert_allclose(found[inside], nearest[inside], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "least"), [("int3", 0.03744), ("int2", 0.11885)])
+def test_odd_levels_lose_least_of_normal_numbers(name: str, least: float) -> None:
+    """Max (1960), table II: the distortion of the best evenly spaced levels."""
+    values = drawn(1, 1 << 20)
+    lost = (round_trip(codec_of(name, 4096), values) - values).square().mean()
+    assert lost.item() == pytest.approx(least, rel=5e-3)
 
 
 def test_fp8_is_finer_near_zero() -> None:
@@ -197,12 +262,15 @@ def test_topk_takes_the_largest(n: int) -> None:
             assert np.abs(truth[~chosen]).max() <= np.abs(truth[chosen]).min() * (1 + 2.0**-3)
 
 
-@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7), ("ternary", 1)])
-def test_drawn_codes_are_right_on_average(name: str, levels: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "levels"), [("int8", 127), ("int6", 31), ("int4", 7), ("int3", 3.5), ("int2", 1.5), ("ternary", 1)]
+)
+def test_drawn_codes_are_right_on_average(name: str, levels: float) -> None:
     values, codec, turns = drawn(1, 512), codec_of(name), 600
     total = sum(round_trip(codec, values, Noise(0x9E3779B9 * turn & 0xFFFFFFFF)).double() for turn in range(turns))
     steps = values.double().unflatten(1, (2, 256)).abs().amax(-1).div(levels).repeat_interleave(256, 1)
-    up = values / steps - (values / steps).floor()  # how often the next step is to be taken
+    above = values / steps - levels % 1  # the odd multiples of half a step lie half a step from zero
+    up = above - above.floor()  # how often the next step is to be taken
     away = total / turns - values
     assert bool((away.abs() <= 5 * steps * (up * (1 - up) / turns).sqrt() + 4 * steps / turns).all())
     assert away.sum().abs() <= 4 * (steps**2 * up * (1 - up) / turns).sum().sqrt()
@@ -244,9 +312,9 @@ def test_extremes_stay_finite(name: str) -> None:
         values = torch.full((1, 256), value)
         values[:, ::2] *= -1
         found = round_trip(codec, values)
-        if name not in ("onebit", "ternary") or value < 1e38:  # a sum of magnitudes may overflow: then it is NaN
+        if name not in SUMMED or value < 1e38:  # a sum of magnitudes may overflow: then it is NaN
             assert bool(found.isfinite().all()), value
-            assert bool((found.abs() <= value * 1.01).all()), value
+            assert bool((found.abs() <= value * 1.11).all()), value
 
 
 # Error feedback

@@ -18,7 +18,7 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
 CPU = torch.device("cpu")
-CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
+CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit", "topk")
 RESIDUALS = (None, torch.float32, torch.bfloat16, torch.int8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -271,7 +271,7 @@ def wrong_calls() -> list[tuple[str, str, dict[str, Any]]]:
         ("encode", r"2 rows of gradients and 1 messages", {"message": u8[:1]}),
         ("encode", r"message has to be uint8, .* not a tensor of int8", {"message": u8.view(torch.int8)}),
         ("encode", r"block=100", {"block": 100}),
-        ("encode", r"no codec number 8", {"codec": 8}),
+        ("encode", r"no codec number 11", {"codec": 11}),
         ("encode", r"counts has to be \[2, 1\], not \[2, 2\]", {"counts": torch.zeros(2, 2, dtype=torch.int32)}),
         ("encode", r"counts has to be int32", {"counts": torch.zeros(2, 1, dtype=torch.int64)}),
         ("encode", r"residual has to be \[2, 256\], not \[1, 256\]", {"residual": f32[:1]}),

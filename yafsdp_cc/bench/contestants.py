@@ -78,19 +78,23 @@ def _stages(**settings: Any) -> Contestant:
     return Contestant("stages", settings, baseline="exact")
 
 
-_LAZY: dict[str, Any] = {"backward": "powersgd", "error_feedback": True}
 PIPELINE = {
     "torch": Contestant("torch_stages", {}, baseline="exact"),
     "exact": _stages(),
     "direct int4 / int8": _stages(forward="int4", backward="int8"),
     "hadamard int4 / int8": _stages(forward="int4", backward="int8", hadamard=True),
     "aq-sgd int4 / int8": _stages(forward="int4", backward="int8", forward_delta=True),
-    "direct ternary / int4": _stages(forward="ternary", backward="int4"),
-    "hadamard ternary / int4": _stages(forward="ternary", backward="int4", hadamard=True),
-    "aq-sgd ternary / int4": _stages(forward="ternary", backward="int4", forward_delta=True),
+    "direct int3 / int6": _stages(forward="int3", backward="int6"),
+    "aq-sgd int3 / int6": _stages(forward="int3", backward="int6", forward_delta=True),
+    "direct int2 / int4": _stages(forward="int2", backward="int4"),
+    "hadamard int2 / int4": _stages(forward="int2", backward="int4", hadamard=True),
+    "aq-sgd int2 / int4": _stages(forward="int2", backward="int4", forward_delta=True),
+    "exact / int2": _stages(backward="int2"),
+    "exact / int2 lazy": _stages(backward="int2", error_feedback=True),
+    "exact / int2 lazy epilogue": _stages(backward="int2", error_feedback=True, epilogue_only=True),
     "exact / powersgd": _stages(backward="powersgd"),
-    "exact / powersgd lazy": _stages(**_LAZY),
-    "exact / powersgd lazy epilogue": _stages(**_LAZY, epilogue_only=True),
+    "exact / powersgd lazy": _stages(backward="powersgd", error_feedback=True),
+    "exact / powersgd lazy epilogue": _stages(backward="powersgd", error_feedback=True, epilogue_only=True),
 }
 """Contestants of the suite ``pipeline``: what is sent forward / backward."""
 

@@ -2,13 +2,16 @@
 
 A byte-level GPT of one block per stage trains under 1F1B. Contestants take turns in interleaved rounds, each at all
 bandwidths one after another, for the time and the bytes of a step in which every sample has been seen before. With
-``epochs``, each also learns a fixed set of samples by itself, on an unshaped network, from each of several seeds.
+``epochs``, each also fine-tunes a model of four blocks by itself, on an unshaped network, from each of several seeds:
+one that has learnt the standard library's source goes on with a fixed set of samples of torch.nn's.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 
 WIDTH, HEADS, LENGTH = 128, 4, 128
 SAMPLES, BATCH = 256, 16
+DEPTH, PRETRAINING_STEPS = 4, 800
+FINE_TUNING_RATE = 3e-4
+"""Of the first step of fine-tuning; it falls to a tenth, as half a cosine."""
 CPU = torch.device("cpu")
 
 
@@ -68,14 +74,12 @@ class Trainer:
 
     Args:
         windows: [samples, LENGTH + 1] bytes, the same on every rank.
-        depth: blocks of the whole model.
-        seed: of its weights.
+        model: of which every rank has the same, and trains its part.
     """
 
-    def __init__(self, contestant: Contestant, windows: Tensor, depth: int, seed: int = 0) -> None:
+    def __init__(self, contestant: Contestant, windows: Tensor, model: GPT) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(seed)
-        self._module = Part(GPT(WIDTH, depth, HEADS, LENGTH), rank, ranks)
+        self._module = Part(model, rank, ranks)
         self._windows = windows
         self._takes_ids = contestant.maker == "stages"
         if self._takes_ids:
@@ -88,7 +92,7 @@ class Trainer:
         self._schedule = Schedule1F1B(self.stage, 2 * ranks, loss_of)
         if self._takes_ids:
             prepare_schedule(self._schedule)
-        self.optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(self._module.parameters(), lr=FINE_TUNING_RATE, betas=(0.9, 0.95))
 
     def step(self, ids: Tensor) -> float:
         """Train on some of the samples; the mean loss on the last rank, 0 elsewhere."""
@@ -186,9 +190,9 @@ def _turns(
 ) -> dict[tuple[str, str], Turns]:
     """Return turns by bandwidth and contestant."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    windows = _windows()[: 2 * BATCH]
+    windows = data.spread_windows(data.read(None).train, 2 * BATCH, LENGTH, 0, 1)
     batches = torch.arange(len(windows), device="cpu").split(BATCH)
-    trainers = {name: Trainer(each, windows, ranks) for name, each in contestants.items()}
+    trainers = {name: Trainer(each, windows, _model(ranks, 0)) for name, each in contestants.items()}
     for trainer in trainers.values():
         for ids in batches:  # from here on no sample is new
             trainer.step(ids)
@@ -211,32 +215,55 @@ def _turns(
 def _learnt(lab: Lab, contestants: Mapping[str, Contestant], epochs: int, seeds: int) -> dict[str, Any]:
     """Return the losses of every contestant, by seed."""
     lab.set_bandwidth(UNSHAPED)
-    found: dict[str, Any] = {}
-    for name, contestant in contestants.items():
-        runs = [lab.run(_learn, contestant, epochs, seed, timeout=train.TIMEOUT)[-1] for seed in range(seeds)]
-        found[name] = {"by_epoch": [each[0] for each in runs], "held_out": [each[1] for each in runs]}
-        print(f"{name}: held-out loss {mean(found[name]['held_out']):.4f}", file=sys.stderr)
+    found: dict[str, Any] = {name: {"by_epoch": [], "held_out": []} for name in contestants}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(seeds):
+            lab.run(_pretrain, path := Path(folder, "model.pt"), seed, timeout=train.TIMEOUT)
+            for name, contestant in contestants.items():
+                by_epoch, held_out = lab.run(_fine_tune, contestant, path, epochs, seed, timeout=train.TIMEOUT)[-1]
+                found[name]["by_epoch"].append(by_epoch)
+                found[name]["held_out"].append(held_out)
+                print(f"seed {seed}, {name}: {by_epoch[-1]:.4f}, held-out {held_out:.4f}", file=sys.stderr)
     return found
 
 
-def _learn(contestant: Contestant, epochs: int, seed: int) -> tuple[list[float], float]:
+def _model(depth: int, seed: int) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(WIDTH, depth, HEADS, LENGTH)
+
+
+def _pretrain(path: Path, seed: int) -> None:
+    """Train a model on rank 0, which writes it to ``path``."""
+    if dist.get_rank():
+        return
+    model, text = _model(DEPTH, seed), data.read(None).train
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    for step in range(1, PRETRAINING_STEPS + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, PRETRAINING_STEPS)
+        batch = data.windows(text, torch.randint(len(text) - LENGTH - 1, (BATCH,), device="cpu"), LENGTH)
+        loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), path)
+
+
+def _fine_tune(contestant: Contestant, path: Path, epochs: int, seed: int) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and that on held-out text at the end, on the last rank."""
-    trainer = Trainer(contestant, _windows(), depth=4, seed=seed)
-    by_epoch, step, steps = [], 0, epochs * SAMPLES // BATCH
+    model, text = _model(DEPTH, seed), data.read(Path(nn.__file__).parent)
+    model.load_state_dict(torch.load(path))
+    trainer = Trainer(contestant, data.spread_windows(text.train, SAMPLES, LENGTH, 0, 1), model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        trainer.optimizer, epochs * SAMPLES // BATCH, FINE_TUNING_RATE / 10
+    )
+    by_epoch = []
     for epoch in range(epochs):
         draws = torch.Generator("cpu").manual_seed(1000 * seed + epoch)
         losses = []
         for ids in torch.randperm(SAMPLES, generator=draws, device="cpu").split(BATCH):
-            step += 1
-            trainer.optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
             losses.append(trainer.step(ids))
+            schedule.step()
         by_epoch.append(mean(losses))
-    held_out = data.spread_windows(data.read(None).held_out, 4 * BATCH, LENGTH, 0, 1)
-    return by_epoch, trainer.evaluate(held_out)
-
-
-def _windows() -> Tensor:
-    return data.spread_windows(data.read(None).train, SAMPLES, LENGTH, 0, 1)
+    return by_epoch, trainer.evaluate(data.spread_windows(text.held_out, 4 * BATCH, LENGTH, 0, 1))
 
 
 def timing_table(figures: Mapping[str, Any]) -> str:

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -230,6 +233,36 @@ def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and codes as they are to be sent: NaN and zeros where the scale is not finite."""
     bad = scale.isfinite().logical_not_()
     return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
+
+
+def split_bits(codes: Tensor, bits: int) -> Tensor:
+    """Return the lowest ``bits`` of ``codes`` [..., block] uint8 as [..., block · bits / 8] uint8.
+
+    They are cut into planes of 8, 4, 2 and 1 bits, as many of each as there is room for, the lowest first. A plane of w
+    bits has block · w / 8 bytes; in its byte j, bits w·k to w·k + w - 1 are those of element k · block · w / 8 + j.
+    """
+    planes = []
+    for low, width in _planes(bits):
+        pieces = (codes >> low & 2**width - 1).unflatten(-1, (8 // width, -1)).unbind(-2)
+        planes.append(reduce(or_, (piece << width * k for k, piece in enumerate(pieces))))
+    return torch.cat(planes, -1)
+
+
+def joined_bits(split: Tensor, bits: int) -> Tensor:
+    """Return the codes [..., block] uint8 that ``split_bits`` divided, with zeros in their upper bits."""
+    block = split.shape[-1] * 8 // bits
+    planes = split.split([block * width // 8 for _, width in _planes(bits)], -1)
+    codes = []
+    for (low, width), plane in zip(_planes(bits), planes, strict=True):
+        pieces = [plane >> width * k & 2**width - 1 for k in range(8 // width)]
+        codes.append(torch.cat(pieces, -1) << low)
+    return reduce(or_, codes)
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """Return the lowest bit and the width of each plane."""
+    widths = [width for width in (8, 4, 2, 1) if bits & width]
+    return list(zip(accumulate(widths, initial=0), widths, strict=False))
 
 
 def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | None = None) -> Tensor | None:

@@ -1,4 +1,4 @@
-// Scale and whole steps from -levels to levels: what int8, int4 and an int8 residual have in common.
+// Scale and whole steps from -levels to levels: what int8, int6, int4 and an int8 residual have in common.
 #pragma once
 
 #include "../blocks.h"
