@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import yafsdp_cc
+from tests import reference
 from tests.integrations.examples import EXAMPLES, as_launched
-from tests.pipelining.worlds import CPU, LENGTH, MICRO_BATCHES, WIDTH, parts
+from tests.pipelining.worlds import CPU, LENGTH, LOOPED, MICRO_BATCHES, V_SHAPED, WIDTH, parts
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc.pipelining import CompressedShardedStage, CompressedStage, prepare_schedule
 
@@ -78,29 +79,64 @@ def test_ranks_of_a_tensor_parallel_stage_stay_alike() -> None:
 def test_several_sharded_stages_on_a_rank() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
-    modules, whole = parts(4), nn.Sequential(*parts(4))
-    stages = [
-        CompressedShardedStage(
-            yafsdp_cc.shard(modules[index], units=[nn.Linear], mesh=mesh["data"]),
-            index,
-            4,
-            CPU,
-            group=mesh["pipeline"].get_group(),
-        )
-        for index in (place, place + 2)
-    ]
-    schedule = prepare_schedule(ScheduleInterleaved1F1B(stages, MICRO_BATCHES, F.mse_loss))
-    data = torch.randn(2, 8, LENGTH, WIDTH)
-    schedule.step(*([data[rank]] if place == 0 else []), target=data[rank].flip(-1) if place else None)
-    loss = sum(F.mse_loss(whole(each), each.flip(-1)) for each in data) / 2
-    assert isinstance(loss, torch.Tensor)
-    loss.backward()
-    for stage in stages:
-        pairs = zip(stage.submod.parameters(), whole[stage.stage_index].parameters(), strict=True)
-        for found, truth in pairs:
-            torch.testing.assert_close(found.grad.full_tensor(), truth.grad)
-    with pytest.raises(NotImplementedError, match="Use Schedule1F1B"):
-        prepare_schedule(ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, F.mse_loss))
+    data = torch.randn(2, 8, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    truth = reference.mean_gradients(nn.Sequential(*parts(4)), _loss, list(data))[1]
+    for kind in (*LOOPED, *V_SHAPED):
+        modules = parts(4)
+        stages = [
+            CompressedShardedStage(
+                yafsdp_cc.shard(modules[index], units=[nn.Linear], mesh=mesh["data"]),
+                index,
+                4,
+                CPU,
+                group=mesh["pipeline"].get_group(),
+            )
+            for index in (place, 3 - place if kind in V_SHAPED else place + 2)
+        ]
+        schedule = prepare_schedule(kind(stages, MICRO_BATCHES, F.mse_loss))
+        schedule.step(*([data[rank]] if place == 0 else []), target=data[rank].flip(-1))
+        for stage in stages:
+            reduced = yafsdp_cc.plan_of(stage.submod).communication
+            assert yafsdp_cc.counters_of(stage.submod).reduced_bytes == reduced.reduce + reduced.replicated
+            for name, parameter in stage.submod.named_parameters():
+                expected = truth[f"{stage.stage_index}.{name}"]
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected)
     plain = CompressedStage(modules[place], place, 2, CPU, group=mesh["pipeline"].get_group())
     with pytest.raises(TypeError, match=r"is sharded by yafsdp_cc: build it as CompressedShardedStage"):
         prepare_schedule(Schedule1F1B(plain, MICRO_BATCHES, F.mse_loss))
+    some = {"group": mesh["pipeline"].get_group(), "backward": "int4", "epilogue_only": True}
+    last = [CompressedShardedStage(each.submod, each.stage_index, 4, CPU, **some) for each in stages]
+    with pytest.raises(NotImplementedError, match=r"epilogue_only=True: ScheduleDualPipeV hides .* Use Schedule1F1B"):
+        prepare_schedule(kind(last, MICRO_BATCHES, F.mse_loss))
+
+
+def _loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(inputs), inputs.flip(-1))
+
+
+@ranks(8)
+def test_pipeline_shards_and_tensor_parallelism_together() -> None:
+    """Both directions in int8, gradients of weights too: the losses are near those of one process, and fall."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "data", "tensor"))
+    place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+    data = torch.randn(2, 8, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    part = parallelize_module(parts(2)[place], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    yafsdp_cc.shard(part, units=[nn.Linear], mesh=mesh["data"], compression="int8")
+    changes = {"forward": "int8", "backward": "int8", "forward_delta": True, "cache_samples": 8}
+    stage = CompressedShardedStage(part, place, 2, CPU, group=mesh["pipeline"].get_group(), **changes)
+    schedule = prepare_schedule(Schedule1F1B(stage, MICRO_BATCHES, F.mse_loss))
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
+    found = torch.zeros(4)
+    for step in range(4):
+        losses: list[torch.Tensor] = []
+        arguments = {"target": data[rank].flip(-1), "losses": losses} if place else {}
+        schedule.step(*([] if place else [data[rank]]), sample_ids=range(8), **arguments)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[step] = torch.stack(losses).mean() if place else 0.0
+    dist.all_reduce(found)
+    plain = nn.Sequential(*parts(2))
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses = reference.train(plain, adam, lambda _: reference.mean_gradients(plain, _loss, list(data)), 4, clip=1e9)
+    torch.testing.assert_close(found / 4, torch.tensor(losses), rtol=2e-3, atol=0.0)
+    assert losses[-1] < 0.95 * losses[0]

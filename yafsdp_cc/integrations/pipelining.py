@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.sharding import specs_below
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
 
 class ShardedStage(PipelineStage):
-    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded, with the same arguments.
+    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded; it takes no ``dw_builder``.
 
     Gradients of the micro-batches are kept unsharded and reduced once, in the last backward of a step; torch's own
-    stage would look for FSDP2's parameter groups instead. For schedules that do not split the backward, such as
-    ``ScheduleGPipe``, ``Schedule1F1B`` and ``ScheduleInterleaved1F1B``. Shard with ``reshard_after_forward=False`` to
-    gather weights once per step, too, and not for each micro-batch.
+    stage would look for FSDP2's parameter groups instead. Shard with ``reshard_after_forward=False`` to gather weights
+    once per step, too, and not for each micro-batch.
+
+    Zero-bubble schedules run, and gain nothing over the others: weights would have to be gathered for each part of a
+    backward that is split, so gradients of weights are computed with those of inputs.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, dw_builder=_nothing_left, **kwargs)
+        self._backwards = 0
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        self._backwards = 0
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], None]:
-        """The backward of one micro-batch, which reduces what has come together if it is the last of the step.
+        """The whole backward of one micro-batch, which reduces what has come together if it is the last of the step.
 
         Raises:
-            NotImplementedError: the schedule wants the gradients of inputs and of weights at different times.
             ValueError: the module is not sharded.
         """
-        if backward_type != "full":
-            raise NotImplementedError(
-                "a sharded stage cannot be run backward in two parts, for inputs and for weights, as zero-bubble "
-                "schedules do: its weights would have to be gathered twice. Use Schedule1F1B or ScheduleGPipe"
-            )
         require_state(self.submod)
+        # ``last_backward`` is of the gradients of weights, which a schedule may want later.
+        self._backwards += 1
         for spec in specs_below(self.submod):
-            spec.settings.reduces = last_backward
+            spec.settings.reduces = self._backwards == self.chunks
         return stage_backward(**bwd_kwargs), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -49,3 +60,8 @@ class ShardedStage(PipelineStage):
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None
+
+
+def _nothing_left() -> Callable[..., None]:
+    """Return what is to be done for the gradients of weights, which torch's stage then leaves to it: nothing more."""
+    return lambda: None

@@ -42,8 +42,8 @@ def prepare_schedule(schedule: S) -> S:
     Raises:
         TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the one for a module
             that is sharded or is not.
-        NotImplementedError: its backwards are split, and a stage is sharded; or nobody knows its actions, and
-            ``epilogue_only`` asks for them.
+        NotImplementedError: ``epilogue_only`` asks for the schedule's actions, and nobody knows them; or it splits
+            backwards, which stages that are sharded do not.
         ValueError: stages have different settings; on all ranks.
         RuntimeError: one of these was raised on another rank, or this version of torch has other schedules.
     """
@@ -142,11 +142,11 @@ def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
             "Use a schedule that has one, such as Schedule1F1B, or epilogue_only=False"
         )
     split = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in _actions(schedule))
-    if split and any(isinstance(stage, ShardedStage) for stage in stages):
+    if split and any(stage.compression.epilogue_only and isinstance(stage, ShardedStage) for stage in stages):
         return NotImplementedError(
-            f"{type(schedule).__name__} runs a backward in two parts, and a sharded stage cannot: its weights would "
-            "have to be gathered twice. Use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B, or stages that "
-            "are not sharded"
+            f"epilogue_only=True: {type(schedule).__name__} hides transfers behind gradients of weights, which a "
+            "sharded stage computes with those of its inputs. Use Schedule1F1B, ScheduleGPipe or "
+            "ScheduleInterleaved1F1B, or epilogue_only=False"
         )
     return None
 

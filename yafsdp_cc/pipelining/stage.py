@@ -369,6 +369,5 @@ class CompressedStage(PipelineStage):
 class CompressedShardedStage(CompressedStage, ShardedStage):
     """A ``CompressedStage`` for a module that ``yafsdp_cc.shard`` has sharded.
 
-    As ``integrations.pipelining.ShardedStage``, it reduces gradients once, in the last backward of a step. For
-    schedules that do not split the backward.
+    As ``integrations.pipelining.ShardedStage``, it reduces gradients once, in the last backward of a step.
     """
