@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 
 class ShardedStage(PipelineStage):
-    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded; it takes no ``dw_builder``.
+    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded, with the same arguments.
 
     Gradients of the micro-batches are kept unsharded and reduced once, in the last backward of a step; torch's own
     stage would look for FSDP2's parameter groups instead. Shard with ``reshard_after_forward=False`` to gather weights
     once per step, too, and not for each micro-batch.
 
     Zero-bubble schedules run, and gain nothing over the others: weights would have to be gathered for each part of a
-    backward that is split, so gradients of weights are computed with those of inputs.
+    backward that is split, so gradients of weights are computed with those of inputs, and ``dw_builder`` has no effect.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, dw_builder=_nothing_left, **kwargs)
+        super().__init__(*args, **kwargs)
+        self.dw_builder = _nothing_left
         self._backwards = 0
 
     def clear_runtime_states(self) -> None:
