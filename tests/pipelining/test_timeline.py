@@ -16,7 +16,17 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from tests.pipelining.worlds import CPU
 from tests.ranks import ranks
-from yafsdp_cc.pipelining import CompressedStage, StageSeconds, TiedEmbedding, prepare_schedule, stages_to_compress
+from yafsdp_cc.compression.autotune import LinkCost
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.pipelining import (
+    CompressedStage,
+    StageSeconds,
+    TiedEmbedding,
+    measure_reduces,
+    prepare_schedule,
+    reduces,
+    stages_to_compress,
+)
 from yafsdp_cc.pipelining.timeline import compute_ends
 
 
@@ -55,6 +65,33 @@ def test_the_stages_that_finish_last_are_compressed() -> None:
         ((2.0, 2.0, 2.0, 9.0), (1.0, 1.0, 1.0, 1.0), {0, 3}),
     ):
         assert stages_to_compress(order, seconds, exact, encoded) == expected
+
+
+@ranks(3)
+def test_what_reduces_take_by_the_link() -> None:
+    """A link whose speed is set: a reduce of n elements sends its two peers n / 3 each, in whole blocks."""
+    mesh = init_device_mesh("cpu", (3,))
+    numel, chunk = 900_000, 300_032
+    seen = {}
+    for per_byte in (1e-9, 1e-6):
+        reduces.measure_link = lambda context, message_bytes, per_byte=per_byte: LinkCost(0.25, per_byte)
+        seen[per_byte] = measure_reduces(mesh, numel, "int4")
+        assert seen[per_byte].exact == 0.25 + per_byte * 2 * 4 * chunk
+        sent = per_byte * 2 * codec_of("int4").message_bytes(chunk)
+        assert 0.25 + sent < seen[per_byte].encoded < 0.25 + sent + 1.0
+    assert seen[1e-6].encoded < seen[1e-6].exact
+    same = [None] * 3
+    dist.all_gather_object(same, seen)
+    assert same == [seen] * 3
+
+
+@ranks(2)
+def test_what_reduces_take_as_measured() -> None:
+    found = measure_reduces(init_device_mesh("cpu", (2,)), 100_000)
+    assert 0 < found.exact < 60
+    assert 0 < found.encoded < 60
+    with pytest.raises(ValueError, match="no codec 'int5'"):
+        measure_reduces(init_device_mesh("cpu", (2,)), 100_000, "int5")
 
 
 class Ends(nn.Module):

@@ -76,6 +76,8 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
 
     def exchange(size: int, repeats: int) -> float:
         """Return the best of three: other work of the machine can only slow one down."""
+        for name in (RECEIVED, SENT):
+            context.scratch.reserve(name, peers * size)
         received, sent = (
             context.scratch.take(name, peers * size, torch.uint8).view(peers, size) for name in (RECEIVED, SENT)
         )

@@ -1,0 +1,74 @@
+"""What the data-parallel sum of a stage's gradients takes, exact and encoded: what ``stages_to_compress`` is told."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from yafsdp_cc.compression.autotune import measure_link
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.compression.error_feedback import Residual, decode_sum, encode
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.layout import align
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_TRIAL = 1 << 20
+"""Elements that are encoded for the measurement, at most."""
+
+
+class ReduceSeconds(NamedTuple):
+    """How long a reduce-scatter of a stage's gradients takes, in seconds."""
+
+    exact: float
+    encoded: float
+
+
+@torch.no_grad()
+def measure_reduces(
+    mesh: DeviceMesh, numel: int, codec: str = "int8", dtype: torch.dtype = torch.float32
+) -> ReduceSeconds:
+    """Measure the link between data-parallel ranks, and what encoding costs; return what a reduce takes by both.
+
+    A collective of the ranks of ``mesh``, all of which get the same: the slowest one's. It sends about a megabyte.
+
+        reduce = measure_reduces(mesh["data"], sum(p.numel() for p in part.parameters()))
+        chosen = stages_to_compress(order, per_micro_batch, *reduce)
+
+    Args:
+        mesh: of the ranks that share the stage, one-dimensional.
+        numel: elements of the stage's gradients.
+        codec: of the messages. Its error feedback has a residual in bf16.
+        dtype: of gradients that are sent exactly.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    made, group = codec_of(codec), mesh.get_group()
+    device = torch.zeros(0, device=mesh.device_type).device
+    comm = Communicator(group, device)
+    if comm.world == 1:
+        return ReduceSeconds(0.0, 0.0)
+    peers, chunk = comm.world - 1, align(-(-numel // comm.world), BLOCK)
+    link = measure_link(CommContext(comm, ScratchBuffers(device), lambda kind, name: None), chunk * dtype.itemsize)
+    part = min(chunk, max(_TRIAL // peers // BLOCK, 1) * BLOCK)
+    gradients = torch.zeros(peers, part, dtype=dtype, device=device)
+    messages = torch.zeros(peers, made.message_bytes(part), dtype=torch.uint8, device=device)
+    residual = Residual.zeros(peers, part, torch.bfloat16, BLOCK, device)
+    total = torch.zeros(part, device=device)
+    synchronize = torch.get_device_module(device).synchronize
+    work = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
+    for _ in range(3):  # other work of the machine can only slow one down
+        synchronize(device)
+        start = time.perf_counter()
+        encode(made, gradients, messages, residual=residual)
+        decode_sum(made, messages, part, gradients[0], 0, total)
+        synchronize(device)
+        work.clamp_(max=time.perf_counter() - start)
+    dist.all_reduce(work, dist.ReduceOp.MAX, group=group)
+    encoded = link.latency + link.per_byte * peers * made.message_bytes(chunk) + float(work) * chunk / part
+    return ReduceSeconds(link.latency + link.per_byte * peers * chunk * dtype.itemsize, encoded)
