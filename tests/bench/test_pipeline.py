@@ -37,8 +37,8 @@ def test_tables_compare_with_exact_sends() -> None:
 
 
 def test_turns_count_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "WIDTH", 64)
-    monkeypatch.setattr(pipeline, "BATCH", 4)
+    monkeypatch.setattr(pipeline, "TIMED_WIDTH", 64)
+    monkeypatch.setattr(pipeline, "TIMED_BATCH", 4)
     names = ("torch", "exact", "aq-sgd int4 / int8")
     with lab_of(ranks=2) as lab:
         figures = pipeline._timed(lab, {name: PIPELINE[name] for name in names}, ["50mbit", "unshaped"], 1, 1)

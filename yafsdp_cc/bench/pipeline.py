@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEADS, LENGTH = 128, 4, 128
 SAMPLES, BATCH = 256, 16
+TIMED_WIDTH, TIMED_BATCH = 32, 128
+"""Of steps that are timed: so narrow a model sends as much for what it computes as a wide one does from a GPU."""
 DEPTH, PRETRAINING_STEPS = 4, 800
 FINE_TUNING_RATE = 3e-4
 """Of the first step of fine-tuning; it falls to a tenth, as half a cosine."""
@@ -190,9 +192,9 @@ def _turns(
 ) -> dict[tuple[str, str], Turns]:
     """Return turns by bandwidth and contestant."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    windows = data.spread_windows(data.read(None).train, 2 * BATCH, LENGTH, 0, 1)
-    batches = torch.arange(len(windows), device="cpu").split(BATCH)
-    trainers = {name: Trainer(each, windows, _model(ranks, 0)) for name, each in contestants.items()}
+    windows = data.spread_windows(data.read(None).train, 2 * TIMED_BATCH, LENGTH, 0, 1)
+    batches = torch.arange(len(windows), device="cpu").split(TIMED_BATCH)
+    trainers = {name: Trainer(each, windows, _model(TIMED_WIDTH, ranks, 0)) for name, each in contestants.items()}
     for trainer in trainers.values():
         for ids in batches:  # from here on no sample is new
             trainer.step(ids)
@@ -227,16 +229,16 @@ def _learnt(lab: Lab, contestants: Mapping[str, Contestant], epochs: int, seeds:
     return found
 
 
-def _model(depth: int, seed: int) -> GPT:
+def _model(width: int, depth: int, seed: int) -> GPT:
     torch.manual_seed(seed)
-    return GPT(WIDTH, depth, HEADS, LENGTH)
+    return GPT(width, depth, HEADS, LENGTH)
 
 
 def _pretrain(path: Path, seed: int) -> None:
     """Train a model on rank 0, which writes it to ``path``."""
     if dist.get_rank():
         return
-    model, text = _model(DEPTH, seed), data.read(None).train
+    model, text = _model(WIDTH, DEPTH, seed), data.read(None).train
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in range(1, PRETRAINING_STEPS + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, PRETRAINING_STEPS)
@@ -249,7 +251,7 @@ def _pretrain(path: Path, seed: int) -> None:
 
 def _fine_tune(contestant: Contestant, path: Path, epochs: int, seed: int) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and that on held-out text at the end, on the last rank."""
-    model, text = _model(DEPTH, seed), data.read(Path(nn.__file__).parent)
+    model, text = _model(WIDTH, DEPTH, seed), data.read(Path(nn.__file__).parent)
     model.load_state_dict(torch.load(path))
     trainer = Trainer(contestant, data.spread_windows(text.train, SAMPLES, LENGTH, 0, 1), model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
