@@ -234,10 +234,8 @@ def _model(width: int, depth: int, seed: int) -> GPT:
     return GPT(width, depth, HEADS, LENGTH)
 
 
-def _pretrain(path: Path, seed: int) -> None:
-    """Train a model on rank 0, which writes it to ``path``."""
-    if dist.get_rank():
-        return
+def pretrained(seed: int) -> GPT:
+    """Return a model that has learnt the standard library's source for some minutes."""
     model, text = _model(WIDTH, DEPTH, seed), data.read(None).train
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in range(1, PRETRAINING_STEPS + 1):
@@ -246,7 +244,13 @@ def _pretrain(path: Path, seed: int) -> None:
         loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.save(model.state_dict(), path)
+    return model
+
+
+def _pretrain(path: Path, seed: int) -> None:
+    """Write a pretrained model to ``path``, on rank 0."""
+    if dist.get_rank() == 0:
+        torch.save(pretrained(seed).state_dict(), path)
 
 
 def _fine_tune(contestant: Contestant, path: Path, epochs: int, seed: int) -> tuple[list[float], float]:
