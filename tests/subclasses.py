@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+T = TypeVar("T", bound=Tensor)
 aten = torch.ops.aten
 _KEEP_CLASS = {
     *(aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor, aten.copy_.default, aten.view.default),
@@ -18,13 +20,19 @@ _KEEP_CLASS = {
 FLOAT8 = torch.float8_e4m3fn
 
 
+def _wrapper(kind: type[T], like: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> T:
+    made: Any = Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), dtype=dtype, device=device or like.device
+    )
+    return cast("T", made)
+
+
 class Unsharded8(Tensor):
     """Float8 values and their scale, as the forward sees a weight: [m, n], with the dtype of the forward."""
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Unsharded8:
-        made = Tensor._make_wrapper_subclass(cls, data.size(), strides=data.stride(), dtype=dtype, device=data.device)
-        return made  # type: ignore[return-value]
+        return _wrapper(cls, data, dtype)
 
     def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         self.values, self.scale = data, scale
@@ -54,10 +62,7 @@ class Float8Weight(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Float8Weight:
-        made = Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
-        )
-        return made  # type: ignore[return-value]
+        return _wrapper(cls, data, data.dtype)
 
     def __init__(self, data: Tensor) -> None:
         self.master = data
@@ -93,28 +98,73 @@ class Float8Weight(Tensor):
 
 
 class RowScaledWeight(Float8Weight):
-    """The same with a scale for each row, by the second generation of the extension's signature."""
+    """The same with a scale for each row, gathered too, and a plain weight in memory of its own for the forward.
 
-    seen: list[Any]
+    By the second generation of the extension's signature.
+    """
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        assert (outer_stride, type(module), mp_policy.output_dtype) == ((outer_size[1], 1), nn.Linear, None)
+        scale = row_scale(self.master)
+        return ((self.master / scale).to(FLOAT8), scale), outer_size[0]
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], rows: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        values, scale = outputs
+        whole = (values.float() * scale).to(dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole[:rows])
+            return None
+        return whole, (whole,)
+
+
+class PaddedWeight(Float8Weight):
+    """One that pads its shard as FSDP2 asks of it where the ranks do not divide the rows."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         rows = -(-outer_size[0] // mesh.size())
-        master = nn.functional.pad(self.master, (0, 0, 0, rows - self.size(0)))  # FSDP2 asks for padding
-        scale = master.abs().amax(1, keepdim=True).float().clamp(1e-12) / torch.finfo(FLOAT8).max
-        return ((master / scale).to(FLOAT8), scale), (outer_size, outer_stride, module, mp_policy)
+        (values,), scale = super().fsdp_pre_all_gather(mesh)
+        padded = values.new_zeros(rows, outer_size[1])
+        padded[: values.size(0)] = values
+        return (padded,), scale
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        values, scale = outputs
-        size = metadata[0]
-        whole = (values.float() * scale).to(dtype)[: size[0]]  # in memory of its own
-        if out is not None:
-            out.copy_(whole)
-            return None
-        return whole, (whole,)
+
+def tensor_scale(weight: Tensor) -> Tensor:
+    """Return the scale of a ``Float8Weight``."""
+    return weight.abs().amax().float().clamp(1e-12) / torch.finfo(FLOAT8).max
+
+
+def row_scale(weight: Tensor) -> Tensor:
+    """Return the scales of a ``RowScaledWeight``, [rows, 1]."""
+    return weight.abs().amax(1, keepdim=True).float().clamp(1e-12) / torch.finfo(FLOAT8).max
+
+
+class _Rounded(torch.autograd.Function):
+    """A weight in the precision of float8; its gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
+        scale = scale_of(weight)
+        return ((weight / scale).to(FLOAT8).float() * scale).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class RoundedLinear(nn.Linear):
+    """What one process computes with such a weight, without any tensor subclass."""
+
+    scale_of: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, _Rounded.apply(self.weight, self.scale_of), self.bias)
 
 
 class Codes(Tensor):
@@ -122,8 +172,7 @@ class Codes(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, levels: Tensor, size: Any) -> Codes:
-        made = Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32, device=codes.device)
-        return made  # type: ignore[return-value]
+        return _wrapper(cls, torch.empty(size, device="meta"), torch.float32, codes.device)
 
     def __init__(self, codes: Tensor, scales: Tensor, levels: Tensor, size: Any) -> None:
         self.codes, self.scales, self.levels = codes, scales, levels

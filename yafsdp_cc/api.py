@@ -651,10 +651,10 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
                     f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
                     "fully_shard([one, other])"
                 )
-            known = found.get(owned.parameter)
+            known = found.get(owned.held)
             sites = (*known.sites, *owned.sites) if known is not None else owned.sites
             name = known.name if known is not None else owned.name
-            found[owned.parameter] = OwnedParameter(name, owned.parameter, tuple(dict.fromkeys(sites)))
+            found[owned.held] = OwnedParameter(name, owned.parameter, tuple(dict.fromkeys(sites)))
     return list(found.values())
 
 

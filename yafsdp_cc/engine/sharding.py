@@ -43,7 +43,7 @@ from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
-from yafsdp_cc.plan.subclasses import original_of, subclass_of
+from yafsdp_cc.plan.subclasses import subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -459,7 +459,9 @@ def _flat_param(
         spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, is_matrix=is_matrix)
         param = _fsdp_param(spec, each, extent)
         param.span = layout.owned(extent, rank)
+        held = each.held
         _replace(param, chunk, whole)
+        mark_replaced(held, spec)  # the optimizer that was made from it is refused
         params.append(param)
     compute = policy.param_dtype or dtype if dtype.is_floating_point else dtype
     reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
@@ -500,6 +502,3 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
         whole._local_tensor = whole._local_tensor.new_empty(0)
     else:
         whole.data = whole.new_empty(0)
-    for each in (whole, original_of(whole)):
-        if each is not None:
-            mark_replaced(each, param.spec)

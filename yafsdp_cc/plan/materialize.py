@@ -39,7 +39,7 @@ def materialize(
         _fill(module, name, model, device, initialize)
     for each in owned:
         if each.parameter.is_meta:
-            leave_meta(each.parameter)
+            leave_meta(each.parameter, each.held)
     return bool(owners)
 
 

@@ -29,6 +29,14 @@ class OwnedParameter:
     sites: tuple[tuple[nn.Module, str], ...]
 
     @property
+    def held(self) -> nn.Parameter:
+        """What the modules hold; another one than ``parameter`` where it is of a tensor subclass."""
+        module, attribute = self.sites[0]
+        held = module._parameters[attribute]
+        assert held is not None
+        return held
+
+    @property
     def numel(self) -> int:
         return present(self.parameter).numel()
 

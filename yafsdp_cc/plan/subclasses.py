@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,8 +135,6 @@ class TensorSubclass:
     size: torch.Size
     """The parameter's shape, and its strides."""
     stride: tuple[int, ...]
-    original: weakref.ref[nn.Parameter]
-    """The parameter as the model had it."""
 
     def restore(self, whole: Tensor) -> Tensor:
         """Return a tensor of the class that shares memory with ``whole``, the plain parameter's elements."""
@@ -180,21 +176,11 @@ def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
 SUBCLASS = "_yafsdp_cc_subclass"
 """Attribute of plain parameters that stand for those of a subclass: its ``TensorSubclass``."""
 
-_plain_of = WeakTensorKeyDictionary()
-"""For parameters of subclasses, the places of their tensors in memory when they were taken apart, and what stands for
-them since: tied ones that are found by several walks over the model are one parameter."""
-
 
 def subclass_of(parameter: Tensor) -> TensorSubclass | None:
     """Return what ``parameter`` was before it became a plain one; None for all others."""
     found: TensorSubclass | None = parameter.__dict__.get(SUBCLASS)
     return found
-
-
-def original_of(plain: nn.Parameter) -> nn.Parameter | None:
-    """Return the parameter that a plain one stands for, as long as somebody holds it; None for all others."""
-    subclass = subclass_of(plain)
-    return None if subclass is None else subclass.original()
 
 
 def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -210,10 +196,6 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     if type(parameter) in PLAIN or is_dtensor or isinstance(parameter, nn.parameter.UninitializedParameter):
         return parameter
     form, extends = Form.of(parameter), _extends_all_gather(name, parameter)
-    known = _plain_of.get(parameter)
-    if known is not None and form is not None and known[0] == _state_of(form, parameter):
-        plain: nn.Parameter = known[1]
-        return plain
     if form is None:
         raise ValueError(
             f"{_described(name, parameter)}, whose class has no __tensor_flatten__ that would tell what it is made of: "
@@ -237,17 +219,14 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
     if not form.names:
         plain.__dict__.update(vars(parameter))
-    plain.__dict__[SUBCLASS] = TensorSubclass(
-        form, extends, layout, parameter.size(), parameter.stride(), weakref.ref(parameter)
-    )
-    _plain_of[parameter] = _state_of(form, parameter), plain
+    plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, layout, parameter.size(), parameter.stride())
     return plain
 
 
-def leave_meta(plain: nn.Parameter) -> None:
-    """Let a plain parameter on the meta device have the memory of what it stands for, which has left that since."""
-    subclass, original = subclass_of(plain), original_of(plain)
-    if subclass is None or original is None or original.is_meta:
+def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
+    """Let a plain parameter on the meta device have the memory of ``original``, whose place it takes."""
+    subclass = subclass_of(plain)
+    if subclass is None or original.is_meta:
         return
     fresh = nn.Parameter(subclass.form.parts(original)[0].detach(), requires_grad=plain.requires_grad)
     fresh.__dict__.update(vars(plain))
@@ -319,10 +298,3 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
 
 def _shares(value: object, data: Tensor) -> bool:
     return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-
-
-def _state_of(form: Form, parameter: nn.Parameter) -> list[tuple[Any, ...]]:
-    """Return what changes when the parameter's tensors are replaced by others."""
-    parts = form.parts(parameter)
-    found: list[tuple[Any, ...]] = [(part.device, part.data_ptr(), tuple(part.shape), part.dtype) for part in parts]
-    return [*found, (parameter.requires_grad,)]
