@@ -429,7 +429,7 @@ def _flat_params(
         reduced = None if replicates else (parameter.requires_grad, is_matrix, plan.collectives.flat_key(each.name))
         subclass = subclass_of(parameter)
         alone = subclass if subclass is not None and subclass.extends_all_gather else None
-        alike[parameter.dtype, parameter.is_meta, reduced, alone].append(each)
+        alike[parameter.dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
     return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
 
 
@@ -463,7 +463,8 @@ def _flat_param(
         _replace(param, chunk, whole)
         mark_replaced(held, spec)  # the optimizer that was made from it is refused
         params.append(param)
-    compute = policy.param_dtype or dtype if dtype.is_floating_point else dtype
+    is_cast = dtype.is_floating_point and type(params[0]) is not SubclassParam  # those are bytes, whatever their dtype
+    compute = policy.param_dtype or dtype if is_cast else dtype
     reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
     if extension is not None:
         make, compute = cast("Callable[..., Part]", partial(ExtensionFlatParam, extension)), torch.uint8

@@ -29,8 +29,6 @@ PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
 _ALIGNMENT = 64
 """Bytes: a multiple of it is where each tensor of a frozen parameter begins among its bytes."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes that no mixed precision casts, by their size in bytes."""
 
 
 class Part(NamedTuple):
@@ -269,7 +267,7 @@ def _cannot_be_trained(name: str, parameter: nn.Parameter, form: Form, extends: 
 
 
 def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, tuple[Part, ...]]:
-    """Return the elements of a frozen parameter in a dtype that nobody casts, and what lies where in their bytes."""
+    """Return what is sharded of a frozen parameter, never cast, and what lies where in its bytes."""
     if any(part.is_meta for part in parts):
         raise ValueError(
             f"{_described(name, parameter)} on the meta device, which has no quantisation to tell what its bytes "
@@ -280,19 +278,17 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
             f"{_described(name, parameter)} that keeps its own elements once more, in attribute {kept!r}, so that "
             f"sharding would free nothing: {_REMEDY}"
         )
-    if len(parts) == 1 and parts[0].dim() and parts[0].itemsize in _BITS:
+    if len(parts) == 1:
         values = parts[0].contiguous()
-        return values.view(_BITS[values.itemsize]), (Part.of("", 0, values),)
+        return values, (Part.of("", 0, values),)
     layout = []
     end = 0
-    for attribute, part in zip(form.names or ("",), parts, strict=True):
+    for attribute, part in zip(form.names, parts, strict=True):
         layout.append(Part(attribute, end, tuple(part.shape), part.contiguous().stride(), part.dtype))
         end += -(-layout[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(layout, parts, strict=True):
-        moved = place.within(data).copy_(part)
-        if place.name:
-            setattr(parameter, place.name, moved)  # so that the memory it was in before is free
+        setattr(parameter, place.name, place.within(data).copy_(part))  # so that what it was in before is free
     return data, tuple(layout)
 
 
