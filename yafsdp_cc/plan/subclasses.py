@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -171,6 +172,17 @@ def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
         yield from _tensors_of(vars(value), seen)
 
 
+def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
+    """Yield what the class of ``parameter`` shows as properties, beyond those of every tensor."""
+    for kind in type(parameter).__mro__:
+        if kind in (nn.Parameter, Tensor):
+            return
+        for name, value in vars(kind).items():
+            if isinstance(value, property):
+                with suppress(AttributeError):
+                    yield name, getattr(parameter, name)
+
+
 SUBCLASS = "_yafsdp_cc_subclass"
 """Attribute of plain parameters that stand for those of a subclass: its ``TensorSubclass``."""
 
@@ -215,8 +227,8 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         extends = False
         values, layout = _bytes_of(name, parameter, form, parts)
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
-    if not form.names:
-        plain.__dict__.update(vars(parameter))
+    if not form.names:  # state dicts have what it shows beside its elements: torch finds that by name
+        plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
     plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, layout, parameter.size(), parameter.stride())
     return plain
 
