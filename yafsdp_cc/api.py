@@ -33,7 +33,8 @@ from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
-from yafsdp_cc.engine.layout import check_tensor_parallel, local_tensor
+from yafsdp_cc.engine.extensions import check_subclasses
+from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.loading import patch_torch
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
@@ -57,6 +58,7 @@ from yafsdp_cc.engine.sharding import (
     shard_parameters,
     spec_of,
     specs_below,
+    values_of,
 )
 from yafsdp_cc.plan import Division, OwnedParameter, Ownership, Plan, Units, assign_owners, find_units
 from yafsdp_cc.plan.materialize import materialize, place_buffers
@@ -98,6 +100,11 @@ class _Arguments(NamedTuple):
     keeps_after_forward: bool
     secondary_ranks: int
     ignored: frozenset[nn.Parameter]
+
+    def check_subclasses(self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = ()) -> None:
+        """Raise a ``ValueError`` where a parameter of a tensor subclass, or one to lie ``whole``, cannot be sharded."""
+        compresses, offloads = self.compression is not None, self.host is not None
+        check_subclasses(owned, self.info, compresses=compresses, offloads=offloads, whole=whole)
 
     def plan(
         self,
@@ -285,6 +292,7 @@ def shard(
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
         owners = assign_owners(division, ownership, given.info.shard_group.size())
         keeps = given.keeps_after_forward or zero_stage < 3
+        given.check_subclasses(owned, owners)
         for unit in division.units:
             if unit.modules != (model,):
                 given.collectives.check_group(unit.name, keeps)
@@ -396,6 +404,7 @@ def fully_shard(
         check_shardable(owned)
         check_tensor_parallel(owned, mesh)
         check_no_hooks(owned)
+        given.check_subclasses(owned)
         if shard_placement_fn is not None:
             for one in owned:
                 _check_placement(one, shard_placement_fn(one.parameter))
@@ -642,10 +651,10 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
                     f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
                     "fully_shard([one, other])"
                 )
-            known = found.get(owned.parameter)
+            known = found.get(owned.held)
             sites = (*known.sites, *owned.sites) if known is not None else owned.sites
             name = known.name if known is not None else owned.name
-            found[owned.parameter] = OwnedParameter(name, owned.parameter, tuple(dict.fromkeys(sites)))
+            found[owned.held] = OwnedParameter(name, owned.parameter, tuple(dict.fromkeys(sites)))
     return list(found.values())
 
 
@@ -688,7 +697,7 @@ def _preparation(
             for each in owned:
                 if not isinstance(each.parameter, DTensor):
                     each.parameter.data = each.parameter.data.to(info.device)
-            broadcast_values([local_tensor(each.parameter) for each in owned], info.mesh)
+            broadcast_values([tensor for each in owned for tensor in values_of(each.parameter)], info.mesh)
         elif fresh:
             check_equal(owned, all_groups(info.mesh), values=True)
 

@@ -164,7 +164,7 @@ class SecondaryAllGather(AllGather):
         self.inner = inner
         self._flat = flat
         self._comm = Communicator(neighbours, device)
-        self._shard = torch.empty(flat.layout.numel // self._comm.world, dtype=flat.compute_dtype, device=device)
+        self._shard = torch.empty(flat.unsharded_numel // self._comm.world, dtype=flat.compute_dtype, device=device)
         self._version: int | None = None
         """Of the weights that the secondary shard was taken from."""
         self._starting = -1
@@ -189,7 +189,7 @@ class SecondaryAllGather(AllGather):
 
     def secondary_bytes(self) -> int:
         """Return the bytes that this rank sends where the weights come from the secondary shards."""
-        return self._comm.peer_bytes(self._flat.layout.numel * self._flat.compute_dtype.itemsize)
+        return self._comm.peer_bytes(self._flat.unsharded_numel * self._flat.compute_dtype.itemsize)
 
     def memory(self) -> Mapping[str, int]:
         return {**self.inner.memory(), "secondary shard": self._shard.nbytes}

@@ -46,6 +46,14 @@ def shard_rank(mesh: DeviceMesh) -> int:
     return rank
 
 
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dimension that parameters are sharded across, as a mesh; with replicas, its dimensions have names."""
+    if mesh.ndim == 1:
+        return mesh
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the shard group, then the replicate group if there is one: a collective over each reaches all ranks."""
     replicas = replicate_group(mesh)

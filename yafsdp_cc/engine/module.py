@@ -23,10 +23,12 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
+from yafsdp_cc.engine.extensions import in_class_of
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
+from yafsdp_cc.plan.subclasses import SUBCLASS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _UNDO = "_yafsdp_cc_undo"
 """Attribute of sharded modules: what takes back what was done to them."""
-_OURS = ("_local_tensor", "shard_spec", "_is_param")
+_OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 """What the ``__dict__`` of a sharded parameter holds beside the notes of users and frameworks."""
 
 
@@ -463,7 +465,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
         param: _unsharded_parameter(param, values) for param, values in whole_params_by_group(state, everywhere=True)
     }
     for param, whole in wholes.items():
-        param.set_parameter(whole)
+        param.set_parameter(in_class_of(param, whole))
     try:
         yield
     finally:
@@ -606,7 +608,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
         plain = _unsharded_parameter(param, whole, device)
         plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})
-        param.set_parameter(plain)
+        param.set_parameter(in_class_of(param, plain))
     for module in list(model.modules()):
         if isinstance(module, ShardedModule):
             make_plain(module)

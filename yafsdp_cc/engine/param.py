@@ -309,6 +309,16 @@ class FlatParam:
         """Bytes of shard and gradient in host memory, beside the device."""
         return 0
 
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of ``compute_dtype`` that it takes in a weight buffer."""
+        return self.layout.numel
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Return the parameters in a buffer of weights or gradients, each in its own shape."""
+        extents = [param.extent for param in self.params]
+        return [whole.narrow(0, extent.offset, extent.numel).view(extent.shape) for extent in extents]
+
     def use_sharded(self, sharded: Tensor) -> None:
         """Take ``sharded`` for this rank's chunk."""
         self.sharded = sharded
@@ -351,7 +361,7 @@ class FlatParam:
 
 
 def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:
-    weights = [flat.layout.numel * flat.compute_dtype.itemsize for flat in flats]
+    weights = [flat.unsharded_numel * flat.compute_dtype.itemsize for flat in flats]
     return [*weights, *(flat.all_gather.scratch_bytes() for flat in flats)]
 
 
@@ -363,15 +373,6 @@ def unsharded_bytes(flats: Sequence[FlatParam]) -> int:
 def unsharded_grad_bytes(flats: Iterable[FlatParam]) -> int:
     """Return the bytes of a buffer for the gradients of ``flats``."""
     return offsets_of([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])[1]
-
-
-def _views(flats: Sequence[FlatParam], unsharded: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters in flat buffers, each in its own shape."""
-    return [
-        buffer.narrow(0, param.extent.offset, param.extent.numel).view(param.extent.shape)
-        for flat, buffer in zip(flats, unsharded, strict=True)
-        for param in flat.params
-    ]
 
 
 class UnshardedParams:
@@ -387,7 +388,7 @@ class UnshardedParams:
         sizes = _weight_sizes(flats)
         offsets, _ = offsets_of(sizes)
         places = zip(offsets[: len(flats)], flats, strict=True)
-        self.flat = [buffer.view(start, flat.layout.numel, flat.compute_dtype) for start, flat in places]
+        self.flat = [buffer.view(start, flat.unsharded_numel, flat.compute_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""
         self.scratch = [
             buffer.view(offset, size, torch.uint8) if size else None
@@ -396,7 +397,7 @@ class UnshardedParams:
         """Of each one's all-gather."""
         self._aliases = [whole.data for whole in self.flat]
         self._versions = [alias._version for alias in self._aliases]
-        self.views = _views(flats, self._aliases)
+        self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
         # For ops run again during the backward: leaves that want a gradient where the parameter did.
         self.leaves = [view.detach() for view in self.views]
 
@@ -417,7 +418,7 @@ class UnshardedGrads:
         places = zip(offsets, flats, strict=True)
         self.flat = [buffer.view(start, flat.layout.numel, flat.reduce_dtype) for start, flat in places]
         """[world * chunk] of each ``FlatParam``."""
-        self.views = _views(flats, self.flat)
+        self.views = [view for flat, whole in zip(flats, self.flat, strict=True) for view in flat.views(whole)]
         self._padding = [
             whole.narrow(0, start, end - start)
             for flat, whole in zip(flats, self.flat, strict=True)

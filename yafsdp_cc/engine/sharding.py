@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,30 @@ from yafsdp_cc.engine.dtensor import (
     mark_replaced,
     take_grads_of_autograd,
 )
+from yafsdp_cc.engine.extensions import (
+    Extension,
+    ExtensionAllGather,
+    ExtensionFlatParam,
+    ExtensionParam,
+    SubclassParam,
+    row_layout,
+)
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
-from yafsdp_cc.engine.mesh import all_gather_objects, checksum, table_of_ranks
+from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
+from yafsdp_cc.plan.subclasses import subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from yafsdp_cc.engine.layout import Extent
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.offload import HostMemory
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
@@ -77,7 +87,7 @@ class Collectives:
 
     def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
         """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
-        return ExactAllGather(flat)
+        return ExtensionAllGather(flat) if isinstance(flat, ExtensionFlatParam) else ExactAllGather(flat)
 
     def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
         """Make the reduce-scatter of ``flat``; ``has_replicas`` if its sums are then summed over replicas."""
@@ -312,6 +322,16 @@ class _Line(NamedTuple):
         return f"{self.description}, checksum {self.checksum & 0xFFFFFFFF:08x}"
 
 
+def _checksum(parameter: nn.Parameter) -> int:
+    return sum(checksum(tensor) * (1 + 2 * place) for place, tensor in enumerate(values_of(parameter))) & (2**64 - 1)
+
+
+def values_of(parameter: nn.Parameter) -> list[Tensor]:
+    """Return all tensors that ranks must have alike: what this rank holds, and the metadata of a tensor subclass."""
+    subclass = subclass_of(parameter)
+    return [local_tensor(parameter), *(() if subclass is None else subclass.metadata())]
+
+
 @torch.no_grad()
 def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGroup], *, values: bool) -> None:
     """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
@@ -323,7 +343,9 @@ def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGr
     for each in owned:
         parameter, kind = each.parameter, "trainable" if each.parameter.requires_grad else "frozen"
         text = f"'{each.name}' {list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}, {kind}"
-        elements = checksum(local_tensor(parameter)) if values and not parameter.is_meta else 0
+        if (subclass := subclass_of(parameter)) is not None:
+            text += f", a {subclass.name}"
+        elements = _checksum(parameter) if values and not parameter.is_meta else 0
         lines.append(_Line(each.name, text, elements))
     digest = hashlib.sha256("\n".join(map(repr, lines)).encode()).digest()
     if len(set(all_gather_objects(digest, across))) == 1:
@@ -405,7 +427,9 @@ def _flat_params(
     for each in owned if replicates else sorted(owned, key=lambda each: plan.owners.get(each, 0)):
         parameter, is_matrix = each.parameter, each in plan.owners
         reduced = None if replicates else (parameter.requires_grad, is_matrix, plan.collectives.flat_key(each.name))
-        alike[parameter.dtype, parameter.is_meta, reduced].append(each)
+        subclass = subclass_of(parameter)
+        alone = subclass if subclass is not None and subclass.extends_all_gather else None
+        alike[parameter.dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
     return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
 
 
@@ -417,7 +441,11 @@ def _flat_param(
     if replicates:
         world, rank, alignment = 1, 0, VECTOR
     owners = [] if replicates else [plan.owners[each] for each in owned if each in plan.owners]
-    layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment, owners)
+    extension = _extension_of(owned[0], plan)
+    if extension is None:
+        layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment, owners)
+    else:
+        layout = row_layout(owned[0].parameter.shape, world)
     dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
     if plan.host is not None and not is_meta:
         chunk = plan.host.zeros(layout.chunks[rank], dtype)
@@ -429,13 +457,36 @@ def _flat_param(
         parallel = TensorParallel.of(whole) if isinstance(whole, DTensor) else None
         is_matrix = each in plan.owners
         spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, is_matrix=is_matrix)
-        param = FSDPParam(spec, each.sites, extent)
+        param = _fsdp_param(spec, each, extent)
         param.span = layout.owned(extent, rank)
+        held = each.held
         _replace(param, chunk, whole)
+        mark_replaced(held, spec)  # the optimizer that was made from it is refused
         params.append(param)
-    compute = policy.param_dtype or dtype if dtype.is_floating_point else dtype
+    is_cast = dtype.is_floating_point and type(params[0]) is not SubclassParam  # those are bytes, whatever their dtype
+    compute = policy.param_dtype or dtype if is_cast else dtype
     reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
+    if extension is not None:
+        make, compute = cast("Callable[..., Part]", partial(ExtensionFlatParam, extension)), torch.uint8
     return make(params, layout, rank, chunk, compute, reduce, divisor, info.device)
+
+
+def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None:
+    """Return what the all-gather extension of a parameter is called with; None where it has none."""
+    subclass, parameter = subclass_of(owned.parameter), owned.parameter
+    if subclass is None or not subclass.extends_all_gather:
+        return None
+    return Extension(
+        subclass, shard_mesh(plan.info.mesh), owned.sites[0][0], plan.policy, plan.policy.param_dtype or parameter.dtype
+    )
+
+
+def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPParam:
+    subclass = subclass_of(owned.parameter)
+    if subclass is None:
+        return FSDPParam(spec, owned.sites, extent)
+    kind = ExtensionParam if subclass.extends_all_gather else SubclassParam
+    return kind(subclass, spec, owned.sites, extent)
 
 
 @torch.no_grad()
@@ -452,4 +503,3 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
         whole._local_tensor = whole._local_tensor.new_empty(0)
     else:
         whole.data = whole.new_empty(0)
-    mark_replaced(whole, param.spec)

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.plan.subclasses import leave_meta
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from yafsdp_cc.plan import OwnedParameter
 
 
 @torch.no_grad()
 def materialize(
-    owned: Iterable[OwnedParameter],
+    owned: Sequence[OwnedParameter],
     model: nn.Module,
     device: torch.device,
     initialize: Callable[[nn.Module], Any] | None,
@@ -35,6 +37,9 @@ def materialize(
                 fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
         _fill(module, name, model, device, initialize)
+    for each in owned:
+        if each.parameter.is_meta:
+            leave_meta(each.parameter, each.held)
     return bool(owners)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from yafsdp_cc.plan.subclasses import PLAIN, plain_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -28,12 +29,17 @@ class OwnedParameter:
     sites: tuple[tuple[nn.Module, str], ...]
 
     @property
+    def held(self) -> nn.Parameter:
+        """What the modules hold; another one than ``parameter`` where it is of a tensor subclass."""
+        module, attribute = self.sites[0]
+        held = module._parameters[attribute]
+        assert held is not None
+        return held
+
+    @property
     def numel(self) -> int:
         return present(self.parameter).numel()
 
-
-_PLAIN = (nn.Parameter, Tensor, FakeTensor)
-"""What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
 
 Paths = Mapping[OwnedParameter, tuple[Path, ...]]
 """Every way to an owner of each parameter."""
@@ -57,7 +63,13 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[
 
 
 def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Paths:
-    """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners."""
+    """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners.
+
+    One of a tensor subclass is returned as the plain parameter that is sharded in its place (``plan.subclasses``).
+
+    Raises:
+        ValueError: one is of a tensor subclass that cannot be sharded.
+    """
     skipped = {id(parameter) for parameter in ignored}
     names: dict[nn.Parameter, str] = {}
     paths: defaultdict[nn.Parameter, list[Path]] = defaultdict(list)
@@ -68,7 +80,9 @@ def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) ->
                 names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
                 paths[parameter].append(path)
                 sites[parameter][path[-1], attribute] = None
-    return {OwnedParameter(name, p, tuple(sites[p])): tuple(paths[p]) for p, name in names.items()}
+    return {
+        OwnedParameter(name, plain_parameter(name, p), tuple(sites[p])): tuple(paths[p]) for p, name in names.items()
+    }
 
 
 def total(owned: Iterable[OwnedParameter]) -> int:
@@ -89,11 +103,11 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         parameter = owned.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{owned.name!r} has no shape yet (a lazy module): run one forward pass before sharding")
-        if (kind := type(present(parameter))) not in _PLAIN:
+        if (kind := type(present(parameter))) not in PLAIN:
             raise ValueError(
-                f"{owned.name!r} is a {kind.__module__}.{kind.__qualname__}, and a forward of a sharded model sees "
-                "plain tensors: quantise or wrap weights in the forward, or pass this one in ignored_params, which "
-                "leaves it whole on every rank"
+                f"{owned.name!r} is a DTensor around a {kind.__module__}.{kind.__qualname__}: parameters of tensor "
+                "subclasses are sharded where tensor parallelism has not divided them before. Leave it out of "
+                "parallelize_module, or pass it in ignored_params"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(

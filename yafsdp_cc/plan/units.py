@@ -32,6 +32,7 @@ from yafsdp_cc.plan.parameters import (
     total,
     walk,
 )
+from yafsdp_cc.plan.subclasses import subclass_of
 
 Role = Literal["block", "edge", "root"]
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
@@ -94,6 +95,8 @@ def find_units(model: nn.Module, units: Units = "auto", ignored: Collection[nn.P
 
 def is_small(parameter: nn.Parameter) -> bool:
     """Return whether the parameter is replicated rather than sharded in a unit."""
+    if subclass_of(parameter) is not None:
+        return False
     numel = present(parameter).numel()
     return numel < SMALL or (parameter.ndim <= 1 and numel <= SMALL_VECTOR)
 

@@ -1,0 +1,131 @@
+"""torchao: float8 weights are gathered in float8, NF4 weights once; and its own 8-bit optimizers on a rank's shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+import yafsdp_cc
+from tests.ranks import ranks
+from tests.twins import numbers, square, trains_on, whole
+
+pytest.importorskip("torchao", reason="torchao is not installed (extra 'frameworks')")
+
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.prototype.moe_training.config import KernelPreference, MXFP8TrainingOpConfig
+from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
+from torchao.quantization import NF4Tensor
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def linears(width: int, count: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def float8(width: int, *, gathers: bool = True) -> nn.Module:
+    """Linear layers that compute in float8, whose weights are gathered in float8 as well."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=True)
+    return convert_to_float8_training(linears(width), config=config)
+
+
+def mxfp8(width: int) -> nn.Module:
+    """Linear layers that compute in MXFP8; torchao gathers their weights in the dtype of the forward."""
+    config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
+    model = linears(width)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(MXFP8TrainingWeightWrapperTensor(module.weight.detach(), config))
+            module.bias = None  # which torchao 0.18 leaves out of an MXFP8 product
+    return model
+
+
+def trained(apply: Any, model: Any, policy: MixedPrecisionPolicy, width: int) -> list[Tensor]:
+    """The weights after three steps of AdamW, sharded bottom-up by ``apply``."""
+    for block in model:
+        apply(block, mp_policy=policy)
+    apply(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        square(model, numbers(32, width, seed=10 * step + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wholes = [parameter.full_tensor().detach() for parameter in model.parameters()]
+    return [getattr(each, "_tensor", getattr(each, "_data", each)) for each in wholes]
+
+
+@ranks(2)
+def test_float8_and_mxfp8_train_as_with_fsdp2() -> None:
+    for build, policies in ((float8, (BF16, MixedPrecisionPolicy())), (mxfp8, (BF16,))):
+        for policy in policies:
+            ours = trained(yafsdp_cc.fully_shard, build(64), policy, 64)
+            theirs = trained(fsdp2, build(64), policy, 64)
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), (build, policy)
+
+
+@ranks(2)
+def test_float8_rows_that_the_ranks_do_not_divide() -> None:
+    """Where FSDP2 aborts: to the bit what one process computes."""
+    model, plain = yafsdp_cc.shard(float8(49), units=[nn.Sequential]), float8(49, gathers=False)
+    trains_on(model, plain, square, [[numbers(16, 49, seed=2 * step + rank) for rank in range(2)] for step in range(3)])
+
+
+@ranks(2)
+def test_float8_gathers_half_of_the_bytes_of_bf16() -> None:
+    sent = {}
+    for build in (float8, linears):
+        model = yafsdp_cc.shard(build(256), units=[nn.Sequential], mp_policy=BF16)
+        square(model, numbers(16, 256)).backward()
+        sent[build] = yafsdp_cc.counters_of(model).gathered_bytes
+    assert sent[float8] <= 0.51 * sent[linears], sent
+
+
+class LowRank(nn.Module):
+    """A frozen NF4 layer with an adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False)
+        weight = NF4Tensor.from_tensor(self.base.weight.detach(), 64, 256)
+        self.base.weight = nn.Parameter(weight, requires_grad=False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+@ranks(2)
+def test_adapters_of_nf4_weights_train_as_in_one_process() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(LowRank(128) for _ in range(3)))
+
+    model, plain = yafsdp_cc.shard(build(), units=[LowRank], reshard_after_forward=False), build()
+    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0) for each in (model, plain)]
+    sent = [0]
+    for step in range(3):
+        batches = [numbers(8, 128, seed=10 * step + rank) for rank in range(2)]
+        square(model, batches[dist.get_rank()]).backward()
+        torch.stack([square(plain, each) for each in batches]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        sent.append(yafsdp_cc.counters_of(model).gathered_bytes)
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(whole(model.get_parameter(name).detach()), parameter, rtol=1e-6, atol=1e-7)
+    alone = build()
+    ignored = [layer.base.weight for layer in alone]
+    yafsdp_cc.shard(alone, units=[LowRank], ignored_params=ignored, reshard_after_forward=False)
+    square(alone, numbers(8, 128)).backward()
+    adapters = yafsdp_cc.counters_of(alone).gathered_bytes
+    assert sent[3] - sent[2] == sent[2] - sent[1] == adapters < sent[1]
+    with yafsdp_cc.whole_parameters(model):
+        assert torch.equal(model[0].base.weight.get_original_weight(), plain[0].base.weight.get_original_weight())

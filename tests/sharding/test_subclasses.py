@@ -1,0 +1,314 @@
+"""Parameters of tensor subclasses: FSDP2's all-gather extension, and frozen bytes with a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+import yafsdp_cc
+from tests.models import WIDTH, Checkpointed, Mlp
+from tests.ranks import ranks
+from tests.subclasses import (
+    Codes,
+    Float8Weight,
+    LowRank,
+    PackedBytes,
+    PaddedWeight,
+    RoundedLinear,
+    RowScaledWeight,
+    row_scale,
+    tensor_scale,
+)
+from tests.twins import inputs, mine, numbers, refusal, same_weights, seeded, sgd, square, trains_on, whole
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def extended(model: nn.Module, kind: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Have the weights of all linear layers be of a tensor subclass."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(kind(module.weight.detach()))
+    return model
+
+
+def rounded(model: nn.Module, scale_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Have all linear layers compute with rounded weights, in one process."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = RoundedLinear
+            module.scale_of = scale_of
+    return model
+
+
+def by_blocks(apply: Callable[..., Any], model: Any, **options: Any) -> Any:
+    """Apply ``fully_shard``, ours or torch's, bottom-up."""
+    for block in model.blocks:
+        apply(block, **options)
+    return apply(model, **options)
+
+
+# All-gather extensions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_extensions_train_as_one_process_does(world: int) -> None:
+    """To the bit, also where FSDP2 raises or hangs: rows that the ranks do not divide, weights kept in few ranks."""
+    cases: list[tuple[Any, Any, int, dict[str, Any]]] = [
+        (Float8Weight, tensor_scale, WIDTH, {}),
+        (Float8Weight, tensor_scale, 33, {"reshard_after_forward": False}),
+        (RowScaledWeight, row_scale, 33, {}),
+        (RowScaledWeight, row_scale, 3, {}),  # of four ranks, one has no rows
+        (PaddedWeight, tensor_scale, 38, {"reshard_after_forward": world // 2}),
+    ]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        cases.append((Float8Weight, tensor_scale, WIDTH, {"mesh": mesh}))
+        cases.append((RowScaledWeight, row_scale, 33, {"reshard_after_forward": 2}))
+    for kind, scale_of, width, options in cases:
+        for build in (Mlp, Checkpointed) if width == WIDTH else (Mlp,):
+            model = by_blocks(yafsdp_cc.fully_shard, extended(seeded(partial(build, width=width)), kind), **options)
+            plain = rounded(seeded(partial(build, width=width)), scale_of)
+            batches = [[numbers(3, width, seed=10 * step + rank) for rank in range(world)] for step in range(2)]
+            trains_on(model, plain, square, batches, within=1e-6 if "mesh" in options else 0.0)
+            assert yafsdp_cc.counters_of(model).overflow_buffers == 0
+
+
+@ranks(2)
+def test_extensions_train_as_fsdp2_does() -> None:
+    for kind, width in ((Float8Weight, WIDTH), (RowScaledWeight, WIDTH), (PaddedWeight, 33)):
+        for policy in (MixedPrecisionPolicy(), BF16):
+            found = []
+            for apply in (yafsdp_cc.fully_shard, fsdp2):
+                model = seeded(partial(Mlp, width=width))
+                model.leave = nn.Linear(width, width)  # rows that the ranks divide, except where the class pads
+                by_blocks(apply, extended(model, kind), mp_policy=policy)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                for step in range(3):
+                    square(model, numbers(3, width, seed=10 * step + dist.get_rank())).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                values = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+                found.append({name: getattr(value, "master", value) for name, value in values.items()})
+            assert all(torch.equal(value, found[1][name]) for name, value in found[0].items()), (kind, policy)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_what_the_extension_makes_is_gathered(world: int) -> None:
+    """Float8 and no scales: half of the bytes of bf16, and what plan and counters tell is what is sent."""
+    sent = {}
+    for name, convert in {"float8": partial(extended, kind=Float8Weight), "bf16": lambda model: model}.items():
+        model = convert(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))))
+        yafsdp_cc.shard(model, units=[nn.Linear], mp_policy=BF16)
+        for _ in range(2):
+            before = yafsdp_cc.counters_of(model).gathered_bytes
+            square(model, numbers(2, 256)).backward()
+            sgd(model)[0].step()
+        sent[name] = yafsdp_cc.counters_of(model).gathered_bytes - before
+        communication = yafsdp_cc.plan_of(model).communication
+        planned = communication.gather_forward + communication.gather_backward
+        assert sent[name] == planned, name
+    assert sent["float8"] <= 0.51 * sent["bf16"], sent
+
+
+@ranks(2)
+def test_micro_batches_and_evaluation() -> None:
+    model = yafsdp_cc.shard(extended(seeded(Mlp), Float8Weight))
+    plain = rounded(seeded(Mlp), tensor_scale)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        square(model, mine(inputs(step=step))).backward()
+        for each in inputs(step=step):
+            (square(plain, each) / 2).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(numbers(2, WIDTH)), plain(numbers(2, WIDTH)))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(numbers(2, WIDTH)), plain(numbers(2, WIDTH)))
+    with yafsdp_cc.whole_parameters(model):
+        assert type(model.enter.weight) is Float8Weight
+        assert torch.equal(model.enter.weight.master, plain.enter.weight)
+    yafsdp_cc.unshard_model(model)
+    assert type(model.enter.weight) is Float8Weight
+    assert isinstance(model.enter.weight, nn.Parameter)
+    assert torch.equal(model.enter.weight.master, plain.enter.weight)
+
+
+@ranks(2)
+def test_extensions_from_the_meta_device() -> None:
+    """By to_empty and reset_parameters, as FSDP2's; by ``shard`` alone; and by a state dict that is assigned."""
+    plain = rounded(seeded(Mlp), tensor_scale)
+    with torch.device("meta"):
+        model = extended(Mlp(width=33), Float8Weight)
+    by_blocks(yafsdp_cc.fully_shard, model).to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    square(model, numbers(2, 33)).backward()
+    assert all(parameter.grad.full_tensor().isfinite().all() for parameter in model.parameters())
+    with torch.device("meta"):
+        model = extended(Mlp(), Float8Weight)
+    yafsdp_cc.shard(model)
+    model.load_state_dict(plain.state_dict())
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+    with torch.device("meta"):
+        model = extended(Mlp(), Float8Weight)
+    by_blocks(yafsdp_cc.fully_shard, model).load_state_dict(plain.state_dict(), assign=True)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_extensions_in_checkpoints(world: int, tmp_path: Path) -> None:
+    """Weights, optimizer state, and norms of gradients are those of the weights that are trained, fp32."""
+    build = partial(Mlp, width=33)
+    plain = rounded(seeded(build), tensor_scale)
+    model = yafsdp_cc.shard(extended(seeded(build), Float8Weight))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+
+    def step(seed: int, *pairs: Any) -> None:
+        for net, optimizer in pairs:
+            batches = [numbers(3, 33, seed=seed + rank) for rank in range(world)]
+            if net is plain:
+                torch.stack([square(net, each) for each in batches]).mean().backward()
+            else:
+                square(net, mine(batches)).backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    norms: list[Tensor] = []
+    step(0, *zip((model, plain), optimizers, strict=True))
+    torch.testing.assert_close(norms[0], norms[1])
+    yafsdp_cc.save(tmp_path / "state", model, optimizers[0])
+    full = yafsdp_cc.full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert all(type(value) is Tensor and value.dtype == torch.float32 for value in full.values())
+    again = yafsdp_cc.shard(extended(build(), Float8Weight))
+    resumed = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    yafsdp_cc.load(tmp_path / "state", again, resumed)
+    step(100, (model, optimizers[0]), (again, resumed))
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(whole(one.detach()), whole(other.detach())), name
+    if dist.get_rank() == 0:
+        plain.load_state_dict(full)
+    third = by_blocks(yafsdp_cc.fully_shard, extended(build(), Float8Weight))
+    set_model_state_dict(third, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(again, get_model_state_dict(third))
+    third.load_state_dict(again.state_dict())
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.data, 0)
+    same_weights(third, plain)
+
+
+# Frozen bytes --------------------------------------------------------------------------------------------------------
+
+QUANTISED: dict[str, Callable[[Tensor], Any]] = {
+    "several tensors": lambda weight: nn.Parameter(Codes.of(weight), requires_grad=False),
+    "bytes": lambda weight: PackedBytes.of(weight, torch.int8),
+    "bytes stored as bf16": lambda weight: PackedBytes.of(weight, torch.bfloat16),
+}
+
+
+def adapted(quantise: Callable[[Tensor], Any], width: int = 64) -> nn.Module:
+    """Four frozen layers with adapters that are trained."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(LowRank(quantise(torch.randn(width, width) / 8), width) for _ in range(4)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_adapters_of_quantised_weights_train_as_in_one_process(world: int) -> None:
+    for quantise in QUANTISED.values():
+        for options in ({}, {"mp_policy": BF16}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+            model = adapted(quantise)
+            yafsdp_cc.shard(model, units=[LowRank], **options)
+            plain = adapted(quantise)
+            if "mp_policy" in options:  # the bytes are no weights that would be cast
+                with torch.no_grad():
+                    found, truth = model(numbers(2, 64)), plain.bfloat16()(numbers(2, 64).bfloat16())
+                torch.testing.assert_close(found, truth, rtol=0.02, atol=0.02)
+                continue
+            optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 1.0) for m in (model, plain)]
+            sent = []
+            for step in range(3):
+                batches = [numbers(3, 64, seed=10 * step + rank) for rank in range(world)]
+                before = yafsdp_cc.counters_of(model).gathered_bytes
+                square(model, mine(batches)).backward()
+                sent.append(yafsdp_cc.counters_of(model).gathered_bytes - before)
+                torch.stack([square(plain, each) for each in batches]).mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, parameter in plain.named_parameters():
+                if parameter.requires_grad:
+                    found = whole(model.get_parameter(name).detach())
+                    torch.testing.assert_close(found, parameter, rtol=1e-6, atol=1e-7)
+            if options.get("reshard_after_forward") is False:
+                alone = adapted(quantise)
+                yafsdp_cc.shard(alone, units=[LowRank], ignored_params=[layer.base for layer in alone], **options)
+                square(alone, numbers(3, 64)).backward()
+                assert sent[0] > sent[1] == sent[2] == yafsdp_cc.counters_of(alone).gathered_bytes
+
+
+@ranks(2)
+def test_quantised_weights_outside_of_forwards(tmp_path: Path) -> None:
+    for name, quantise in QUANTISED.items():
+        model, plain = yafsdp_cc.shard(adapted(quantise), units=[LowRank]), adapted(quantise)
+        held = model[0].base
+        assert held.to_local().nbytes < plain[0].base.whole().nbytes // 4
+        assert (held.dtype.is_floating_point, held.requires_grad) == (False, False)
+        yafsdp_cc.save(tmp_path / name, model)
+        with torch.no_grad():
+            held.zero_()
+            assert (model(numbers(2, 64)) - plain(numbers(2, 64))).abs().max() > 0.01
+        yafsdp_cc.load(tmp_path / name, model)
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))
+        with yafsdp_cc.whole_parameters(model):
+            assert type(model[0].base) is type(plain[0].base)
+            assert torch.equal(model[0].base.whole(), plain[0].base.whole())
+        yafsdp_cc.unshard_model(model)
+        assert type(model[0].base) is type(plain[0].base)
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))
+
+
+@ranks(2)
+def test_quantised_weights_of_the_first_rank() -> None:
+    """``sync_module_states`` takes bytes and their metadata; without it ranks must have the same of both."""
+    for quantise in QUANTISED.values():
+        model, plain = adapted(quantise), adapted(quantise)
+        if dist.get_rank():
+            with torch.no_grad():
+                for tensor in _metadata(model[1].base):
+                    tensor.add_(1)
+        assert "differ" in refusal(partial(yafsdp_cc.shard, model, units=[LowRank]))
+        assert type(model[1].base) is type(plain[1].base)
+        yafsdp_cc.shard(model, units=[LowRank], sync_module_states=True)
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))
+
+
+def _metadata(base: Any) -> list[Tensor]:
+    return [base.scales] if isinstance(base, Codes) else [base.state.scales]
+
+
+@ranks(2)
+def test_quantised_weights_in_host_memory() -> None:
+    for quantise in QUANTISED.values():
+        model, plain = adapted(quantise), adapted(quantise)
+        yafsdp_cc.shard(model, units=[LowRank], offload_policy=CPUOffloadPolicy())
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))

@@ -1,0 +1,354 @@
+"""Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
+
+What is sharded is a plain tensor (``plan.subclasses``); what a forward sees is a tensor of the subclass around views of
+the weight buffer. A frozen parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an
+all-gather extension has a ``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the
+weight buffer holds what it makes of them:
+
+    sharded, fp32      | rows 0, 1 of w | rows 2, 3      | row 4, zeros   |      FSDP2's shards along dimension 0
+                         fsdp_pre_all_gather, on each rank
+    all-gather         | fp8 of rank 0  | fp8 of rank 1  | fp8 of rank 2  | scales of ranks 0, 1, 2 |
+                         fsdp_post_all_gather
+    weight buffer      | those, and what else the unsharded tensor is made of |
+    gradient buffer    | gradient of w, in the dtype of reduces, and padding  |  reduced like any other
+
+All tensors that the unsharded one is made of lie in the weight buffer, so that what autograd saves of them is there
+again when the buffer is refilled for the backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_cc.engine.layout import Extent, Layout, align
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.protocols import AllGather
+from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, subclass_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from yafsdp_cc.engine.communicator import Works
+    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.plan import OwnedParameter
+
+_ALIGNMENT = 64
+"""Bytes: a multiple of it is where each tensor begins in a weight buffer."""
+
+
+def check_subclasses(
+    owned: Sequence[OwnedParameter],
+    info: MeshInfo,
+    *,
+    compresses: bool,
+    offloads: bool,
+    whole: Collection[OwnedParameter] = (),
+) -> None:
+    """Check that parameters of tensor subclasses can be sharded as asked.
+
+    Args:
+        owned: what is to be sharded.
+        info: across which ranks.
+        compresses: whether weights or gradients are to be encoded.
+        offloads: whether shards are to be in host memory.
+        whole: those that are to lie whole on one rank.
+
+    Raises:
+        ValueError: one of them cannot.
+    """
+    for each in owned:
+        subclass = subclass_of(each.parameter)
+        if subclass is None:
+            continue
+        described = f"'{each.name}' is a {subclass.name}"
+        if each in whole:
+            raise ValueError(f"{described}, and ownership would have it whole on one rank: name other parameters there")
+        if not each.parameter.is_meta and each.parameter.device.type != info.device.type:
+            raise ValueError(
+                f"{described} on {each.parameter.device}, to be sharded across {info.mesh}: move the model first, "
+                f"model.to('{info.device.type}')"
+            )
+        if not subclass.extends_all_gather:
+            continue
+        if compresses:
+            raise ValueError(
+                f"{described}, whose all-gather extension decides what is sent of it: leave out compression, which "
+                f"would encode that once more, or pass it in ignored_params"
+            )
+        if offloads:
+            raise ValueError(
+                f"{described}, whose all-gather extension reads its shard on {info.device}: leave out offload_policy"
+            )
+        if info.mesh.ndim > 1 and info.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{described}, whose all-gather extension takes the mesh of its shard: give the dimensions of the mesh "
+                'names, init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+            )
+
+
+class SubclassParam(FSDPParam):
+    """A frozen parameter of a tensor subclass, sharded as bytes: forwards see its class around the weight buffer."""
+
+    def __init__(self, subclass: TensorSubclass, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.subclass = subclass
+
+    def register_unsharded(self, view: Tensor) -> None:
+        super().register_unsharded(self.subclass.restore(view))
+
+
+def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
+    """Return ``whole``, a plain parameter, as one of the class that ``param`` had; it shares memory with it."""
+    if not isinstance(param, SubclassParam):
+        return whole
+    made: Any = param.subclass.restore(whole.detach())
+    made.requires_grad_(whole.requires_grad)
+    made._is_param = True
+    return cast("nn.Parameter", made)
+
+
+class ExtensionParam(SubclassParam):
+    """A parameter with an all-gather extension: forwards see what ``fsdp_post_all_gather`` has made."""
+
+    def register_unsharded(self, view: Tensor) -> None:
+        assert isinstance(self.flat, ExtensionFlatParam)
+        is_trained = view.requires_grad and torch.is_grad_enabled()
+        FSDPParam.register_unsharded(self, (_stand_in if is_trained else ExtensionFlatParam.unsharded)(self.flat, view))
+
+
+class _StandIn(torch.autograd.Function):
+    """The unsharded tensor in the place of a handle of its shape, to which the gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: ExtensionFlatParam, handle: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return flat.unsharded(handle)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        return None, grad
+
+
+_stand_in: Callable[[ExtensionFlatParam, Tensor], Tensor] = _StandIn.apply
+
+
+class Extension(NamedTuple):
+    """What an all-gather extension is called with."""
+
+    subclass: TensorSubclass
+    mesh: DeviceMesh
+    """The ranks of a shard."""
+    module: nn.Module
+    """The first one that holds the parameter."""
+    policy: MixedPrecisionPolicy
+    dtype: torch.dtype
+    """Of the forward."""
+
+
+def row_layout(shape: Sequence[int], world: int) -> Layout:
+    """Lay out one parameter by rows, as FSDP2 does: ``ceil(shape[0] / world)`` on each rank, the last ones padded."""
+    extent = Extent(tuple(shape), 0, torch.Size(shape).numel())
+    rows = -(-shape[0] // world)
+    return Layout((extent,), (rows * torch.Size(shape[1:]).numel(),) * world)
+
+
+class ExtensionFlatParam(FlatParam):
+    """One parameter with an all-gather extension.
+
+    Args:
+        extension: what that is called with.
+        rest: as of ``FlatParam``; ``layout`` is of ``row_layout``. ``compute_dtype`` is uint8, since the unsharded
+            weights are whatever the extension makes.
+    """
+
+    made: UnshardedForm
+    """Set by each all-gather."""
+
+    def __init__(self, extension: Extension, *rest: Any) -> None:
+        self.extension = extension
+        super().__init__(*rest)
+
+    @property
+    def unsharded_numel(self) -> int:
+        return self.made.nbytes
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.params[0].spec.shape
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows, those that pad the shard included."""
+        chunk: Tensor = self.sharded.view(-1, *self.shape[1:])
+        return chunk
+
+    def clear_padding(self) -> None:
+        """Zero the rows that pad the shard: a scale is made from all of them."""
+        _, end = self.params[0].span
+        if end < self.sharded.numel():
+            self.sharded.narrow(0, end, self.sharded.numel() - end).zero_()
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        if whole.dtype != torch.uint8:
+            return super().views(whole)  # a gradient
+        # In the graph, something of the parameter's shape in its place, which has no elements of its own.
+        handle = whole.narrow(0, 0, self.extension.dtype.itemsize).view(self.extension.dtype)
+        return [handle.expand(self.shape) if self.shape else handle.view(())]
+
+    def unsharded(self, handle: Tensor) -> Tensor:
+        """Return the tensor that forwards see, around the weights in the buffer that ``handle`` is a view of."""
+        start = handle.storage_offset() * handle.itemsize
+        data = torch.empty(0, dtype=torch.uint8, device=handle.device)
+        data.set_(handle.untyped_storage(), start, (self.made.nbytes,), (1,))
+        return self.made.around(data)
+
+
+class UnshardedForm(NamedTuple):
+    """What the unsharded tensor is made of, and where that lies in the weight buffer."""
+
+    form: Form
+    parts: tuple[Part, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    nbytes: int
+
+    def around(self, data: Tensor) -> Tensor:
+        """Return the tensor whose parts are views of ``data``, uint8."""
+        return self.form.made_of([part.within(data) for part in self.parts], self.size, self.stride)
+
+
+class ExtensionAllGather(AllGather):
+    """An all-gather of what ``fsdp_pre_all_gather`` returns: one for each of its tensors, each right to its place.
+
+    Made before the first all-gather, which tells how large these are. A collective, as extensions may be.
+    """
+
+    def __init__(self, flat: ExtensionFlatParam) -> None:
+        self.flat = flat
+        self._metadata: dict[int, Any] = {}
+        """What ``fsdp_pre_all_gather`` has told, by the address of the weights it is for."""
+        flat.clear_padding()
+        world = flat.layout.world
+        inputs, metadata = self._pre_all_gather()
+        self._inputs: list[Part] = []
+        """Of each of its tensors, that of the first rank."""
+        end = 0
+        for tensor in inputs:
+            self._inputs.append(Part.of("", end, tensor))
+            end = align(end + world * tensor.nbytes, _ALIGNMENT)
+        trial = torch.zeros(end, dtype=torch.uint8, device=flat.device)
+        made = self._post_all_gather(trial, metadata)
+        form, found = self._form_of(made)
+        parts = []
+        for name, tensor in zip(form.names or ("",), found, strict=True):
+            if (part := self._part_within(trial, name, tensor)) is None:
+                part = Part(name, end, tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
+                end = align(end + part.nbytes, _ALIGNMENT)
+            parts.append(part)
+        # A multiple of the ranks, among some of which a secondary shard is divided; and room for a handle.
+        nbytes = align(max(end, _ALIGNMENT), _ALIGNMENT * world)
+        flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
+
+    def planned_bytes(self) -> int:
+        return (self.flat.layout.world - 1) * sum(part.nbytes for part in self._inputs)
+
+    def encoding(self) -> str:
+        return ", ".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self._inputs))
+
+    def reset(self) -> None:
+        self._metadata.clear()
+
+    @torch.no_grad()
+    def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
+        comm = self.context.comm
+        inputs, self._metadata[output.data_ptr()] = self._pre_all_gather()
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
+        if found != [(part.shape, part.dtype) for part in self._inputs]:
+            raise self._changed("fsdp_pre_all_gather", found)
+        works: list[Any] = []
+        self.sent_bytes = self.planned_bytes()
+        for part, tensor in zip(self._inputs, inputs, strict=True):
+            gathered = output.narrow(0, part.offset, comm.world * part.nbytes)
+            own = comm.own_chunk(gathered)
+            part._replace(offset=0).within(own).copy_(tensor)
+            works += comm.all_gather(gathered, own, async_op)
+        return works
+
+    @torch.no_grad()
+    def finish(self, output: Tensor, scratch: Tensor | None) -> None:
+        before = self.flat.made
+        made = self._post_all_gather(output, self._metadata.pop(output.data_ptr()))
+        form, found = self._form_of(made)
+        if [(tuple(tensor.shape), tensor.dtype) for tensor in found] != [(p.shape, p.dtype) for p in before.parts]:
+            raise self._changed("fsdp_post_all_gather", [(tuple(tensor.shape), tensor.dtype) for tensor in found])
+        for part, tensor in zip(before.parts, found, strict=True):
+            if self._part_within(output, part.name, tensor) is None:
+                part.within(output).copy_(tensor)
+        self.flat.made = before._replace(form=form)
+
+    def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
+        """Return what is gathered of this rank's rows, contiguous, and what the extension keeps for afterwards."""
+        flat, (subclass, mesh, module, policy, _) = self.flat, self.flat.extension
+        extension: Any = subclass.around(flat.rows).fsdp_pre_all_gather  # type: ignore[attr-defined]
+        with torch.no_grad():
+            if len(inspect.signature(extension).parameters) == 1:
+                inputs, metadata = extension(mesh)
+            else:
+                stride = torch.empty(flat.shape, device="meta").stride()
+                inputs, metadata = extension(mesh, flat.shape, stride, module, policy)
+        return [tensor.contiguous() for tensor in inputs], metadata
+
+    @torch.no_grad()
+    def _post_all_gather(self, output: Tensor, metadata: Any) -> Tensor:
+        """Return the unsharded tensor, around what was gathered to ``output``."""
+        flat, world = self.flat, self.flat.layout.world
+        outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
+        extension: Any = flat.extension.subclass.around(flat.rows).fsdp_post_all_gather  # type: ignore[attr-defined]
+        made, _ = extension(outputs, metadata, flat.extension.dtype)
+        stride = torch.empty(flat.shape, device="meta").stride()
+        if made.shape != flat.shape:  # padded
+            made = torch.as_strided(made, flat.shape, stride, 0)
+        if made.shape != flat.shape:
+            raise ValueError(
+                f"'{flat.name}' of {list(flat.shape)} is padded to {flat.layout.numel} elements for {world} ranks, and "
+                f"as_strided of a {type(made).__name__} does not take that away again: choose a size of its first "
+                f"dimension that {world} divides, or pass it in ignored_params"
+            )
+        result: Tensor = made
+        return result
+
+    @staticmethod
+    def _gathered(output: Tensor, part: Part, world: int) -> Tensor:
+        data = output.narrow(0, part.offset, world * part.nbytes).view(part.dtype)
+        return data.view(-1, *part.shape[1:])
+
+    def _form_of(self, made: Tensor) -> tuple[Form, list[Tensor]]:
+        form = Form.of(made)
+        if form is None:
+            raise ValueError(
+                f"fsdp_post_all_gather of '{self.flat.name}' returns a {type(made).__name__}, which has no "
+                "__tensor_flatten__ that would tell what it is made of: give the class one, or pass the parameter in "
+                "ignored_params"
+            )
+        return form, form.parts(made)
+
+    @staticmethod
+    def _part_within(output: Tensor, name: str, tensor: Tensor) -> Part | None:
+        """Return where ``tensor`` is in ``output``; None if it has memory of its own."""
+        if tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
+            return None
+        return Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
+
+    def _changed(self, method: str, found: object) -> RuntimeError:
+        return RuntimeError(
+            f"{method} of '{self.flat.name}' gave other tensors than when the buffers were made, {found}: their shapes "
+            "and dtypes must stay"
+        )

@@ -1,0 +1,308 @@
+"""Parameters of tensor subclasses: what they are made of, as a plain parameter that is sharded, and their class again.
+
+Two kinds can be sharded:
+
+* Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
+  the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
+  dimension 0, trained or not; what is gathered is what the extension makes of it (``engine.extensions``).
+* Frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that tells
+  its tensors by ``__tensor_flatten__`` (torchao's ``NF4Tensor``). Their bytes are sharded and gathered as they are.
+
+The forward sees the class again, with its attributes and metadata.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PLAIN = (nn.Parameter, Tensor, FakeTensor)
+"""What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
+_ALIGNMENT = 64
+"""Bytes: a multiple of it is where each tensor of a frozen parameter begins among its bytes."""
+
+
+class Part(NamedTuple):
+    """One of the tensors that a tensor of a subclass is made of, and where it begins in a flat buffer of bytes."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, offset: int, tensor: Tensor) -> Part:
+        return cls(name, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """From its first byte to its last one."""
+        if not math.prod(self.shape):
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def within(self, data: Tensor) -> Tensor:
+        """Return it as a view of ``data``, uint8."""
+        own = data.narrow(0, self.offset, self.nbytes).view(self.dtype)
+        return own.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How tensors of a subclass are put together from plain ones.
+
+    ``kind`` is ``Tensor`` for a plain tensor.
+    """
+
+    kind: type[Tensor]
+    names: tuple[str, ...]
+    """Attributes of the tensors that it wraps; none for a class that is itself a plain tensor."""
+    context: Any
+    """What ``__tensor_flatten__`` tells beside them, or the attributes of a class that is a plain tensor."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form | None:
+        """Return the form of ``tensor``; None where its class does not tell what it is made of."""
+        kind = type(tensor)
+        if kind in PLAIN:
+            return cls(Tensor, (), {})
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            return cls(kind, tuple(names), context)
+        if tensor.is_meta or tensor.layout is not torch.strided or _wraps(tensor):
+            return None
+        return cls(kind, (), dict(vars(tensor)))
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors that ``tensor`` is made of, in the order of ``names``, sharing its memory."""
+        if not self.names:
+            with torch._C.DisableTorchFunctionSubclass():
+                return [tensor.detach().as_subclass(Tensor)]
+        return [getattr(tensor, name) for name in self.names]
+
+    def made_of(self, parts: list[Tensor], size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Return a tensor of ``kind`` that is made of ``parts``, which it shares memory with."""
+        if self.kind is Tensor:
+            return parts[0]
+        if self.names:
+            inner = dict(zip(self.names, parts, strict=True))
+            made: Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, stride)  # type: ignore[attr-defined]
+            return made
+        made = torch.Tensor._make_subclass(self.kind, parts[0], False)
+        # A forward that changes the state of a quantised weight changes that of this tensor alone.
+        made.__dict__.update({name: _copied(value) for name, value in self.context.items()})
+        return made
+
+
+def _wraps(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has no memory of its own: it was made by ``_make_wrapper_subclass``."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def _copied(value: object) -> object:
+    is_state = hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type))
+    return copy.copy(value) if is_state else value
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSubclass:
+    """The class of a parameter that is sharded as a plain one.
+
+    ``plain`` parameters carry it (``subclass_of``), and restoring gives tensors of the class.
+    """
+
+    form: Form
+    extends_all_gather: bool
+    """Whether its all-gather extension decides what is gathered; otherwise its bytes are."""
+    layout: tuple[Part, ...]
+    """Where its tensors lie in the plain parameter's bytes."""
+    size: torch.Size
+    """The parameter's shape, and its strides."""
+    stride: tuple[int, ...]
+
+    def restore(self, whole: Tensor) -> Tensor:
+        """Return a tensor of the class that shares memory with ``whole``, the plain parameter's elements."""
+        if self.extends_all_gather:
+            return self.around(whole)
+        data = whole.view(-1).view(torch.uint8)
+        return self.form.made_of([part.within(data) for part in self.layout], self.size, self.stride)
+
+    def around(self, rows: Tensor) -> Tensor:
+        """Return a tensor of a class with the extension that holds ``rows``: some of the parameter's, or all."""
+        return self.form.made_of([rows], rows.size(), rows.stride())
+
+    def metadata(self) -> Iterator[Tensor]:
+        """Yield the tensors among its attributes, such as scales, which every rank keeps whole."""
+        yield from _tensors_of(self.form.context, set())
+
+    @property
+    def name(self) -> str:
+        """Full name of the class."""
+        return f"{self.form.kind.__module__}.{self.form.kind.__qualname__}"
+
+
+def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen or isinstance(value, (nn.Module, type)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_of(each, seen)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_of(each, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors_of(vars(value), seen)
+
+
+def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
+    """Yield what the class of ``parameter`` shows as properties, beyond those of every tensor."""
+    for kind in type(parameter).__mro__:
+        if kind in (nn.Parameter, Tensor):
+            return
+        for name, value in vars(kind).items():
+            if isinstance(value, property):
+                with suppress(AttributeError):
+                    yield name, getattr(parameter, name)
+
+
+SUBCLASS = "_yafsdp_cc_subclass"
+"""Attribute of plain parameters that stand for those of a subclass: its ``TensorSubclass``."""
+
+
+def subclass_of(parameter: Tensor) -> TensorSubclass | None:
+    """Return what ``parameter`` was before it became a plain one; None for all others."""
+    found: TensorSubclass | None = parameter.__dict__.get(SUBCLASS)
+    return found
+
+
+def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Return the plain parameter that is sharded in the place of one of a tensor subclass; others as they are.
+
+    It shares the parameter's memory. Where a frozen one is made of several tensors, their bytes are moved to one
+    buffer, which they are views of from then on.
+
+    Raises:
+        ValueError: a parameter of this class cannot be sharded; the message says why, and what to do.
+    """
+    is_dtensor = hasattr(parameter, "_local_tensor")
+    if type(parameter) in PLAIN or is_dtensor or isinstance(parameter, nn.parameter.UninitializedParameter):
+        return parameter
+    form, extends = Form.of(parameter), _extends_all_gather(name, parameter)
+    if form is None:
+        raise ValueError(
+            f"{_described(name, parameter)}, whose class has no __tensor_flatten__ that would tell what it is made of: "
+            f"{_REMEDY}"
+        )
+    parts = form.parts(parameter)
+    if nested := next((part for part in parts if type(part) not in PLAIN), None):
+        raise ValueError(
+            f"{_described(name, parameter)} around a {type(nested).__name__}: only what wraps plain tensors can be "
+            f"sharded. {_REMEDY}"
+        )
+    is_master = [part.shape == parameter.shape and part.dtype == parameter.dtype for part in parts]
+    layout: tuple[Part, ...] = ()
+    if extends and is_master == [True] and parameter.is_floating_point() and parameter.ndim:
+        values = parts[0]
+    elif parameter.requires_grad:
+        raise ValueError(_cannot_be_trained(name, parameter, form, extends))
+    else:
+        extends = False
+        values, layout = _bytes_of(name, parameter, form, parts)
+    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+    if not form.names:  # state dicts have what it shows beside its elements: torch finds that by name
+        plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
+    plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, layout, parameter.size(), parameter.stride())
+    return plain
+
+
+def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
+    """Let a plain parameter on the meta device have the memory of ``original``, whose place it takes."""
+    subclass = subclass_of(plain)
+    if subclass is None or original.is_meta:
+        return
+    fresh = nn.Parameter(subclass.form.parts(original)[0].detach(), requires_grad=plain.requires_grad)
+    fresh.__dict__.update(vars(plain))
+    torch.utils.swap_tensors(plain, fresh)
+
+
+_REMEDY = "pass it in ignored_params, which leaves it whole on every rank"
+
+
+def _described(name: str, parameter: nn.Parameter) -> str:
+    kind = type(parameter)
+    return f"{name!r} is a {kind.__module__}.{kind.__qualname__}"
+
+
+def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether the class has FSDP2's extension; raise a ``ValueError`` where it has one half of it."""
+    has = [hasattr(parameter, f"fsdp_{each}_all_gather") for each in ("pre", "post")]
+    if any(has) and not all(has):
+        found, missing = ("pre", "post") if has[0] else ("post", "pre")
+        raise ValueError(
+            f"{_described(name, parameter)}, which has fsdp_{found}_all_gather and no fsdp_{missing}_all_gather: an "
+            "all-gather extension is both of them"
+        )
+    return all(has)
+
+
+def _cannot_be_trained(name: str, parameter: nn.Parameter, form: Form, extends: bool) -> str:
+    described = _described(name, parameter)
+    if not extends:
+        return (
+            f"{described} and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, "
+            "FSDP2's all-gather extension, which would tell what to gather: freeze it with requires_grad_(False), or "
+            f"{_REMEDY}"
+        )
+    return (
+        f"{described} of {list(parameter.shape)} and requires a gradient: an all-gather extension is trained where its "
+        f"class wraps one floating-point tensor of the parameter's own shape and dtype, this one has "
+        f"{', '.join(form.names) or 'none'}. Freeze it with requires_grad_(False), or {_REMEDY}"
+    )
+
+
+def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, tuple[Part, ...]]:
+    """Return what is sharded of a frozen parameter, never cast, and what lies where in its bytes."""
+    if any(part.is_meta for part in parts):
+        raise ValueError(
+            f"{_described(name, parameter)} on the meta device, which has no quantisation to tell what its bytes "
+            "mean: load and quantise it before sharding"
+        )
+    if kept := next((key for key, each in vars(parameter).items() if not form.names and _shares(each, parts[0])), None):
+        raise ValueError(
+            f"{_described(name, parameter)} that keeps its own elements once more, in attribute {kept!r}, so that "
+            f"sharding would free nothing: {_REMEDY}"
+        )
+    if len(parts) == 1:
+        values = parts[0].contiguous()
+        return values, (Part.of("", 0, values),)
+    layout = []
+    end = 0
+    for attribute, part in zip(form.names, parts, strict=True):
+        layout.append(Part(attribute, end, tuple(part.shape), part.contiguous().stride(), part.dtype))
+        end += -(-layout[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+    data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
+    for place, part in zip(layout, parts, strict=True):
+        setattr(parameter, place.name, place.within(data).copy_(part))  # so that what it was in before is free
+    return data, tuple(layout)
+
+
+def _shares(value: object, data: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
