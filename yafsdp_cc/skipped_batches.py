@@ -430,10 +430,13 @@ class _Block:
             _let_go(state)
         for op in self._peers.missing():
             _issue(self.states[op.model], op)
+        for state in self.states:  # before the vote: sums over replicas are issued when reduces are complete
+            state.context.wait_for_reduces()
 
     def _put_back(self) -> None:
         """Complete what was issued, and undo what the batch has changed."""
         for state in self.states:
+            state.context.wait_for_reduces()
             _let_go(state)
             for iteration in state._iterations:
                 iteration.is_finished = True  # nobody is to wait for its backward
@@ -570,9 +573,13 @@ def _checked_state(model: nn.Module) -> FSDPState:
 
 
 def _let_go(state: FSDPState) -> None:
-    """Complete the collectives that this rank has issued, and let go of the weights and gradients of the batch."""
+    """Let go of the weights and gradients of the batch; reduces that this rank has issued are complete then.
+
+    Not so their sums over replicas, of which others may be held up by what this rank has not issued yet.
+    """
     context = state.context
-    context.wait_for_reduces()
+    if context.last_reduce is not None:
+        context.wait(context.last_reduce)
     for group in state.groups:
         if group.grads is not None:
             group.grads.buffer.owner = None
