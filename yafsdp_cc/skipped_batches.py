@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import traceback
@@ -169,11 +170,11 @@ class _Peers:
         _meetings[name] += 1
         self._prefix = f"yafsdp_cc/skip/{name}/{_meetings[name]}"
         own = store.clone()  # of the thread: a store answers one request at a time, and this one waits
-        args = (own, self._prefix, self.rank, self.journal)
-        thread = threading.Thread(target=_listen, args=args, name="yafsdp_cc.skip_together", daemon=True)
+        mine = (self._prefix, self.rank, self.journal)
+        thread = threading.Thread(target=_listen, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True)
         thread.start()
         # A thread that still waits in C++ when the interpreter ends would abort the process.
-        weakref.finalize(self, _stop, store.clone(), self._prefix, self.rank, self.journal, thread)
+        weakref.finalize(self, _stop, self._store, *mine, thread, os.getpid())
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
@@ -262,10 +263,12 @@ def _listen(store: Store, prefix: str, rank: int, journal: _Journal) -> None:
             time.sleep(1.0)  # it has listened long enough at a time
 
 
-def _stop(store: Store, prefix: str, rank: int, journal: _Journal, thread: threading.Thread) -> None:
-    with suppress(RuntimeError):
-        store.set(f"{prefix}/{journal.handled}/{rank}", "")
-        thread.join(5.0)
+def _stop(store: Store, prefix: str, rank: int, journal: _Journal, thread: threading.Thread, process: int) -> None:
+    """End the thread, unless this is a process that was forked from the one that it runs in."""
+    if os.getpid() == process:
+        with suppress(RuntimeError):
+            store.set(f"{prefix}/{journal.handled}/{rank}", "")
+            thread.join(5.0)
 
 
 class _Recorder(Observer):
