@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.metrics import Metrics as Metrics
+    from yafsdp_cc.skipped_batches import PeerFailedError as PeerFailedError
+    from yafsdp_cc.skipped_batches import skip_together as skip_together
     from yafsdp_cc.uneven_batches import uneven as uneven
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
@@ -52,6 +54,7 @@ _MODULE_OF = {
     "load_safetensors": "yafsdp_cc.checkpoint.full",
     "Metrics": "yafsdp_cc.metrics",
     "patch_torch": "yafsdp_cc.engine.loading",
+    "PeerFailedError": "yafsdp_cc.skipped_batches",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
     "register_fsdp_forward_method": "yafsdp_cc.api",
@@ -59,6 +62,7 @@ _MODULE_OF = {
     "save_safetensors": "yafsdp_cc.checkpoint.full",
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.api",
+    "skip_together": "yafsdp_cc.skipped_batches",
     "uneven": "yafsdp_cc.uneven_batches",
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",

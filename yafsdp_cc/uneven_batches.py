@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from yafsdp_cc.engine.autograd import map_tensors
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.skipped_batches import check_outside_of_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,6 +47,7 @@ class UnevenBatches:
         is_first = True
         try:
             while True:
+                check_outside_of_block("the loop over uneven batches")
                 batch = next(own, _END)
                 has_data = batch is not _END
                 count = self._count(has_data)

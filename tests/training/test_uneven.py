@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests.internals import mean_residuals_of
 from tests.models import WIDTH, Mlp
 from tests.ranks import on_ranks, ranks
 from tests.twins import inputs, seeded, square, whole
@@ -22,46 +23,67 @@ def _batches(rank: int, step: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _trains(world: int, options: dict[str, Any], accumulates: bool) -> int:
+ALWAYS, LAST = "each micro-batch is reduced", "the last micro-batch is reduced"
+
+
+def _trains(world: int, options: dict[str, Any], accumulates: str) -> None:
+    """Steps of two micro-batches if it ``accumulates``; what is encoded is late by the residuals, and nothing else."""
     counts = COUNTS[world]
-    rank = dist.get_rank()
+    rank, options = dist.get_rank(), dict(options)
     if options.pop("replicas", False):
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = yafsdp_cc.shard(seeded(Mlp), **options), seeded(Mlp)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
-    steps = 0
+    is_encoded, steps = "compression" in options, 0
+    late = {name: torch.zeros(parameter.shape) for name, parameter in plain.named_parameters()}
     with yafsdp_cc.uneven(model) as batches:
         for batch in batches(_batches(rank, step) for step in range(counts[rank])):
             there = [each for each in range(world) if steps < counts[each]]
             assert batches.weight == (world / len(there) if rank in there else 0)
             is_last = not accumulates or steps % 2 == 1 or steps + 1 == max(counts)
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last or accumulates == ALWAYS)
             square(model, batch).backward()
             (sum(square(plain, _batches(each, steps)) for each in there) / len(there)).backward()  # type: ignore[union-attr]
             steps += 1
             if not is_last:
                 continue
-            if "compression" not in options:
-                for name, parameter in model.named_parameters():
-                    torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad)
+            residuals = mean_residuals_of(model) if is_encoded else {}
+            for name, parameter in model.named_parameters():
+                truth = plain.get_parameter(name)
+                late[name] += truth.grad - whole(parameter.grad)
+                owed = residuals.get(name, torch.zeros(parameter.shape))
+                text = f"{options}, {accumulates}, {name}, step {steps}: by {(late[name] - owed).abs().max()}"
+                torch.testing.assert_close(late[name], owed, rtol=1e-5, atol=1e-6, msg=text)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            if is_encoded:
+                for name, parameter in model.named_parameters():
+                    plain.get_parameter(name).data.copy_(whole(parameter.detach()))
     assert steps == max(counts)
     assert batches.weight == 1
+    if is_encoded:
+        assert any(each.abs().max() > 1e-5 for each in late.values()), "nothing was encoded"
     for name, parameter in model.named_parameters():
-        found, truth = whole(parameter.detach()), plain.get_parameter(name).detach()
-        assert (found - truth).abs().max() <= (5e-2 if "compression" in options else 1e-5), name
-    return steps
+        torch.testing.assert_close(whole(parameter.detach()), plain.get_parameter(name).detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("world", "options", "accumulates"),
-    [(2, {}, False), (3, {}, True), (4, {"replicas": True}, True), (2, {"compression": "int8"}, False)],
-    ids=["two", "accumulating", "replicas", "int8"],
-)
-def test_means_are_over_the_ranks_with_data(world: int, options: dict[str, Any], accumulates: bool) -> None:
-    assert on_ranks(world, _trains, world, options, accumulates) == [max(COUNTS[world])] * world
+def _trains_in_all_ways(world: int) -> None:
+    int8, int4 = (yafsdp_cc.Compression(gradients=codec, residual="fp32") for codec in ("int8", "int4"))
+    ways: list[tuple[dict[str, Any], str]] = [({}, ALWAYS), ({}, LAST), ({"compression": int8}, LAST)]
+    if world == 2:
+        ways += [({}, ""), ({"compression": int4}, "")]
+    ways.append(({"compression": int8, "replicas": world == 4}, ALWAYS))
+    if world == 4:
+        ways.append(({"replicas": True}, LAST))
+    for options, accumulates in ways:
+        _trains(world, options, accumulates)
+
+
+@pytest.mark.parametrize("world", COUNTS)
+def test_means_are_over_the_ranks_with_data(world: int) -> None:
+    """With accumulation of both kinds, and where gradients are encoded: Σ decoded = Σ means − residual."""
+    on_ranks(world, _trains_in_all_ways, world)
 
 
 class Hidden:

@@ -355,6 +355,8 @@ class ParamGroup:
             for all_gather, output, _, room in stale:
                 all_gather.finish(output, room)
 
+        for observer in context.observers:
+            observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
         span = handle = None

@@ -143,6 +143,9 @@ class Observer:
     def before_backward(self) -> None:
         """The backward has reached the first output."""
 
+    def before_gather(self, group: str, *, overflows: bool) -> None:
+        """The all-gather of the parameter group of this name is about to be issued, perhaps to an overflow buffer."""
+
     def before_reduce(self, group: str) -> None:
         """The reduce of the parameter group of this name is about to be issued."""
 

@@ -207,6 +207,8 @@ class Counters(RenamedFields):
     """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
     host_bytes: int = 0
     """The same of those that were offloaded to host memory."""
+    skipped_batches: int = 0
+    """Batches that all ranks have skipped together because one of them failed (``skip_together``)."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Codecs of groups' gradients that were chosen while training; ``"fp32"`` is exact."""
     why: str = ""

@@ -1,0 +1,670 @@
+"""Batches that all ranks skip together, because one of them has failed in a forward or backward.
+
+A rank that fails stops issuing collectives, and the others would wait for it. So ranks keep a journal of the
+collectives that they issue within a block; a thread of each rank listens on the store of the process group, and:
+
+    rank 0     forward, backward, ...     │ waits in collective 7                   woken; PeerFailedError at 8 ─┐
+    rank 1     forward ✗ after 4 ── tells all ─┐                                                                 │
+    threads                              │ close the journals: 7 issued here, 4 there, none from here on          │
+    rank 1                                     └── issues 5, 6 and 7 as rank 0 did, with zeros ──────────────────┤
+    all                                        what was issued is complete; one vote: skip; state put back ◄─────┘
+
+The journals of all ranks are beginnings of one sequence, that of the program. Once they are closed, each rank goes on
+to the end of the longest. It needs neither activations nor an order known beforehand for that: to gather weights takes
+a shard, to reduce gradients a buffer. Where ranks stop depends on timing, and nothing else does: what the batch has
+changed is put back everywhere (``batch_rollback``).
+
+No rank waits for ever: the first collective that is not complete lacks ranks that have yet to issue it, and these wait
+for earlier ones alone, which are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+import zlib
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from yafsdp_cc.batch_rollback import BatchRollback
+from yafsdp_cc.compression.state import compressed_sums
+from yafsdp_cc.engine import streams
+from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
+from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.engine.protocols import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.state import FSDPState
+
+_log = logging.getLogger("yafsdp_cc")
+
+_ANSWER = 60.0
+"""Seconds that the listening threads of all ranks have to answer; they do at once, whatever their rank computes."""
+_LISTEN = timedelta(hours=1)
+"""How long a thread listens at a time."""
+
+FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated"
+"""Kinds of collectives: what observers exchange before a forward, and those of groups and replicated parameters."""
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank has failed in this batch: this rank leaves the block, which ends without an error."""
+
+
+class SkippableBatch:
+    """What became of the batch of one block; made by ``skip_together``."""
+
+    def __init__(self) -> None:
+        self.skipped = False
+        """Whether all ranks have skipped it; known when the block is left."""
+        self.errors: dict[int, str] = {}
+        """Of a batch that was skipped, the exceptions of the ranks that failed, by their numbers in the mesh."""
+        self.saved_bytes = 0
+        """Bytes of what was saved before it, to be put back."""
+
+
+_COUNTS, _SKIP, _RAISE = range(3)
+"""What ranks vote for; the highest counts."""
+
+
+class _Op(NamedTuple):
+    """One entry of a journal."""
+
+    model: int
+    """Number among the models of the block."""
+    kind: str
+    name: str = ""
+    """Of the group."""
+    flag: bool = False
+    """Of a forward: whether it records a graph. Of an all-gather: whether it fills an overflow buffer. Of a reduce:
+    whether its sums go on over replicas."""
+
+
+# What ranks have issued, and how they learn that one has failed -----------------------------------------------------
+
+
+@dataclass
+class _Journal:
+    """The collectives that this rank has issued in the block of this number."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    block: int = 0
+    """The number of the block that is open, or was last."""
+    ops: list[_Op] = field(default_factory=list)
+    closed: int = 0
+    """The number of the last block in which a rank has failed."""
+    reason: str = ""
+    has_ended: bool = False
+    """Whether that rank takes part no longer."""
+    handled: int = 0
+    """Failures that this rank's thread was told of."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed == self.block
+
+    def open(self) -> None:
+        with self.lock:
+            self.block += 1
+            self.ops = []
+
+    def add(self, op: _Op) -> None:
+        """Note that ``op`` is about to be issued.
+
+        Raises:
+            PeerFailedError: it must not be, as a rank has failed.
+        """
+        with self.lock:
+            if self.is_closed:
+                raise PeerFailedError(self.reason)
+            self.ops.append(op)
+
+    def close(self, block: int, reason: str, has_ended: bool) -> list[_Op]:
+        """Issue nothing more in ``block``, which may not be open yet; return what was issued in it."""
+        with self.lock:
+            self.closed, self.reason, self.has_ended = block, reason, self.has_ended or has_ended
+            self.handled += 1
+            return list(self.ops) if block == self.block else []
+
+
+class _Peers:
+    """The ranks of a mesh: their vote, their journals, and the thread that listens for failures.
+
+    Args:
+        mesh: of the model.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self.rank = self.ranks.index(dist.get_rank())
+        self.journal = _Journal()
+        self.skips = 0
+        """Batches that were skipped, by any model of this mesh."""
+        self.in_a_row = 0
+        # Votes are of the hosts: on CUDA they do not wait for what the device still computes.
+        group = shard_group(mesh)
+        votes = group_once(group, "votes", lambda: new_group(self.ranks, timeout_of(group), "gloo"))
+        self._group = weakref.ref(votes)  # torch holds it, until destroy_process_group()
+        store: Any = _get_default_store()
+        self._store: Store = store.clone()
+        name = zlib.crc32(repr(self.ranks).encode())
+        _meetings[name] += 1
+        self._prefix = f"yafsdp_cc/skip/{name}/{_meetings[name]}"
+        own = store.clone()  # of the thread: a store answers one request at a time, and this one waits
+        mine = (self._prefix, self.rank, self.journal)
+        thread = threading.Thread(target=_listen, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True)
+        thread.start()
+        # A thread that still waits in C++ when the interpreter ends would abort the process.
+        weakref.finalize(self, _stop, self._store, *mine, thread, os.getpid())
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> _Peers:
+        """Return those of ``mesh``, made at first. A collective then."""
+        group = shard_group(mesh)
+        if group not in _known:
+            _known[group] = cls(mesh)
+        return _known[group]
+
+    def vote(self, level: int) -> int:
+        """Return the highest level that a rank votes for."""
+        number = torch.tensor([level], device="cpu")
+        dist.all_reduce(number, dist.ReduceOp.MAX, self._group())
+        return int(number)
+
+    def exchange(self, item: Any) -> list[Any]:
+        """Return the items of all ranks."""
+        group = self._group()
+        assert group is not None
+        return all_gather_objects(item, [group])
+
+    def tell(self, reason: str, *, has_ended: bool) -> None:
+        """Let all ranks know that this one has failed in the present block."""
+        text = json.dumps({"block": self.journal.block, "reason": reason, "has_ended": has_ended})
+        for rank in range(len(self.ranks)):
+            self._store.set(f"{self._prefix}/{self.skips}/{rank}", text)
+
+    def missing(self) -> list[_Op]:
+        """Return what this rank has not issued of what others have, once the journals of all are closed.
+
+        Raises:
+            RuntimeError: a rank gives no answer, or has issued something else.
+        """
+        keys = [f"{self._prefix}/{self.skips}/{rank}/issued" for rank in range(len(self.ranks))]
+        try:
+            self._store.wait(keys, timedelta(seconds=_ANSWER))
+        except RuntimeError as error:
+            silent = [self.ranks[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeError(
+                f"a batch cannot be skipped: no answer from ranks {silent}, which have ended or hang: see their output"
+            ) from error
+        counts = [int(self._store.get(key)) for key in keys]
+        longest = counts.index(max(counts))
+        own = self.journal.ops
+        if len(own) == counts[longest]:
+            return []
+        found = [_Op(*each) for each in json.loads(self._store.get(f"{keys[longest]}/ops"))]
+        if found[: len(own)] != own:
+            theirs, ours = next((a, b) for a, b in zip(found, own, strict=False) if a != b)
+            raise RuntimeError(
+                f"a batch cannot be skipped: rank {self.ranks[longest]} has issued {_text(theirs)} where this one has "
+                f"issued {_text(ours)}; every rank must run the same units in the same order"
+            )
+        return found[len(own) :]
+
+    def forget(self) -> None:
+        """Count a skip, and remove what this rank has left in the store for it."""
+        inbox = f"{self._prefix}/{self.skips}/{self.rank}"
+        for key in (inbox, f"{inbox}/issued", f"{inbox}/issued/ops"):
+            with suppress(RuntimeError):  # not all stores can
+                self._store.delete_key(key)
+        self.skips += 1
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
+_meetings: Counter[int] = Counter()
+"""How many ``_Peers`` of these ranks there were: all of them count alike."""
+
+
+def _listen(store: Store, prefix: str, rank: int, journal: _Journal) -> None:
+    """Close the journal whenever a rank has failed, and tell the others what is in it: in a thread of its own."""
+    while True:
+        inbox = f"{prefix}/{journal.handled}/{rank}"
+        try:
+            store.wait([inbox], _LISTEN)
+            text = store.get(inbox).decode()
+            if not text:
+                return
+            failure = json.loads(text)
+            ops = journal.close(failure["block"], failure["reason"], failure["has_ended"])
+            store.set(f"{inbox}/issued/ops", json.dumps(ops))
+            store.set(f"{inbox}/issued", str(len(ops)))
+        except dist.DistNetworkError:
+            return  # the store is gone with the process that held it, and all ranks are about to end
+        except RuntimeError:
+            time.sleep(1.0)  # it has listened long enough at a time
+
+
+def _stop(store: Store, prefix: str, rank: int, journal: _Journal, thread: threading.Thread, process: int) -> None:
+    """End the thread, unless this is a process that was forked from the one that it runs in."""
+    if os.getpid() == process:
+        with suppress(RuntimeError):
+            store.set(f"{prefix}/{journal.handled}/{rank}", "")
+            thread.join(5.0)
+
+
+class _Recorder(Observer):
+    """Notes what the engine of one model is about to issue: the last of its observers.
+
+    Args:
+        number: of the model in the block.
+    """
+
+    def __init__(self, journal: _Journal, state: FSDPState, number: int) -> None:
+        self._journal, self._state, self._number = journal, state, number
+        self._kind, self._before = "", 0
+        """Of the last entry, until all of it is known to be issued; and operations in the fingerprint before it."""
+
+    def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
+        self._journal.add(_Op(self._number, kind, name, flag))
+        self._kind, self._before = kind, self._state.context.fingerprint._count
+
+    def before_forward(self) -> None:
+        self._kind = ""  # all others have been told of it
+
+    def before_gather(self, group: str, *, overflows: bool) -> None:
+        self.add(GATHER, group, flag=overflows)
+
+    def before_reduce(self, group: str) -> None:
+        replicas = self._state.context.replicas
+        self.add(REDUCE, group, flag=replicas is not None and replicas.sums)
+
+    def after_reduce(self, group: str) -> None:
+        self._kind = ""
+
+    def after_backward(self) -> None:
+        self.add(REPLICATED)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the last entry is perhaps not issued in full."""
+        if self._kind in (GATHER, REPLICATED):
+            return self._state.context.fingerprint._count == self._before
+        return bool(self._kind)
+
+
+class _ForwardRecorder(Observer):
+    """Notes that a forward begins, before the other observers exchange anything."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def before_forward(self) -> None:
+        self._recorder.add(FORWARD, flag=torch.is_grad_enabled())
+
+
+# The block ----------------------------------------------------------------------------------------------------------
+
+_open: list[_Block] = []
+"""The block that is open, if there is one."""
+
+
+def check_outside_of_block(what: str) -> None:
+    """Raise a ``RuntimeError`` within ``skip_together``: the collectives of ``what`` are in no journal."""
+    if _open:
+        raise RuntimeError(
+            f"{what} inside skip_together, which serves collectives of forwards and backwards alone: call it outside"
+        )
+
+
+class _Block:
+    """One batch of some models, from its begin to the vote on it."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.states = [_checked_state(model) for model in models]
+        info = self.states[0].context.info
+        for state in self.states[1:]:
+            if state.context.info.mesh != info.mesh:
+                raise ValueError(
+                    f"skip_together: its models are sharded across {info.mesh} and {state.context.info.mesh}; what is "
+                    "skipped together takes one mesh"
+                )
+        self.batch = SkippableBatch()
+        self._peers = _Peers.of(info.mesh)
+        self._is_first = dist.get_rank() == info.first_rank
+        self._rollbacks = [_rollbacks.setdefault(state, BatchRollback()) for state in self.states]
+        self._recorders: list[_Recorder] = []
+        self._versions = self._weights()
+
+    def open(self) -> None:
+        """Save what the batch may change, and note what is issued from now on."""
+        for state, rollback in zip(self.states, self._rollbacks, strict=True):
+            rollback.save(state)
+        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
+        self._peers.journal.open()
+        for number, state in enumerate(self.states):
+            recorder = _Recorder(self._peers.journal, state, number)
+            self._recorders.append(recorder)
+            state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
+        _open.append(self)
+
+    def close(self) -> None:
+        """Note nothing more."""
+        _open.remove(self)
+        for state in self.states:
+            state.context.observers = state.context.observers[1:-1]
+
+    def discard(self) -> None:
+        """Forget what was saved."""
+        for rollback in self._rollbacks:
+            rollback.discard()
+
+    def abandon(self, error: BaseException) -> None:
+        """Let the others know that this rank takes part no longer."""
+        with suppress(RuntimeError):
+            self._peers.tell(_described(error), has_ended=True)
+
+    def settle(self, error: Exception | None, limit: int) -> None:
+        """Vote on the batch, and put everything back if it is skipped.
+
+        Args:
+            error: that has ended the block on this rank.
+            limit: how many batches may be skipped in a row.
+
+        Raises:
+            RuntimeError: on all ranks: weights have changed, too many batches were skipped, or a rank has ended.
+            Exception: ``error``, where all ranks raise.
+        """
+        peers, journal = self._peers, self._peers.journal
+        own = None if isinstance(error, PeerFailedError) else error
+        level, reason = _COUNTS, ""
+        if own is not None:
+            if _is_of_communication(own) or any(recorder.is_within for recorder in self._recorders):
+                self.abandon(own)
+                raise own
+            level = _RAISE if isinstance(own, (StopIteration, StopAsyncIteration)) else _SKIP
+            reason = _described(own)
+            _free_frames(own)
+            peers.tell(reason, has_ended=False)
+        if self._weights() != self._versions:
+            level = _RAISE
+            reason = (
+                "weights have changed inside skip_together, which cannot take that back: optimizer.step() belongs "
+                "behind the block, like all that changes weights"
+            )
+        if own is not None or journal.is_closed:
+            if journal.has_ended:
+                raise RuntimeError(f"a rank takes part no longer: {journal.reason}") from error
+            self._catch_up()
+        verdict = peers.vote(level)
+        if verdict == _COUNTS:
+            peers.in_a_row = 0
+            return
+        self._put_back()
+        self._agree(reason, verdict)
+        if verdict == _RAISE or peers.in_a_row > limit:
+            self._raise(own, verdict)
+
+    def _weights(self) -> list[int]:
+        """Return what changes whenever a shard does."""
+        return [part.version for state in self.states for spec in state.specs for part in spec.parts]
+
+    def _catch_up(self) -> None:
+        """Issue what others have issued and this rank has not."""
+        for state in self.states:
+            _let_go(state)
+        for op in self._peers.missing():
+            _issue(self.states[op.model], op)
+        for state in self.states:  # before the vote: sums over replicas are issued when reduces are complete
+            state.context.wait_for_reduces()
+
+    def _put_back(self) -> None:
+        """Complete what was issued, and undo what the batch has changed."""
+        for state in self.states:
+            state.context.wait_for_reduces()
+            _let_go(state)
+            for iteration in state._iterations:
+                iteration.is_finished = True  # nobody is to wait for its backward
+            state.reset()
+        for rollback in self._rollbacks:
+            rollback.restore()
+
+    def _agree(self, reason: str, verdict: int) -> None:
+        """Exchange what has failed, check that ranks are alike again, and count the batch."""
+        peers, batch = self._peers, self.batch
+        found = peers.exchange((reason, [_condition(state) for state in self.states]))
+        conditions = [condition for _, condition in found]
+        batch.errors = {peers.ranks[rank]: text for rank, (text, _) in enumerate(found) if text}
+        peers.forget()
+        if verdict == _RAISE:
+            return
+        if any(each != conditions[0] for each in conditions):
+            raise RuntimeError(
+                f"a batch was skipped ({self._errors}), and ranks are not alike after it, which is a bug: {conditions}"
+            )
+        batch.skipped = True
+        peers.in_a_row += 1
+        for state in self.states:
+            state.context.counters.skipped_batches += 1
+        if self._is_first:
+            count = self.states[0].context.counters.skipped_batches
+            _log.warning("all ranks skip a batch, number %d of those skipped: %s", count, self._errors)
+
+    @property
+    def _errors(self) -> str:
+        return "; ".join(f"rank {rank}: {text}" for rank, text in self.batch.errors.items())
+
+    def _raise(self, own: Exception | None, verdict: int) -> None:
+        if verdict == _RAISE:
+            raise own or RuntimeError(f"a batch is given up on all ranks: {self._errors}")
+        raise RuntimeError(
+            f"{self._peers.in_a_row} batches in a row were skipped, the last one: {self._errors}"
+        ) from own
+
+
+_rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKeyDictionary()
+"""Of models: copies stay from one batch to the next."""
+
+
+@contextmanager
+def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iterator[SkippableBatch]:
+    """Have all ranks skip a batch whose forward or backward raises on any of them.
+
+    ::
+
+        for batch in loader:
+            with yafsdp_cc.skip_together(model) as attempt:
+                loss = model(batch)
+                loss.backward()
+            if attempt.skipped:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Whatever subclass of ``Exception`` comes out of the block on any rank, such as ``torch.OutOfMemoryError``: all ranks
+    leave the block, and gradients, residuals and phases of compression, buffers of modules and random states are as
+    they were before it, bit for bit. So gradients of earlier micro-batches remain. To skip a batch on purpose, raise.
+
+    Inside of the block, forwards and backwards of these models may be the only collectives, and nothing may change
+    weights.
+
+    Args:
+        model: what was given to ``shard``.
+        others: further sharded models that are called in the block, on the same mesh.
+        limit: how many batches may be skipped in a row before it raises.
+
+    Yields:
+        What became of the batch, known behind the block.
+
+    Raises:
+        ValueError: a model is not sharded, or only a part of what is; or meshes differ.
+        NotImplementedError: a part of a model makes collectives of its own: tensor parallelism, ``SyncBatchNorm``.
+        RuntimeError: entered within another block, a forward or a backward; and on all ranks, behind the block: weights
+            have changed in it, or more than ``limit`` batches in a row were skipped.
+        StopIteration: raised in the block; this is no failure, and it ends the batch on all ranks with an error.
+    """
+    block = _Block((model, *others))
+    block.open()
+    error: Exception | None = None
+    try:
+        try:
+            yield block.batch
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            block.abandon(raised)
+            raise
+        finally:
+            block.close()
+        block.settle(error, limit)
+    finally:
+        del error  # its traceback has this frame
+        block.discard()
+
+
+def _checked_state(model: nn.Module) -> FSDPState:
+    """Return the engine of a model whose batches can be skipped."""
+    if _open:
+        raise RuntimeError("skip_together inside skip_together: pass all models to one, skip_together(model, other)")
+    state = require_state(model)
+    if state.model is not model:
+        raise ValueError(f"skip_together takes the whole sharded model; this {type(model).__name__} is a part of one")
+    state.drop_interrupted()
+    if state.iteration is not None or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
+    if state._task != -1 or state.interrupted:
+        state.reset()
+    if state.outdated:
+        raise RuntimeError(
+            "how the model is sharded was changed, and a backward of before is awaited: run or drop it, and enter "
+            "skip_together then"
+        )
+    for param in state.params:
+        if param.spec.tensor_parallel is not None:
+            raise NotImplementedError(
+                f"skip_together: '{param.spec.name}' is tensor-parallel, and a rank that has failed cannot take part "
+                "in the collectives that its module makes"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise NotImplementedError(
+                f"skip_together: '{name}' is a SyncBatchNorm, and a rank that has failed cannot take part in the "
+                "collectives that it makes: use BatchNorm or another norm"
+            )
+    return state
+
+
+# A rank that has failed ----------------------------------------------------------------------------------------------
+
+
+def _let_go(state: FSDPState) -> None:
+    """Let go of the weights and gradients of the batch; reduces that this rank has issued are complete then.
+
+    Not so their sums over replicas, of which others may be held up by what this rank has not issued yet.
+    """
+    context = state.context
+    if context.last_reduce is not None:
+        context.wait(context.last_reduce)
+    for group in state.groups:
+        if group.grads is not None:
+            group.grads.buffer.owner = None
+            group.grads = None
+        group.deferred.clear()
+        group.reset()
+        group.unsharded.buffer.users = 0
+    context.recomputed.clear()
+
+
+@torch.no_grad()
+def _issue(state: FSDPState, op: _Op) -> None:
+    """Issue what other ranks have issued; gradients are zeros."""
+    context = state.context
+    if op.kind == FORWARD:
+        context.wait_for_reduces()
+        context.gather_stream.wait_for_caller()
+        with torch.set_grad_enabled(op.flag):
+            for observer in context.observers:
+                observer.before_forward()
+    elif op.kind == REPLICATED:
+        context.wait_for_reduces()
+        context.reduced.clear()
+        context.fingerprint.record("reduce", "replicated parameters")
+        state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
+    else:
+        group = next(each for each in state.groups if each.name == op.name)
+        if op.kind == GATHER:
+            unsharded = group._overflow() if op.flag else group.unsharded
+            group._all_gather(unsharded)
+            if op.flag:
+                context.wait(unsharded.buffer.handle)
+        else:
+            _reduce_zeros(group, sums_over_replicas=op.flag)
+
+
+def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
+    context = group.context
+    if context.replicas is not None and context.replicas.sums != sums_over_replicas:
+        context.wait_for_reduces()  # which go on as it is set when they are complete
+        context.replicas.sums = sums_over_replicas
+    flats = tuple(flat for flat in group.flats if flat.trainable)
+    for flat in flats:
+        context.bind_reduce(flat)
+    group.spec.settings.reduces = True  # a buffer of the pool; put back with all settings
+    group.grads = group._free_grads(flats)
+    group.grads.buffer.owner = group
+    context.wait(group.grads.buffer.handle)
+    for param in group.params:
+        param.written = False
+    group._accepts_grads = True
+    group.reduce()
+
+
+def _condition(state: FSDPState) -> list[object]:
+    """Return what has to be alike on all ranks for them to issue the same collectives."""
+    gathered = [group.is_in(group.unsharded.buffer) for group in state.groups]
+    return [gathered, [compressed.codec_name for _, compressed in compressed_sums(state)]]
+
+
+def _described(error: BaseException) -> str:
+    """Return an exception and where it came up, in a line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"
+
+
+def _is_of_communication(error: BaseException | None) -> bool:
+    """Return whether an exception, or its cause, came up while collectives were issued or completed."""
+    while error is not None:
+        if any(frame.f_code.co_filename == streams.__file__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an exception hold, activations most of all."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _text(op: _Op) -> str:
+    return f"'{op.kind} {op.name}'" if op.name else f"'{op.kind}'"
