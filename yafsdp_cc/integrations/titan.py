@@ -42,7 +42,8 @@ def parallelize(
         raise NotImplementedError(
             'yafsdp_cc shows models plain tensors: spmd_backend "spmd_types" or "partial_dtensor"'
         )
-    mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp")
+    axis = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
+    mesh = parallel_dims.get_mesh(["dp_replicate", axis] if parallel_dims.dp_replicate > 1 else axis)
     if mesh.device_type == "cuda" and not training.disable_cuda_graphs:
         raise NotImplementedError(
             "torchtitan would capture forward and backward in a CUDA graph, and in each backward of yafsdp_cc the host "
