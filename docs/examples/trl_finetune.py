@@ -54,7 +54,6 @@ dist.broadcast_object_list(folder)
 common = {
     "use_cpu": not torch.cuda.is_available(),
     "bf16": False,  # autocast; dtypes of weights and communication are those of shard(mp_policy=...)
-    "learning_rate": 1e-3,
     "logging_steps": 1,
     "report_to": "none",
     "disable_tqdm": True,
@@ -63,6 +62,7 @@ arguments = SFTConfig(
     f"{folder[0]}/sft",
     per_device_train_batch_size=2,
     max_steps=4,
+    learning_rate=1e-3,
     train_sampling_strategy="sequential",
     activation_checkpointing_kwargs={"use_reentrant": False},
     save_steps=2,
@@ -83,6 +83,8 @@ arguments = GRPOConfig(
     num_generations=4,
     max_completion_length=8,
     max_steps=1,
+    learning_rate=0.1,
+    optim="sgd",
     save_strategy="no",
     **common,
 )

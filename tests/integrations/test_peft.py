@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,25 @@ from torch import nn
 
 import yafsdp_cc
 from tests import reference
-from tests.integrations.examples import EXAMPLES, as_launched, on_example, same, whole
+from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
 from tests.twins import refusal
 
-pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 peft = pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def _make_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
 
 def test_the_example_equals_one_process() -> None:
@@ -83,17 +90,14 @@ def _check_saved(plain: nn.Module, ran: dict[str, Any]) -> None:
 
 @ranks(2)
 def test_the_trainer_of_transformers_checkpoints_resumes_evaluates_and_saves_adapters(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
     from yafsdp_cc.integrations.transformers import accept_sharded_model
 
     pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'accelerate')")
     as_launched()
-    make_model = runpy.run_path(str(EXAMPLES / "peft_lora.py"), run_name="imported")["make_model"]
-    plain, model = make_model(), yafsdp_cc.shard(make_model())
+    plain, model = _make_model(), yafsdp_cc.shard(_make_model())
     tokens = torch.randint(128, (32, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
         per_device_train_batch_size=4,
@@ -104,7 +108,7 @@ def test_the_trainer_of_transformers_checkpoints_resumes_evaluates_and_saves_ada
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = accept_sharded_model(Trainer(model, arguments, train_dataset=data, eval_dataset=data))
+    trainer = accept_sharded_model(transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data))
     trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
@@ -122,4 +126,4 @@ def test_the_trainer_of_transformers_checkpoints_resumes_evaluates_and_saves_ada
         assert trainer.evaluate()["eval_loss"] == pytest.approx(_loss(plain, tokens).item(), rel=1e-5)
     trainer.save_model(str(tmp_path / "adapters"))
     if dist.get_rank() == 0:
-        _check_saved(plain, {"make_model": make_model, "folder": str(tmp_path / "adapters")})
+        _check_saved(plain, {"make_model": _make_model, "folder": str(tmp_path / "adapters")})

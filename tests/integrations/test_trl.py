@@ -74,7 +74,7 @@ def _check_grpo_step(ran: dict[str, Any], plain: nn.Module) -> None:
         ratio = (chosen - chosen.detach()).exp()
         (-(ratio * batch["advantages"][:, None] * batch["completion_mask"]).sum() / tokens).backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0).step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
 
 def _rewards(batch: dict[str, Tensor]) -> Tensor:
