@@ -49,3 +49,8 @@ def pytest_collection_finish() -> None:
     """Hide from the garbage collector what stays for good: looking at all modules takes longer than many a test."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Show it again: triton, where it is there, would print what it holds at the end as leaked."""
+    gc.unfreeze()

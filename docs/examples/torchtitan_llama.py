@@ -1,4 +1,4 @@
-"""The debug model of torchtitan's Llama 3, sharded by yafsdp_cc as torchtitan's Trainer would have it done.
+"""The Trainer of torchtitan on the debug model of its Llama 3, sharded by yafsdp_cc.
 
 yafsdp-cc launch --standalone --nproc-per-node=2 docs/examples/torchtitan_llama.py
 
@@ -8,58 +8,108 @@ In a model registry of your own, which `--module` names, it is one line:
 """
 
 import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.models import llama3
-from torchtitan.models.common.attention import ScaledDotProductAttention
 
-import yafsdp_cc
+if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 expects a torch after 2.13
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+if not torch.cuda.is_available():  # torchtitan takes "cuda" where there is no accelerator, and asks it for its memory
+    import torchtitan.tools.utils
+
+    torchtitan.tools.utils.device_type = "cpu"
+    torchtitan.tools.utils.device_module = SimpleNamespace(
+        set_device=lambda device: None,
+        device_count=torch.cpu.device_count,
+        current_device=lambda: 0,
+        synchronize=torch.cpu.synchronize,
+        get_device_name=lambda device: "cpu",
+        get_device_properties=lambda device: SimpleNamespace(total_memory=2**30),
+        reset_peak_memory_stats=lambda: None,
+        memory_stats=lambda device: {},
+        empty_cache=lambda: None,
+    )
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torchtitan.config import TrainingConfig
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import config_registry
+
 from yafsdp_cc.integrations.titan import parallelize
 
+DATASETS["paragraphs"] = DatasetConfig(  # of a text that is on every machine
+    path=json.__file__,
+    loader=lambda path: Dataset.from_dict({"text": Path(path).read_text(encoding="utf-8").split("\n\n")}),
+    sample_processor=lambda sample: sample["text"],
+)
 
-def make_model():
-    with torch.device("meta"):
-        return spec.model.build()
+
+def make_tokenizer(folder):
+    """Write files of a tokenizer whose tokens are bytes."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<bos>", "<eos>"]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(tokens[-2:])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    Path(folder, "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}', encoding="utf-8")
 
 
-if not torch.cuda.is_available():
-    parallel_dims.device_type = "cpu"  # torchtitan itself takes "cuda" where there is nothing else
-spec = dataclasses.replace(llama3.model_registry("debugmodel"), parallelize_fn=parallelize)
-for layer in spec.model.layers:  # FlexAttention has no backward on CPUs
-    layer.attention.inner_attention = ScaledDotProductAttention.Config()
+def make_config(folder, parallelize_fn=parallelize):
+    """Return the configuration of a run that writes to ``folder``, and goes on from the last checkpoint there."""
+    config = config_registry.llama3_debugmodel()
+    config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=parallelize_fn)
+    if not torch.cuda.is_available():  # FlexAttention has no backward on CPUs
+        for layer in config.model_spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.dump_folder = config.hf_assets_path = folder
+    config.dataloader.dataset = config.validator.dataloader.dataset = "paragraphs"
+    config.training = TrainingConfig(
+        local_batch_size=2,
+        seq_len=64,
+        steps=4,
+        mixed_precision_param="float32",
+        disable_cuda_graphs=True,  # the engine cannot be captured
+    )
+    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    config.validator.enable, config.validator.freq, config.validator.steps = True, 4, 1
+    return config
+
+
+def train(config):
+    """Train, and return the Trainer, with the loss and the norm of the gradient in each step, and losses validated."""
+    trainer = config.build()
+    losses, validated, metrics = [], [], trainer.metrics_processor
+    log, log_validation = metrics.log, metrics.log_validation
+
+    def record(step, loss, largest, norm, **more):
+        losses.append((step, loss, norm))
+        log(step, loss, largest, norm, **more)
+
+    def record_validation(loss, step):
+        validated.append((step, loss))
+        log_validation(loss, step)
+
+    metrics.log, metrics.log_validation = record, record_validation
+    trainer.train()
+    trainer.close()
+    return trainer, losses, validated
+
+
 if not dist.is_initialized():
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-world = dist.get_world_size()
-
-settings = {
-    "parallel_dims": ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, world_size=world),
-    "training": TrainingConfig(mixed_precision_param="float32"),
-    "parallelism": ParallelismConfig(),
-    "compile_config": CompileConfig(),
-    "ac_config": None,
-    "dump_folder": "",
-}
-torch.manual_seed(0)  # the same on every rank, as the Trainer has it
-model = spec.parallelize_fn(make_model(), **settings)
-model.to_empty(device="cpu")  # the Trainer calls both, which then do nothing
-model.init_weights(buffer_device=None)
-whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # the test compares with these
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-tokens = torch.randint(2048, (4, 2, 16), generator=torch.Generator().manual_seed(1))
-losses = []
-for step in range(2):
-    batch = tokens[2 * step + dist.get_rank()]
-    loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+shared = [tempfile.mkdtemp()]
+dist.broadcast_object_list(shared)
+folder = shared[0]
 if dist.get_rank() == 0:
-    print(yafsdp_cc.plan_of(model))
-    print("losses", " ".join(f"{loss:.4f}" for loss in losses))
+    make_tokenizer(folder)
+dist.barrier()
+trainer, losses, validated = train(make_config(folder))
+if dist.get_rank() == 0:
+    print("losses", " ".join(f"{loss:.4f}" for _, loss, _ in losses))

@@ -164,8 +164,8 @@ class GroupContext:
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
-            sharing = [group for group in self.groups if not group.is_alone_in_grad_buffer]
-            nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in sharing)
+            keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
+            nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.api import shard
@@ -24,21 +24,34 @@ def parallelize(
 ) -> nn.Module:
     """Apply torchtitan's activation checkpointing and compilation to a decoder, and shard it over ``dp_shard``.
 
-    The arguments are those that torchtitan calls a ``parallelize_fn`` with. A model on the meta device is given its
+    The arguments are those that torchtitan calls a ``parallelize_fn`` with. Gradients are summed over ranks, not
+    averaged: torchtitan's losses are divided by the tokens of all ranks. A model on the meta device is given its
     values here, unit by unit, and not by the Trainer's ``init_weights`` afterwards: that would see parts of parameters.
 
     Raises:
-        NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, or for
-            activations that are DTensors.
+        NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, for
+            activations that are DTensors, for CUDA graphs on GPUs, or for symmetric-memory collectives.
     """
-    for name in ("dp_replicate", "tp", "cp", "pp", "ep"):
+    for name in ("tp", "cp", "pp", "ep"):
         if getattr(parallel_dims, name) > 1:
             raise NotImplementedError(
-                f"yafsdp_cc shards over dp_shard alone, and {name}={getattr(parallel_dims, name)}"
+                f"yafsdp_cc shards over dp_shard and replicates over dp_replicate alone, and {name}="
+                f"{getattr(parallel_dims, name)}"
             )
     if parallelism.spmd_backend == "full_dtensor":
         raise NotImplementedError(
             'yafsdp_cc shows models plain tensors: spmd_backend "spmd_types" or "partial_dtensor"'
+        )
+    axis = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
+    mesh = parallel_dims.get_mesh(["dp_replicate", axis] if parallel_dims.dp_replicate > 1 else axis)
+    if mesh.device_type == "cuda" and not training.disable_cuda_graphs:
+        raise NotImplementedError(
+            "torchtitan would capture forward and backward in a CUDA graph, and in each backward of yafsdp_cc the host "
+            "waits for an event: pass --training.disable_cuda_graphs"
+        )
+    if parallelism.enable_fsdp_symm_mem:
+        raise NotImplementedError(
+            "yafsdp_cc has no symmetric-memory collectives: leave out --parallelism.enable_fsdp_symm_mem"
         )
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -50,16 +63,20 @@ def parallelize(
     ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
     shard(
         model,
-        mesh=parallel_dims.get_mesh("batch"),
+        mesh=mesh,
         units=["layers.*", *sorted(ends)],
         reshard_after_forward=False if parallelism.fsdp_reshard_after_forward == "never" else None,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cast_forward_inputs=False,
         ),
         offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
         param_init_fn=_initialize,
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
     # What the Trainer calls next, for models that are on the meta device still.
     model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
     return model
