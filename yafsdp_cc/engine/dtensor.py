@@ -40,7 +40,7 @@ from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, rows_of
+from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
@@ -221,6 +221,9 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         if parallel is not None:
             held += f" in {list(spec.shape)} at {list(parallel.offsets)}"
         return f"FlatDTensor('{spec.name}', {list(self.shape)}, {self.dtype}, {self.device}, {held})"
+
+    def __copy__(self) -> FlatDTensor:
+        return _wrap(self._local_tensor, self.shard_spec, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
         # torch's would copy the whole buffer that the local tensor is a view of, and the mesh.
@@ -573,6 +576,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
                 return spec.local_of(value._local_tensor)
+            if is_flat_range(value, spec):
+                return value._local_tensor
             if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
                 return flat_range_of(value, spec)
             value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
