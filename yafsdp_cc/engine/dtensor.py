@@ -959,27 +959,44 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
+_READS_ROWS = (
+    " takes means over rows and columns, and here is {}: yafsdp_cc.optim.Adafactor has the arguments of "
+    "torch.optim.Adafactor, and the same steps"
+)
+_REFUSED_OPTIMIZERS = {
+    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: shard(model, ownership='matrix') with "
+    "yafsdp_cc.optim.Muon has them whole. After fully_shard(), take the Muon of docs/migrating.md, 'Matrix "
+    "optimizers', which gathers them",
+    "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
+    "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
+    "decay_rate",
+    "yafsdp_cc.Adafactor": "",
+}
+"""What to say of optimizers, by package and name, that look beyond a rank's elements."""
+
+
+def _refusal_of(optimizer: Optimizer) -> str:
+    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(optimizer).__mro__)
+    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), "")
+
+
 @functools.cache
 def check_optimizers() -> None:
     """Have every optimizer of this process looked at before each step.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
-    its parameter. Adam on parameters of half precision is warned of.
+    without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices. State that was
+    loaded as DTensors of rows is sharded like its parameter. Adam on parameters of half precision is warned of.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        is_muon = isinstance(optimizer, torch.optim.Muon)
+        refusal = _refusal_of(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if is_muon and isinstance(parameter, FlatDTensor):
-                    raise NotImplementedError(
-                        f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
-                        "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole. After "
-                        "fully_shard(), take the Muon of docs/migrating.md, 'Matrix optimizers', which gathers them"
-                    )
+                if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() > 1:
+                    raise NotImplementedError(refusal.format(parameter.shard_spec))
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
