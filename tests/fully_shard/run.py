@@ -77,3 +77,15 @@ class Run:
         for name, value in self.model.state_dict().items():
             self.figures[f"weight {name}"] = whole(value).clone()
         return self.figures
+
+
+def differences(truth: Figures, found: Figures, within: float | None = None) -> list[str]:
+    """Return what is not equal: by a norm-relative distance of ``within``, or 1e-5 for weights and 1e-6 for others."""
+    if found.keys() != truth.keys():
+        return [f"one of them has no {sorted(found.keys() ^ truth.keys())}"]
+    off = []
+    for name, value in truth.items():
+        distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
+        if not distance <= (within or (1e-5 if "weight" in name else 1e-6)):
+            off.append(f"{name} is off by {distance:.1e}")
+    return off

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
 from tests.fully_shard.programs import IN_BF16, PROGRAMS
-from tests.fully_shard.run import Api, Run
+from tests.fully_shard.run import Api, Run, differences
 from tests.ranks import ranks
 from tests.soak import also
 
@@ -28,8 +28,4 @@ RUNS = [
 @ranks("world")
 def test_runs_as_with_fsdp2(program: Callable[[Api], Run], world: int) -> None:
     truth, found = (program(api).done() for api in (torch_fsdp, yafsdp_cc))
-    assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
-    for name, value in truth.items():
-        distance = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-30)
-        within = 2e-2 if program in IN_BF16 else 1e-5 if "weight" in name else 1e-6
-        assert distance <= within, f"{name} is off by {distance:.1e}"
+    assert not (off := differences(truth, found, 2e-2 if program in IN_BF16 else None)), off

@@ -151,3 +151,13 @@ def _trainer(model: nn.Module, data: list[dict[str, torch.Tensor]], **arguments:
         **arguments,
     )
     return accept_sharded_model(transformers.Trainer(model, common, train_dataset=data, eval_dataset=data))
+
+
+@ranks(2)
+def test_adafactor_is_refused_by_name() -> None:
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = transformers.optimization.Adafactor(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"transformers.Adafactor takes .*d for clip_threshold"):
+        optimizer.step()

@@ -40,7 +40,7 @@ from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, rows_of
+from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
@@ -221,6 +221,9 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         if parallel is not None:
             held += f" in {list(spec.shape)} at {list(parallel.offsets)}"
         return f"FlatDTensor('{spec.name}', {list(self.shape)}, {self.dtype}, {self.device}, {held})"
+
+    def __copy__(self) -> FlatDTensor:
+        return _wrap(self._local_tensor, self.shard_spec, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
         # torch's would copy the whole buffer that the local tensor is a view of, and the mesh.
@@ -573,6 +576,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
                 return spec.local_of(value._local_tensor)
+            if is_flat_range(value, spec):
+                return value._local_tensor
             if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
                 return flat_range_of(value, spec)
             value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
@@ -954,27 +959,44 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
+_READS_ROWS = (
+    " takes means over rows and columns, and here is {}: yafsdp_cc.optim.Adafactor has the arguments of "
+    "torch.optim.Adafactor, and the same steps"
+)
+_REFUSED_OPTIMIZERS = {
+    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: shard(model, ownership='matrix') with "
+    "yafsdp_cc.optim.Muon has them whole. After fully_shard(), take the Muon of docs/migrating.md, 'Matrix "
+    "optimizers', which gathers them",
+    "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
+    "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
+    "decay_rate",
+    "yafsdp_cc.Adafactor": "",
+}
+"""What to say of optimizers, by package and name, that look beyond a rank's elements."""
+
+
+def _refusal_of(optimizer: Optimizer) -> str:
+    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(optimizer).__mro__)
+    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), "")
+
+
 @functools.cache
 def check_optimizers() -> None:
     """Have every optimizer of this process looked at before each step.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
-    its parameter. Adam on parameters of half precision is warned of.
+    without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices. State that was
+    loaded as DTensors of rows is sharded like its parameter. Adam on parameters of half precision is warned of.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        is_muon = isinstance(optimizer, torch.optim.Muon)
+        refusal = _refusal_of(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if is_muon and isinstance(parameter, FlatDTensor):
-                    raise NotImplementedError(
-                        f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
-                        "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole. After "
-                        "fully_shard(), take the Muon of docs/migrating.md, 'Matrix optimizers', which gathers them"
-                    )
+                if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() > 1:
+                    raise NotImplementedError(refusal.format(parameter.shard_spec))
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.offload import HostFlatParam
-from yafsdp_cc.engine.rows import flat_range_of, is_by_rows
+from yafsdp_cc.engine.rows import flat_range_of, is_by_rows, is_flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
         _leave_meta(part, param)
     spec = param.spec
     is_in_place = param.local.device.type == spec.mesh.device_type and spec.bounds is not None
-    if is_in_place and type(value) is DTensor and is_by_rows(value, spec.mesh):
+    if is_in_place and type(value) is DTensor and is_by_rows(value, spec.mesh) and not is_flat_range(value, spec):
         flat_range_of(value, spec, param.local)
     else:
         param.parameter.copy_(value)

@@ -115,8 +115,8 @@ class LazyReduction(DTensor):
     """A replicated DTensor of norms, sums or extremes whose value is communicated when it is first used.
 
     Detaching, casting, stacking, the same norm again, and adding and scaling sums keep it lazy. Any other operation
-    makes one all-reduce, is given the plain value and returns a plain tensor, so every rank has to do the same things
-    with it.
+    makes one all-reduce and is given the plain value, so every rank has to do the same things with it. It returns a
+    plain tensor, or, where all its tensors were of this class, one of this class whose value is known.
     """
 
     _partials: Partials
@@ -143,8 +143,12 @@ class LazyReduction(DTensor):
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
+        across = _across_of([*args, *kwargs.values()])
         args, kwargs = tree_map_only(LazyReduction, LazyReduction.value, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if across is None or type(result) is not torch.Tensor or any(result is value for value in args):
+            return result
+        return _lazy(Partials(result, SUM, across), result.dtype, result)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         """Return a copy of the value, a plain tensor. A collective when the value is used first."""
@@ -173,11 +177,18 @@ class LazyReduction(DTensor):
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
 
 
-def _lazy(partials: Partials, dtype: torch.dtype) -> LazyReduction:
+def _across_of(values: Sequence[Any]) -> Across | None:
+    """Return the ranks of the lazy numbers among arguments; None where there are other tensors as well."""
+    found = [value for value in values if isinstance(value, (torch.Tensor, list, tuple))]
+    lazy = [value for value in found if isinstance(value, LazyReduction)]
+    return lazy[0]._partials.across if lazy and len(lazy) == len(found) else None
+
+
+def _lazy(partials: Partials, dtype: torch.dtype, value: torch.Tensor | None = None) -> LazyReduction:
     local = partials.local
     shown, spec = _shown(partials.across.mesh, local.shape, dtype, local.device)
     lazy = cast("LazyReduction", DTensor.__new__(LazyReduction, shown, spec, requires_grad=False))
-    lazy._partials, lazy._value = partials, None
+    lazy._partials, lazy._value = partials, value
     return lazy
 
 

@@ -52,6 +52,16 @@ def is_by_rows(tensor: DTensor, mesh: DeviceMesh) -> bool:
     return tensor.device_mesh == mesh and are_rows(tensor.placements)
 
 
+def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
+    """Return whether the local tensor of ``tensor`` is a flat range, as of ``DTensor.from_local(p.to_local(), ...)``.
+
+    Rows have as many dimensions as the whole tensor. (Those of a vector have as many as a flat range, and are rows.)
+    """
+    local = tensor._local_tensor
+    is_sharded = spec.bounds is not None and len(spec.shape) > 1
+    return is_sharded and tensor.device_mesh == spec.mesh and local.shape == spec.local_shape
+
+
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
     """Return the tensor whose flat range ``local`` is, divided by rows. A collective.
 

@@ -1,8 +1,9 @@
-"""Optimizers of sharded models: Muon and the base of others that update whole matrices, and the 1-bit family.
+"""Optimizers of sharded models: Muon and the base of others that update whole matrices, Adafactor, the 1-bit family.
 
-The latter sums exactly for a short while, and then sends about a bit per element.
+The last sums exactly for a short while, and then sends about a bit per element.
 """
 
+from yafsdp_cc.optim.adafactor import Adafactor
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.lamb import OneBitLamb
 from yafsdp_cc.optim.matrix import MatrixOptimizer
@@ -12,6 +13,7 @@ from yafsdp_cc.optim.sgd import OneBitSGD
 from yafsdp_cc.optim.zero_one import ZeroOneAdam
 
 __all__ = [
+    "Adafactor",
     "MatrixOptimizer",
     "Muon",
     "OneBitAdam",

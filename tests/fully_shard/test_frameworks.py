@@ -1,0 +1,136 @@
+"""What programs of frameworks do with FSDP2, run with torch's ``fully_shard`` and with ours; and the table of them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+import yafsdp_cc
+from tests.fully_shard.framework_programs import FRAMEWORKS, autocasts
+from tests.fully_shard.programs import PROGRAMS
+from tests.fully_shard.run import differences
+from tests.models import Transformer
+from tests.ranks import ranks
+from tests.twins import seeded
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("### Programs of frameworks")[2].partition("\n### ")[0]
+WORLDS = {"four ranks": 4}
+BF16 = (autocasts,)
+
+
+@pytest.mark.parametrize(("group", "world"), [(group, WORLDS.get(group, 2)) for group in FRAMEWORKS])
+@ranks("world")
+def test_runs_as_with_fsdp2(group: str, world: int) -> None:
+    wrong = {}
+    for program in FRAMEWORKS[group]:
+        truth, found = (program(api).done() for api in (torch_fsdp, yafsdp_cc))
+        if off := differences(truth, found, 2e-2 if program in BF16 else None):
+            wrong[program.__name__] = off
+    assert not wrong, wrong
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Params4bit(nn.Parameter):
+    """As of bitsandbytes."""
+
+
+def sharded() -> Any:
+    model: Any = seeded(Transformer)
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block)
+    return yafsdp_cc.fully_shard(model)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def on_a_mesh_of_its_own(_: nn.Parameter) -> Any:
+    info = FSDPMeshInfo(mesh=init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
+    return ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+
+def with_weights_of_4_bits() -> nn.Module:
+    model = seeded(Transformer)
+    model.head.weight = Params4bit(model.head.weight.detach(), requires_grad=False)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "rows into `to_local()`": (
+        lambda: sharded().head.weight.to_local().detach().copy_(rows_of(seeded(Transformer).head.weight.detach())),
+        RuntimeError,
+        "size|shape",
+    ),
+    "a file of each rank's `state_dict()`": (
+        lambda: torch.save(sharded().state_dict(), io.BytesIO()),
+        TypeError,
+        "save with yafsdp_cc.save",
+    ),
+    "another dtype": (lambda: sharded().to(torch.bfloat16), RuntimeError, "do that before shard"),
+    "another device": (lambda: sharded().to("meta"), RuntimeError, "cannot be converted or moved"),
+    "offsets of shards": (
+        lambda: [
+            compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements) for p in sharded().parameters()
+        ],
+        NotImplementedError,
+        "sharded by flat ranges: write to it with",
+    ),
+    "products of sharded matrices": (
+        lambda: sharded().head.weight @ sharded().embed.weight.T,
+        NotImplementedError,
+        r"call .full_tensor\(\)",
+    ),
+    "`_get_fsdp_state()`": (lambda: sharded()._get_fsdp_state(), NotImplementedError, "not what lies behind them"),
+    "`set_all_reduce_hook`": (
+        lambda: sharded().set_all_reduce_hook(lambda _: None),
+        NotImplementedError,
+        r"replicate, shard",
+    ),
+    "experts on a mesh of their own": (
+        lambda: yafsdp_cc.fully_shard(seeded(Transformer), shard_placement_fn=on_a_mesh_of_its_own),
+        NotImplementedError,
+        r"it may return None or Shard\(dim\). Parameters of one forward are on the same ranks",
+    ),
+    "weights of other classes": (
+        lambda: yafsdp_cc.fully_shard(with_weights_of_4_bits()),
+        ValueError,
+        "Params4bit",
+    ),
+}
+
+
+@ranks(2)
+def test_refused() -> None:
+    for attempt, error, said in REFUSED.values():
+        with pytest.raises(error, match=f"(?s){said}"):
+            attempt()
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_of_the_table_has_a_test() -> None:
+    named = re.findall(r"^\| .* \| unchanged: `(\w+)` \|$", TABLE, re.MULTILINE)
+    refused = re.findall(r"^\| (.*) \| .* \| refused\b.* \|$", TABLE, re.MULTILINE)
+    assert len(named) + len(refused) == TABLE.count("\n| ") - 2  # but for the heads
+    ours = {program.__name__ for programs in FRAMEWORKS.values() for program in programs}
+    assert len(set(named)) == len(named) >= 40
+    assert ours <= set(named) <= ours | {program.__name__ for program in PROGRAMS}
+    assert refused == list(REFUSED)

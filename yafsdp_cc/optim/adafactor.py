@@ -1,0 +1,270 @@
+"""Adafactor for sharded models."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.mesh import all_reduce_over
+from yafsdp_cc.engine.reductions import Across
+from yafsdp_cc.optim.one_bit import grad_of, keep_dtypes, local_of, width_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.engine.layout import ShardSpec
+
+
+class Adafactor(torch.optim.Adafactor):
+    """``torch.optim.Adafactor`` of sharded parameters: the same arguments, steps and state.
+
+    Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5) keeps of the second moment of a matrix its means over rows
+    and over columns. A rank has a flat range of each matrix, adds up its squares by row and by column, and all ranks
+    add up theirs: one all-reduce in each step for all parameters of a mesh, of as many numbers as their matrices have
+    rows and columns, and a second one of a number for each parameter, since updates are clipped by their norms.
+
+    The state is that of ``torch.optim.Adafactor`` in a single process: ``row_var`` [..., m, 1] and ``col_var``
+    [..., 1, n] of a matrix [..., m, n] are plain tensors, the same on every rank, and ``variance`` of a vector is
+    sharded like it. State and updates are in fp32 at least, also of parameters in half precision. A step needs memory
+    for the update of one parameter at a time, of this rank's elements.
+
+    Args:
+        params: parameters of a sharded model, or groups of them.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as torch documents them. ``foreach`` has no effect.
+
+    Raises:
+        ValueError: a setting is out of range, or a parameter is not sharded.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as ``torch.optim.Optimizer`` does; all of them sharded."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not isinstance(parameter, FlatDTensor):
+                raise ValueError(
+                    f"yafsdp_cc.optim.Adafactor was given a parameter {list(parameter.shape)} that is not sharded: "
+                    "make the optimizer from model.parameters() after shard(), and a torch.optim.Adafactor for others"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; a collective. ``closure`` as torch's optimizers have it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = [
+            _Member(parameter, group, self._state_of(parameter))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        found = _summed(members, [member.squares() for member in members])
+        for member, squares in zip(members, found, strict=True):
+            member.track(squares)
+        norms = _numbers([squares[:1] for squares in found])
+        updates = _numbers(_summed(members, [_square_sum(member.update()) for member in members]))
+        for member, norm, update in zip(members, norms, updates, strict=True):
+            member.apply(norm, update)
+        return loss
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, which is made if there is none."""
+        state = self.state[parameter]
+        if not state:
+            width, shape = width_of(parameter), parameter.shape
+            state["step"] = torch.tensor(0.0, device="cpu")
+            if len(shape) > 1:
+                device = local_of(parameter).device
+                state["row_var"] = torch.zeros((*shape[:-1], 1), dtype=width, device=device)
+                state["col_var"] = torch.zeros((*shape[:-2], 1, shape[-1]), dtype=width, device=device)
+            else:
+                state["variance"] = torch.zeros_like(parameter, dtype=width)
+        return cast("dict[str, Any]", state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process."""
+        super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
+        for parameter, state in self.state.items():
+            variance = state.get("variance")
+            if variance is not None and not isinstance(variance, FlatDTensor):
+                spec = cast("FlatDTensor", parameter).shard_spec
+                state["variance"] = flat_dtensor(spec.local_of_full(variance).clone(), spec)
+
+
+class _Member:
+    """A parameter in one step."""
+
+    def __init__(self, parameter: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self.spec: ShardSpec = parameter.shard_spec
+        self.parameter, self.group, self.state = parameter, group, state
+        self.gradient = grad_of(parameter)
+        if group["maximize"]:
+            self.gradient = -self.gradient
+        self.is_matrix = len(self.spec.shape) > 1
+        self.block = _Block.of(self.spec) if self.is_matrix else None
+        eps = group["eps"][0]
+        self.eps = torch.finfo(parameter.dtype).eps if eps is None else eps
+
+    @property
+    def across(self) -> Across:
+        return Across(self.spec.global_mesh, self.spec.groups)
+
+    @property
+    def counts(self) -> bool:
+        """Whether no other rank counts the same elements."""
+        return self.spec.bounds is not None or self.spec.rank == 0
+
+    def squares(self) -> Tensor:
+        """Return sums of squares of this rank's elements: of the weights, and of gradients by row and by column."""
+        parts = [_square_sum(local_of(self.parameter)).to(self.gradient.dtype)]
+        if self.block is not None:
+            shape = self.spec.shape
+            rows, columns = self.gradient.new_zeros(shape[:-1]), self.gradient.new_zeros((*shape[:-2], shape[-1]))
+            block = self.block.padded(self.gradient)
+            if self.block.is_of_rows:
+                rows.view(-1)[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
+                columns.view(-1)[:] = torch.linalg.vector_norm(block, dim=0).square_()
+            else:
+                rows.view(-1, shape[-2])[self.block.touched] = torch.linalg.vector_norm(block, dim=2).square_()
+                columns.view(-1, shape[-1])[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
+            parts += [self._in_whole(rows.unsqueeze(-1), -1), self._in_whole(columns.unsqueeze(-2), -2)]
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def _in_whole(self, means: Tensor, over: int) -> Tensor:
+        """Return means over dimension ``over`` of what tensor parallelism has left of a matrix, among zeros."""
+        if self.spec.tensor_parallel is None:
+            return means
+        shape = list(self.spec.global_shape)
+        shape[over] = 1
+        whole = means.new_zeros(shape)
+        self._of_whole(whole, over)[:] = means
+        return whole
+
+    def _of_whole(self, means: Tensor, *over: int) -> Tensor:
+        """Return the view of whole means that belongs to what tensor parallelism has left of the matrix."""
+        if (parallel := self.spec.tensor_parallel) is None:
+            return means
+        kept = set(range(means.dim())) - {dim % means.dim() for dim in over}
+        for dim in kept:
+            means = means.narrow(dim, parallel.offsets[dim], self.spec.shape[dim])
+        return means
+
+    def track(self, squares: Tensor) -> None:
+        """Take the sums of all ranks into the second moment."""
+        self.state["step"] += 1
+        taken = float(self.state["step"]) ** self.group["beta2_decay"]
+        if self.is_matrix:
+            row_var, col_var = self.state["row_var"], self.state["col_var"]
+            rows, columns = squares[1:].split([row_var.numel(), col_var.numel()])
+            row_var.lerp_(rows.view_as(row_var) / self.spec.global_shape[-1], taken)
+            col_var.lerp_(columns.view_as(col_var) / self.spec.global_shape[-2], taken)
+        else:
+            local_of(self.state["variance"]).lerp_(self.gradient.square(), taken)
+
+    def update(self) -> Tensor:
+        """Return what is subtracted from this rank's elements, but for a factor. (Made twice, and not kept.)"""
+        if self.block is not None:
+            row, column = self._of_whole(self.state["row_var"], -1), self._of_whole(self.state["col_var"], -2)
+            mean = self._of_whole(self.state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=self.eps), -1, -2)
+            variance = self.block.of_factors(row, column, mean).view(self.gradient.shape)
+        else:
+            variance = local_of(self.state["variance"]).clone()
+        return variance.clamp_(min=self.eps**2).rsqrt_().mul_(self.gradient)
+
+    def apply(self, norm: float, update: float) -> None:
+        """Change the weights.
+
+        Args:
+            norm: the sum of the squares of the whole parameter.
+            update: that of the whole ``update``.
+        """
+        lr, numel, step = float(self.group["lr"]), self.parameter.numel(), float(self.state["step"])
+        relative = max(self.group["eps"][1], math.sqrt(norm / numel)) * min(lr, step**-0.5)
+        rate = relative / max(1.0, math.sqrt(update / numel) / self.group["d"])
+        local = local_of(self.parameter)
+        wide = local.to(self.gradient.dtype)
+        if self.group["weight_decay"]:
+            wide.mul_(1 - lr * self.group["weight_decay"])
+        wide.add_(self.update(), alpha=-rate)
+        if wide is not local:
+            local.copy_(wide)
+
+
+class _Block(NamedTuple):
+    """What a flat range touches: rows [n, columns] of one matrix, or matrices [n, rows, columns] of a stack."""
+
+    shape: tuple[int, ...]
+    """Of the whole: [rows, columns], or [matrices, rows, columns]."""
+    touched: slice
+    before: int
+    """Elements of what is touched in front of the range."""
+    numel: int
+
+    @classmethod
+    def of(cls, spec: ShardSpec) -> _Block:
+        """Return what this rank's range of a tensor with at least two dimensions touches."""
+        *stack, rows, columns = spec.shape
+        count = math.prod(stack)
+        shape = (rows, columns) if count == 1 else (count, rows, columns)
+        size, (start, stop) = max(math.prod(shape[1:]), 1), spec.local_range()
+        first, last = start // size, -(-stop // size)
+        return cls(shape, slice(first, last if stop > start else first), start - first * size, stop - start)
+
+    @property
+    def is_of_rows(self) -> bool:
+        return len(self.shape) == 2
+
+    def padded(self, local: Tensor) -> Tensor:
+        """Return all that is touched, with zeros around this rank's elements."""
+        shape = (self.touched.stop - self.touched.start, *self.shape[1:])
+        if not self.numel:
+            return local.new_zeros(shape)
+        after = math.prod(shape) - self.before - self.numel
+        return torch.nn.functional.pad(local.reshape(-1), (self.before, after)).view(shape)
+
+    def of_factors(self, row: Tensor, column: Tensor, mean: Tensor) -> Tensor:
+        """Return row · column / mean at the elements of the range, 1-D and new."""
+        count, (rows, columns) = math.prod(self.shape[:-2]), self.shape[-2:]
+        row, column, mean = row.reshape(count, rows, 1), column.reshape(count, 1, columns), mean.reshape(count, 1, 1)
+        if self.is_of_rows:
+            product = (row[0, self.touched] * column[0]).div_(mean[0])
+        else:
+            product = (row[self.touched] * column[self.touched]).div_(mean[self.touched])
+        return product.view(-1)[self.before : self.before + self.numel]
+
+
+def _square_sum(local: Tensor) -> Tensor:
+    """Return the sum of squares, [1], fp64."""
+    norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+    squares: Tensor = norm.double().square_().view(1)
+    return squares
+
+
+def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums over ranks of what each has found of each parameter: one all-reduce for those of a mesh."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, (member, values) in enumerate(zip(members, found, strict=True)):
+        alike[member.across, values.device, values.dtype].append(place)
+    sums = list(found)
+    for ((mesh, groups), *_), places in alike.items():
+        counted = [found[place] if members[place].counts else torch.zeros_like(found[place]) for place in places]
+        total = torch.cat(counted)
+        all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
+        for place, part in zip(places, total.split([len(part) for part in counted]), strict=True):
+            sums[place] = part
+    return sums
+
+
+def _numbers(values: Sequence[Tensor]) -> list[float]:
+    """Return one number of each, by one copy from the device."""
+    return cast("list[float]", torch.cat(list(values)).tolist()) if values else []
