@@ -70,7 +70,7 @@ class ShardedModule(FSDPModule, nn.Module):
     A subclass of FSDP2's, because frameworks recognise sharded modules by that.
     """
 
-    _orig_cls_mro_index = 3  # [Sharded<Own>, ShardedModule, FSDPModule, Own, ...]
+    _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -361,7 +361,8 @@ def make_sharded(module: nn.Module) -> None:
     """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
-        sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
+        # FSDP2's name, which programs take the prefix off to find the class: transformers, for a config's architecture.
+        sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
     hooks = install_hooks(module, current_state)
