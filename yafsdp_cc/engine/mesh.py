@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Their names since 2.13, and before.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group that parameters are sharded across."""
@@ -174,7 +178,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         ValueError: the group has no backend for that device.
     """
     if is_python_group(group):
-        return str(group.getBackendName()).lower()
+        return type(group).__name__.lower()
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError as error:
@@ -198,12 +202,12 @@ class PythonGroup:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def _allgather_base(self, output: Tensor, source: Tensor, options: Any) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output, source, self._group, options.asyncOp)
+    def _allgather_base(self, output: Tensor, source: Tensor, options: Any) -> Any:
+        return all_gather_single(output, source, self._group, options.asyncOp)
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], options: Any
-    ) -> dist.Work | None:
+    ) -> Any:
         return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group, options.asyncOp)
 
 

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
+from yafsdp_cc.engine.dtensor import FlatDTensor, show_as_held, show_unsharded
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
-from yafsdp_cc.engine.mesh import backend_of
+from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 
@@ -490,15 +490,16 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     """
     info = state.context.info
     is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
-    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for flat in state.flats:
+        group = flat.group.spec.info.shard_group
         takes_part = everywhere or is_first_replica
         shard = flat.sharded.to(state.context.device)
-        buffer = _gathered(shard, flat.layout.chunks, info.shard_group, everywhere) if takes_part else None
+        buffer = _gathered(shard, flat.layout.chunks, group, everywhere) if takes_part else None
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
         del buffer  # before there is another
+    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for param in state.replicated.params:
         yield param, param.local.detach() if receives else None
 
