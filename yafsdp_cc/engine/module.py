@@ -230,8 +230,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
-            f"a {type(self).__name__} has no state of FSDP2's: it is sharded by yafsdp_cc, which has the methods of "
-            "FSDP2's modules but not what lies behind them"
+            f"a {class_of(self).__name__} has no state of FSDP2's: it is sharded by yafsdp_cc, which has the methods "
+            "of FSDP2's modules but not what lies behind them"
         )
 
     # As a module -----------------------------------------------------------------------------------------------------
@@ -268,14 +268,14 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            f"a sharded {type(self).__name__} cannot be copied: copy the model before shard(), or keep an average of "
-            "the weights with copies of model.parameters()"
+            f"a sharded {class_of(self).__name__} cannot be copied: copy the model before shard(), or keep an average "
+            "of the weights with copies of model.parameters()"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
-            "with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
+            f"a sharded {class_of(self).__name__} cannot be pickled: one rank's part is no use without the others. "
+            "Save with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
         )
 
     def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:
@@ -385,7 +385,13 @@ def make_plain(module: nn.Module) -> None:
         hook.remove()
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
-    module.__class__ = type(module).__mro__[ShardedModule._orig_cls_mro_index]
+    module.__class__ = class_of(module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that ``module`` has, or had before it was sharded."""
+    kind = type(module)
+    return kind.__mro__[ShardedModule._orig_cls_mro_index] if isinstance(module, ShardedModule) else kind
 
 
 def _undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
