@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
@@ -107,7 +108,9 @@ class Job:
             for name, parameter in self.model.named_parameters():
                 self.figures[f"{step} gradient of {name}"] = whole(parameter.grad).clone()
             if clip:
-                self.figures[f"{step} norm"] = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+                assert isinstance(norm, DTensor) or not isinstance(self.model, FSDPModule)
+                self.figures[f"{step} norm"] = whole(norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self.figures
@@ -145,6 +148,26 @@ def test_in_half_precision_with_kept_weights_and_with_replicas() -> None:
     close(ours, theirs, 1e-6)
     ours, theirs = (Job(api, (2, 1, 2)).train(2) for api in (yafsdp_cc, torch_fsdp))
     close(ours, theirs, 1e-6)
+
+
+@ranks(2)
+def test_small_parameters_are_recomputed_as_they_were_computed() -> None:
+    """Activation checkpointing compares how many tensors both forwards save."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def gradients(api: Any) -> Figures:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2)))
+        for part in model:
+            parallelize_module(part, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            forward = part.forward
+            part.forward = partial(checkpoint, forward, use_reentrant=False)
+            api.fully_shard(part, mesh=mesh["dp"])
+        api.fully_shard(model, mesh=mesh["dp"])
+        model(torch.ones(3, 6)).square().sum().backward()
+        return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+    close(*(gradients(api) for api in (yafsdp_cc, torch_fsdp)), 1e-6)
 
 
 # State

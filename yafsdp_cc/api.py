@@ -40,6 +40,7 @@ from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_
 from yafsdp_cc.engine.module import (
     ShardedModule,
     UnshardHandle,
+    class_of,
     make_sharded,
     register_forward_method,
     require_state,
@@ -126,6 +127,24 @@ _ARGUMENTS = {
 }
 """What settings stand for, or all those of a section; others have the argument's name."""
 
+_FSDP1 = {
+    "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
+    "backward_prefetch": "nothing: weights are always gathered ahead",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",
+    "device_id": 'torch.cuda.set_device(local_rank), or mesh=init_device_mesh("cuda", (world_size,))',
+    "device_mesh": "mesh",
+    "forward_prefetch": "nothing: weights are always gathered ahead",
+    "ignored_modules": "ignored_params, a set of their parameters",
+    "ignored_states": "ignored_params, a set of parameters",
+    "limit_all_gathers": "nothing: buffers are two",
+    "mixed_precision": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) of torch.distributed.fsdp",
+    "process_group": 'mesh=DeviceMesh.from_group(group, "cuda")',
+    "sharding_strategy": "reshard_after_forward=False for SHARD_GRAD_OP, a mesh (replicate, shard) for HYBRID_SHARD, "
+    "nothing for FULL_SHARD",
+    "use_orig_params": "nothing: it is always so",
+}
+"""What takes the place of arguments of torch's first FSDP, and of what they are called elsewhere."""
+
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 
 
@@ -135,6 +154,11 @@ def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
 
     @wraps(function)
     def completed(*args: P.args, **given: P.kwargs) -> Result:
+        if theirs := next((name for name in given if name in _FSDP1 and name not in accepted), None):
+            raise TypeError(
+                f"{function.__name__}() has no argument {theirs}, which is one of FullyShardedDataParallel: use "
+                f"{_FSDP1[theirs]}"
+            )
         settings = run_settings()
         if not settings:
             return function(*args, **given)
@@ -607,7 +631,10 @@ def _check_not_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule):
             where = f"its module '{name}'" if name else "it"
-            raise ValueError(f"shard() on a {type(model).__name__}, but {where} is sharded already")
+            raise ValueError(
+                f"shard() on a {class_of(model).__name__}, but {where} is sharded already: call shard() once, or "
+                "fully_shard on every part and then on the model. yafsdp_cc.unshard_model(model) makes it plain again"
+            )
 
 
 def _check_placement(one: OwnedParameter, placement: object) -> None:
@@ -628,9 +655,15 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"fully_shard takes a module or a list of modules, got {module!r}")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in module.children()))
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: this {type(module).__name__} of "
+            f"{len(module)} ({kinds}) is never called. Call fully_shard on each module in it, then on the model"
+        )
     if spec_of(module) is not None:
-        raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}: shard it once")
+        raise ValueError(
+            f"fully_shard has already been applied to this {class_of(module).__name__}: call it once on each module"
+        )
     check_modules(module, "fully_shard()")
 
 

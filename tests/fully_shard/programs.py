@@ -19,7 +19,7 @@ import yafsdp_cc
 from tests.fully_shard.run import Api, Run
 from tests.internals import owned_range
 from tests.models import VOCABULARY, Transformer
-from tests.twins import seeded
+from tests.twins import seeded, whole
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RETURNING_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -515,6 +515,70 @@ def gathers_from_a_second_shard(api: Api) -> Run:
     return run
 
 
+class Experts(nn.Module):
+    """Of which each rank runs those that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 32) / 4), nn.Parameter(torch.randn(4, 32, 16) / 8)
+        self.scale = nn.Parameter(torch.ones(4, 1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down, scale = (each.to_local() if isinstance(each, DTensor) else each for each in self.parameters())
+        return ((x.flatten(0, 1) @ up).relu() @ down * scale).sum(0).view(x.shape)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(16), nn.Linear(16, 16), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.experts(self.router(self.norm(x)))
+        return out
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(Mixture() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def with_experts_on_another_mesh(api: Api) -> Run:
+    """As torchtitan's: expert parallelism takes its ranks from those that the other parameters are sharded across."""
+    world, model = dist.get_world_size(), seeded(Mixtures)
+    sparse = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("efsdp", "ep"))
+    dense = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    for block in model.blocks:
+        for name, parameter in list(block.experts.named_parameters()):
+            divided = distribute_tensor(parameter.detach(), sparse["ep"], [Shard(0)])
+            block.experts.register_parameter(name, nn.Parameter(divided))
+        api.fully_shard(block.experts, mesh=sparse["efsdp"])
+        block.experts.set_gradient_divide_factor(world)
+        block.experts.set_force_sum_reduction_for_comms(True)  # torch's needs it over gloo
+        api.fully_shard(block, mesh=dense)
+    api.fully_shard(model, mesh=dense)
+    run = Run.of_sharded(api, model)
+    run.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for _ in range(3):
+        run.backward()
+        run.look()
+        if api is yafsdp_cc:  # FSDP2 has no norm over parameters of two meshes
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+            wholes = [whole(parameter.grad) for parameter in model.parameters()]
+            assert torch.allclose(norm, torch.nn.utils.get_total_norm(wholes))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
 PROGRAMS: list[Callable[[Api], Run]] = [
     trains,
     in_five_units,
@@ -555,6 +619,7 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     with_replicas_summed_at_the_end,
     with_replicas_synchronised_at_the_end,
     gathers_from_a_second_shard,
+    with_experts_on_another_mesh,
 ]
 
 IN_BF16 = (asks_inside_a_forward, in_bf16, in_mixed_policies, with_replicas_in_bf16)

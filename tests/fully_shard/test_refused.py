@@ -45,14 +45,34 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "=3: pass a factor of 2, .* .1, 2., True",
     ),
     "a word": (lambda m: yafsdp_cc.fully_shard(m, reshard_after_forward="yes"), ValueError, "a bool or an int"),
-    "another mesh inside": (
+    "replicas of a part": (
         lambda m: [
             yafsdp_cc.fully_shard(m.blocks[0]),
             yafsdp_cc.fully_shard(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))),
             m(torch.zeros(1, 2, dtype=torch.long)),
         ],
         ValueError,
-        r"'\(root\)' is sharded across .* 'blocks.0' across .* takes one mesh",
+        r"'blocks.0' is sharded across .* '\(root\)' around it across .* both take the same replicas",
+    ),
+    "more ranks inside": (
+        lambda m: [
+            yafsdp_cc.fully_shard(m.blocks[0]),
+            yafsdp_cc.fully_shard(m, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]),
+            m(torch.zeros(1, 2, dtype=torch.long)),
+        ],
+        ValueError,
+        r"'blocks.0' is sharded .* the mesh of the root has to have all ranks of the other",
+    ),
+    "compression of a part": (
+        lambda m: [
+            yafsdp_cc.fully_shard(
+                m.blocks[0], compression="int8", mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+            ),
+            yafsdp_cc.fully_shard(m, compression="int8"),
+            m(torch.zeros(1, 2, dtype=torch.long)),
+        ],
+        ValueError,
+        "a compression takes one mesh for all",
     ),
     "an optimizer made before": (
         lambda m: (optimizer := torch.optim.SGD(m.parameters(), lr=0.1), yafsdp_cc.fully_shard(m), optimizer.step()),

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, model_part, read_into
-from yafsdp_cc.checkpoint.ranks import place_in, ranks_of
+from yafsdp_cc.checkpoint.ranks import check_arguments, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import MODEL
 from yafsdp_cc.engine.dtensor import FlatDTensor
@@ -76,6 +76,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         ValueError: ``model`` is not sharded, or there is something at ``path``.
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
+    check_arguments("save_safetensors", path, model)
     require_state(model)
     group = ranks_of(model).front
     is_first = place_in(group)[0] == 0
@@ -110,6 +111,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """
     from safetensors import safe_open
 
+    check_arguments("load_safetensors", path, model)
     with refused_together(*ranks_of(model).front):
         check_shows_shards(model, "load_safetensors")
         # What a module's get_extra_state gives may be anything, and these files hold tensors.

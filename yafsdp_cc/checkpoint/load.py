@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from yafsdp_cc.checkpoint import compression, files
-from yafsdp_cc.checkpoint.ranks import by_torch, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
@@ -69,6 +69,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         RuntimeError: called inside ``whole_parameters``; or a rank did not come before the timeout of the process
             group.
     """
+    check_arguments("load", path, model)
     wait_for_saves()
     optimizers = as_sequence(optimizer)
     ranks = meet("load()", model, {"optimizers": len(optimizers)})

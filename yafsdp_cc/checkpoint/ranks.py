@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from contextlib import contextmanager
@@ -49,6 +50,14 @@ def ranks_of(model: nn.Module) -> Ranks:
         return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
 
     return Ranks(group("front", patience), group("back", max(patience, default_pg_timeout)))
+
+
+def check_arguments(call: str, path: object, model: object) -> None:
+    """Raise a ``TypeError`` where ``call`` was not given a path and then a model."""
+    if isinstance(path, (str, os.PathLike)) and isinstance(model, nn.Module):
+        return
+    found = ", ".join(type(each).__name__ for each in (path, model))
+    raise TypeError(f"{call}(path, model) takes the path of a folder and then a model, and was given ({found})")
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files
-from yafsdp_cc.checkpoint.ranks import by_torch, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.engine.mesh import all_gather_objects
@@ -74,6 +74,7 @@ def save(
         RuntimeError: a rank could not write, because the disk is full, for example, or did not come before the timeout
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
+    check_arguments("save", path, model)
     optimizers = as_sequence(optimizer)
     target = files.place(path)
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}

@@ -32,8 +32,8 @@ from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.collectives import sum_scale
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import all_gather_single
 from yafsdp_cc.engine.layout import Extent, Layout, align
+from yafsdp_cc.engine.mesh import all_gather_single
 from yafsdp_cc.engine.module import ShardedModule
 
 if TYPE_CHECKING:

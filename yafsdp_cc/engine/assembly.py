@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.loading import meta_params, take_back
 from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
+from yafsdp_cc.engine.meshes import ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
@@ -37,12 +38,16 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.engine.replicated import ReplicatedFlatParam
     from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
     from yafsdp_cc.plan import Role
 
 
+ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
+"""Of all-gathers and of reduces on each mesh; they share streams and scratch buffers."""
 PARTS = "_yafsdp_cc_parts"
 """Attribute of sharded modules: the handles of hooks on parts of them that may be called alone."""
 
@@ -79,7 +84,7 @@ def assemble(model: nn.Module) -> FSDPState:
     """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
 
     Raises:
-        ValueError: parts of it are sharded across different meshes, or their collectives do not go together.
+        ValueError: the meshes or the collectives of its parts do not go together.
         RuntimeError: parameters are still on the meta device.
     """
     specs = specs_below(model)
@@ -90,7 +95,7 @@ def assemble(model: nn.Module) -> FSDPState:
     retired = list(dict.fromkeys(old for spec in specs for module in spec.modules if (old := state_of(module))))
     for old in retired:
         old.retire()
-    context, leaf = _make_context(model, specs, retired)
+    context, leaf, contexts = _make_context(model, specs, retired)
     parts = (part for spec in specs for part in spec.parts)
     transfers = make_transfers(parts, context.device, context.gather_stream, context.reduce_stream)
     own = specs[-1] if specs[-1].modules == (model,) else None
@@ -99,13 +104,13 @@ def assemble(model: nn.Module) -> FSDPState:
     context.groups = tuple(groups.values())
     by_role: dict[Role, list[ParamGroup]] = defaultdict(list)
     for group in context.groups:
-        _make_collectives(context, group)
+        _make_collectives(context, group, contexts)
         group.index = len(by_role[group.role])
         by_role[group.role].append(group)
     for role, members in by_role.items():
         _make_weight_buffers(context, role, members)
         _make_grad_buffers(context, role, members)
-    replicated = _make_replicated(context, specs)
+    replicated = _make_replicated(context, specs, contexts)
     state = FSDPState(model, specs, context.groups, root_group, replicated, collectives, context, leaf, transfers)
     engines.add(state)
     _connect(state)
@@ -143,15 +148,10 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
                 f"'{name}' was tied to '{known.name}', which was sharded without it: gather both together, "
                 "fully_shard([one, other])"
             )
-    first = specs[0]
     for spec in specs:
         if spec.flats:
             spec.collectives.check_group(spec.name, spec.settings.keeps_unsharded or spec.role == "root")
-        if spec.info.mesh != first.info.mesh:
-            raise ValueError(
-                f"'{spec.name}' is sharded across {spec.info.mesh}, '{first.name}' across {first.info.mesh}: what "
-                "is called in one forward takes one mesh"
-            )
+        check_mesh(spec, specs[-1])
         for part in spec.parts:
             if (waiting := next(meta_params(part), None)) is not None:
                 raise RuntimeError(
@@ -176,39 +176,46 @@ def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
 
 def _make_context(
     model: nn.Module, specs: Sequence[ParamGroupSpec], retired: Sequence[FSDPState]
-) -> tuple[GroupContext, Tensor]:
-    """Make communicators and streams; return what groups share of them, and the leaf below the root gates."""
+) -> tuple[GroupContext, Tensor, ContextsByMesh]:
+    """Make communicators and streams.
+
+    Returns:
+        What all groups share of them, the leaf below the root gates, and the contexts of each mesh.
+    """
     info, streams = specs[-1].info, specs[-1].settings.streams
-    device, group = info.device, info.shard_group
-    # Over gloo a second communicator costs next to nothing, and two ranks need it (see communicator.Communicator).
-    is_gloo = backend_of(group, device) == "gloo"
-    separate = (is_gloo and group.size() == 2) or any(spec.settings.separate_reduce_group for spec in specs)
-    reduce = _derived_group(info, group.size()) if separate else group
-    if is_gloo and device.type == "cpu":
-        probe_links(group, reduce)
-    gather_comm = Communicator(group, device)
-    reduce_comm = Communicator(reduce, device) if separate else gather_comm
+    device, separate = info.device, any(spec.settings.separate_reduce_group for spec in specs)
     ranks = info.mesh.mesh.flatten().tolist()
     trial = f"yafsdp_cc/trial/{zlib.crc32(repr(ranks).encode())}"
     verdict = refused_over_store(_get_default_store(), trial, dist.get_rank(), len(ranks))
     replicas = info.replicate_group
     replica_comm = None if replicas is None else Communicator(replicas, device)
-    _check_trial_exchange(gather_comm, reduce_comm, replica_comm, verdict)
+    infos = {spec.info.mesh: spec.info for spec in reversed(specs)}
+    comms = {mesh: _communicators(each, separate=separate) for mesh, each in infos.items()}
+    _check_trial_exchange(list(comms.values()), replica_comm, verdict)
+    gather_comm, reduce_comm = comms[info.mesh]
     gather_stream = streams.of("all-gather", device)
-    reduce_stream = streams.of("reduce", device) if separate else gather_stream
+    reduce_stream = gather_stream if reduce_comm is gather_comm else streams.of("reduce", device)
     replica, count = (0, 1) if replica_comm is None else (replica_comm.rank, replica_comm.world)
     registers = any(spec.settings.allocates_from_group for spec in specs)
-    gather_scratch, reduce_scratch = (ScratchBuffers(device, each if registers else None) for each in (group, reduce))
+    gather_scratch, reduce_scratch = (
+        ScratchBuffers(device, comm.group if registers else None) for comm in (gather_comm, reduce_comm)
+    )
     world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
     fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
     # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    contexts = {
+        mesh: (
+            CommContext(gather, gather_scratch, fingerprint.record),
+            CommContext(reduce, reduce_scratch, fingerprint.record),
+        )
+        for mesh, (gather, reduce) in comms.items()
+    }
     context = GroupContext(
         info,
-        CommContext(gather_comm, gather_scratch, fingerprint.record),
-        CommContext(reduce_comm, reduce_scratch, fingerprint.record),
+        *contexts[info.mesh],
         gather_stream,
         reduce_stream,
         fingerprint,
@@ -220,7 +227,20 @@ def _make_context(
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)
         stream = streams.of("all-reduce", device)
         context.replicas = Replicas(replica_context, stream, context.counters.count_reduced)
-    return context, leaf
+    return context, leaf, contexts
+
+
+def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Communicator]:
+    """Return those of all-gathers and of reduces on a mesh: one, unless reduces are to have one of their own."""
+    device, group = info.device, info.shard_group
+    # Over gloo a second communicator costs next to nothing, and two ranks need it (see communicator.Communicator).
+    is_gloo = backend_of(group, device) == "gloo"
+    separate = separate or (is_gloo and group.size() == 2)
+    reduce = _derived_group(info, group.size()) if separate else group
+    if is_gloo and device.type == "cpu":
+        probe_links(group, reduce)
+    gather_comm = Communicator(group, device)
+    return gather_comm, Communicator(reduce, device) if separate else gather_comm
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
@@ -233,26 +253,29 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
 
 
 def _check_trial_exchange(
-    gather: Communicator, reduce: Communicator, replicas: Communicator | None, verdict: AbstractContextManager[None]
+    comms: Sequence[tuple[Communicator, Communicator]],
+    replicas: Communicator | None,
+    verdict: AbstractContextManager[None],
 ) -> None:
     """Send a few numbers the way that weights and gradients will go, where the backend is not sure to carry them.
 
     It also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
 
     Args:
-        gather: of all-gathers.
-        reduce: of reduces.
+        comms: of all-gathers and of reduces, for each mesh.
         replicas: of sums over replicas; None without replicas.
         verdict: makes an error of one rank one of all ranks; unused where nothing is sent.
 
     Raises:
         ValueError: it fails, or wrong numbers come back, on this or another rank.
     """
-    if (gather.world == 1 and replicas is None) or (gather.is_gloo and gather.device.type == "cpu"):
+    tried = [(gather, reduce) for gather, reduce in comms if gather.world > 1 or replicas is not None]
+    if all(gather.is_gloo and gather.device.type == "cpu" for gather, _ in tried):
         return
     with verdict:
         # All of them, before a rank raises: the others would wait for it in the next one.
-        errors = [_try_exchange(gather, reduce, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        dtypes = (torch.float32, torch.bfloat16)
+        errors = [_try_exchange(gather, reduce, dtype) for gather, reduce in tried for dtype in dtypes]
         if replicas is not None:
             errors.append(_try_all_reduce(replicas))
         if any(errors):
@@ -357,9 +380,10 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
     return "edge" if any(nested) and not any(module._modules for module in spec.modules) else "block"
 
 
-def _make_collectives(context: GroupContext, group: ParamGroup) -> None:
+def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
     """Make the collectives of a group, those of reduces once: they keep residuals. Bind all-gathers to the context."""
-    factory, settings, info = group.spec.collectives, group.spec.settings, context.info
+    factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
+    gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"
     secondary = 0 if group.role == "root" else settings.secondary_ranks
     for flat in group.flats:
@@ -367,7 +391,8 @@ def _make_collectives(context: GroupContext, group: ParamGroup) -> None:
         if secondary:
             neighbours = _derived_group(info, secondary)
             flat.all_gather = SecondaryAllGather(flat.all_gather, flat, neighbours, info.device)
-        flat.all_gather.bind(context.gather)
+        flat.all_gather.bind(gather)
+        flat.reduce_context = reduce
         if not hasattr(flat, "reduce_scatter"):
             flat.reduce_scatter = factory.reduce_scatter(flat, context.replicas is not None)
             flat.all_reduce = None if context.replicas is None else factory.all_reduce(flat)
@@ -411,15 +436,32 @@ def _allocator(members: Sequence[ParamGroup], context: CommContext) -> dist.Proc
     return context.comm.group if registers else None
 
 
-def _make_replicated(context: GroupContext, specs: Sequence[ParamGroupSpec]) -> ReplicatedParams:
-    flats = [flat for spec in specs for flat in spec.replicated]
+def _make_replicated(
+    context: GroupContext, specs: Sequence[ParamGroupSpec], contexts: ContextsByMesh
+) -> ReplicatedParams:
+    by_mesh: dict[DeviceMesh, list[ReplicatedFlatParam]] = {context.info.mesh: []}
+    for spec in specs:
+        if spec.replicated:
+            by_mesh.setdefault(spec.info.mesh, []).extend(spec.replicated)
+    flats = [flat for flats in by_mesh.values() for flat in flats]
     for flat in flats:
         if flat.trainable:
             flat.make_sharded_grad()
     count = sum(len(group.params) for group in context.groups) + sum(len(flat.params) for flat in flats)
     replicas = None if context.replicas is None else context.replicas.context.comm
-    # Its collectives are on the stream of the reduces, and so in their communicator throughout.
-    return ReplicatedParams(flats, count + CollectiveFingerprint.WIDTH, context.reduce, context.reduce_stream, replicas)
+    # Their collectives are on the stream of the reduces, and so in their communicators throughout. Those of the root's
+    # mesh carry what ranks exchange besides.
+    own, *others = (
+        ReplicatedParams(
+            flats,
+            count + CollectiveFingerprint.WIDTH if mesh is context.info.mesh else 0,
+            contexts[mesh][1],
+            context.reduce_stream,
+            replicas,
+        )
+        for mesh, flats in by_mesh.items()
+    )
+    return ReplicatedParamsOfMeshes(own, others) if others else own
 
 
 def _connect(state: FSDPState) -> None:

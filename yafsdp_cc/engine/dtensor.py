@@ -38,7 +38,15 @@ from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine import reductions
 from yafsdp_cc.engine.layout import TensorParallel
-from yafsdp_cc.engine.mesh import all_groups, all_reduce_over, broadcast_from_first, shard_group, to_mesh_device
+from yafsdp_cc.engine.mesh import (
+    all_gather_single,
+    all_groups,
+    all_reduce_over,
+    broadcast_from_first,
+    reduce_scatter_single,
+    shard_group,
+    to_mesh_device,
+)
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
@@ -53,9 +61,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
-# Their names since 2.13, and before.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 _SAVE = (

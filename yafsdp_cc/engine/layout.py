@@ -209,6 +209,7 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
+    @torch.enable_grad()  # a backward registers what activation checkpointing then runs again with gradients
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""
         return DTensor.from_local(

@@ -11,7 +11,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+
+# Their names since 2.13, and before.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -181,6 +185,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     Raises:
         ValueError: the group has no backend for that device.
     """
+    if is_python_group(group):
+        return type(group).__name__.lower()
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError as error:
@@ -188,6 +194,29 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
             f"the mesh is of {device.type} devices, but its process group has no backend for them: start it with "
             f'init_process_group("cpu:gloo,cuda:nccl"), or shard before any mesh is made ({error})'
         ) from error
+
+
+def is_python_group(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` is written in Python, as torch's threaded one for tests: it has no backends."""
+    return type(group) is not dist.ProcessGroup and "allreduce" in vars(type(group))
+
+
+class PythonGroup:
+    """A process group that is written in Python, under the names by which C++ ones are called."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, options: Any) -> Any:
+        return all_gather_single(output, source, self._group, options.asyncOp)
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], options: Any
+    ) -> Any:
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group, options.asyncOp)
 
 
 def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:

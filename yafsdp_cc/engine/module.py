@@ -22,10 +22,10 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import FlatDTensor, all_gather_single, show_as_held, show_unsharded
+from yafsdp_cc.engine.dtensor import FlatDTensor, show_as_held, show_unsharded
 from yafsdp_cc.engine.extensions import in_class_of
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
-from yafsdp_cc.engine.mesh import backend_of
+from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.plan.subclasses import SUBCLASS
@@ -72,7 +72,7 @@ class ShardedModule(FSDPModule, nn.Module):
     A subclass of FSDP2's, because frameworks recognise sharded modules by that.
     """
 
-    _orig_cls_mro_index = 3  # [Sharded<Own>, ShardedModule, FSDPModule, Own, ...]
+    _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
     _is_fsdp_managed_module = True  # Transformers' generate() calls the model until all ranks are done
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
-            f"a {type(self).__name__} has no state of FSDP2's: it is sharded by yafsdp_cc, which has the methods of "
-            "FSDP2's modules but not what lies behind them"
+            f"a {class_of(self).__name__} has no state of FSDP2's: it is sharded by yafsdp_cc, which has the methods "
+            "of FSDP2's modules but not what lies behind them"
         )
 
     # As a module -----------------------------------------------------------------------------------------------------
@@ -271,14 +271,14 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            f"a sharded {type(self).__name__} cannot be copied: copy the model before shard(), or keep an average of "
-            "the weights with copies of model.parameters()"
+            f"a sharded {class_of(self).__name__} cannot be copied: copy the model before shard(), or keep an average "
+            "of the weights with copies of model.parameters()"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a sharded {type(self).__name__} cannot be pickled: one rank's part is no use without the others. Save "
-            "with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
+            f"a sharded {class_of(self).__name__} cannot be pickled: one rank's part is no use without the others. "
+            "Save with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
         )
 
     def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:
@@ -364,7 +364,8 @@ def make_sharded(module: nn.Module) -> None:
     """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
-        sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
+        # FSDP2's name, which programs take the prefix off to find the class: transformers, for a config's architecture.
+        sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
     hooks = install_hooks(module, current_state)
@@ -387,7 +388,13 @@ def make_plain(module: nn.Module) -> None:
         hook.remove()
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
-    module.__class__ = type(module).__mro__[ShardedModule._orig_cls_mro_index]
+    module.__class__ = class_of(module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that ``module`` has, or had before it was sharded."""
+    kind = type(module)
+    return kind.__mro__[ShardedModule._orig_cls_mro_index] if isinstance(module, ShardedModule) else kind
 
 
 def _undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
@@ -492,15 +499,16 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     """
     info = state.context.info
     is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
-    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for flat in state.flats:
+        group = flat.group.spec.info.shard_group
         takes_part = everywhere or is_first_replica
         shard = flat.sharded.to(state.context.device)
-        buffer = _gathered(shard, flat.layout.chunks, info.shard_group, everywhere) if takes_part else None
+        buffer = _gathered(shard, flat.layout.chunks, group, everywhere) if takes_part else None
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
         del buffer  # before there is another
+    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for param in state.replicated.params:
         yield param, param.local.detach() if receives else None
 

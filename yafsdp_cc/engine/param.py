@@ -265,6 +265,8 @@ class FlatParam:
     reduce_scatter: ReduceScatter = field(init=False)
     all_reduce: AllReduce | None = field(default=None, init=False)
     """Over replicas, of partial sums. All three are made at the first assembly."""
+    reduce_context: Any = field(default=None, init=False)
+    """The ``CommContext`` of its reduces in the present assembly."""
     group: Any = field(default=None, init=False)
     """Its ``ParamGroup`` in the present assembly."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)

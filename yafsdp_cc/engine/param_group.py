@@ -112,7 +112,7 @@ class GroupContext:
         if flat not in self._bound:
             self._bound.add(flat)
             self.wait_for_reduces()  # scratch buffers may have to grow
-            flat.reduce_scatter.bind(self.reduce)
+            flat.reduce_scatter.bind(flat.reduce_context)
             flat.make_sharded_grad()
             if self.replicas is not None:
                 self.replicas.bind(flat)

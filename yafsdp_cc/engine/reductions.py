@@ -327,11 +327,13 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
     kind, across = unknown[0].kind, unknown[0].across
     if any((partials.kind, partials.across) != (kind, across) for partials in unknown):
         reduce(unknown)
-        return None
+        if any(partials.kind != kind for partials in unknown):
+            return None
+        unknown = []  # as by tensor parallelism of a part of the parameters: FSDP2's norm is a DTensor too
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
     for x in tensors:
-        if isinstance(x, LazyReduction) and x._value is None:
+        if unknown and isinstance(x, LazyReduction) and x._value is None:
             rows.append(x._partials.local)
             continue
         known = kind.to_partial(x.value() if isinstance(x, LazyReduction) else x)
