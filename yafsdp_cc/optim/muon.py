@@ -90,7 +90,7 @@ class Muon(MatrixOptimizer):
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: 'original' or 'match_rms_adamw'")
         if ns_dtype not in _DTYPES:
             raise ValueError(f"ns_dtype={ns_dtype}: one of {', '.join(map(str, _DTYPES))}")
-        self.ns_dtype = ns_dtype
+        self.ns_dtype = self.update_dtype = ns_dtype
         self._splits = {} if splits is None else dict(splits)
         defaults = {
             "lr": lr,
@@ -105,10 +105,10 @@ class Muon(MatrixOptimizer):
         super().__init__(params, defaults, adamw)
         specs = [parameter.shard_spec for group in self.param_groups for parameter in group["params"]]
         for pattern in self._splits:
-            if not any(spec.is_matrix and fnmatchcase(spec.name, pattern) for spec in specs):
+            if not any(spec.owners and fnmatchcase(spec.name, pattern) for spec in specs):
                 raise ValueError(f"splits names {pattern!r}, which fits no matrix of this optimizer")
         for spec in specs:
-            if spec.is_matrix:
+            if spec.owners:
                 self._parts_of(spec)
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
