@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.optim import muon
 from yafsdp_cc.optim.muon import newton_schulz
 from yafsdp_cc.plan.ownership import newton_schulz_flops
 
@@ -113,7 +115,7 @@ class Pair:
         else:
             yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
         self.optimizers = torchs(self.plain)
-        self.optimizer = yafsdp_cc.optim.Muon(self.model.parameters(), lr=0.02, adamw=ADAMW)
+        self.optimizer = yafsdp_cc.optim.Muon(self.model.parameters(), lr=0.02, adamw=ADAMW, ns_dtype=torch.bfloat16)
 
     def train(self, steps: range, micros: int = 1, clips: bool = False) -> None:
         for step in steps:
@@ -327,6 +329,16 @@ def test_a_batch_is_iterated_as_each_matrix_by_torch(shape: tuple[int, int]) -> 
         assert one.equal(_zeropower_via_newtonschulz(each, coefficients, 5, 1e-7))
 
 
+def test_without_a_dtype_the_iteration_is_in_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda fast=fast: {"avx512_bf16": fast})
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        muon._lacks_bf16.cache_clear()
+        assert muon._lacks_bf16(torch.device("cpu")) != fast
+        assert not muon._lacks_bf16(torch.device("cuda"))
+    muon._lacks_bf16.cache_clear()
+
+
 class Stacked(nn.Module):
     """A block with a stack of matrices, and queries, keys and values in one."""
 
@@ -355,7 +367,12 @@ def stacks(folder: Path, work: int) -> None:
         model.load_state_dict(plain.state_dict())
         yafsdp_cc.shard(model, ownership=["*.qkv.weight", "*.experts"], zero_stage=zero_stage)
         optimizer = yafsdp_cc.optim.Muon(
-            model.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw", splits={"*qkv*": rows}, nesterov=False
+            model.parameters(),
+            lr=0.02,
+            adjust_lr_fn="match_rms_adamw",
+            splits={"*qkv*": rows},
+            nesterov=False,
+            ns_dtype=torch.bfloat16,
         )
         if turn:
             yafsdp_cc.load(folder / str(turn - 1), model, optimizer)
@@ -439,6 +456,7 @@ def test_what_is_refused() -> None:
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
         ({"ns_steps": 100}, "ns_steps=100"),
+        ({"ns_dtype": torch.int8}, "ns_dtype=torch.int8"),
         ({"adamw": {"rate": 1}}, "adamw has \\['rate'\\]"),
         ({"splits": {"*.qkv": 3}}, "splits names '\\*.qkv', which fits no matrix"),
         ({"splits": {"blocks.0.0.weight": (10, 20)}}, "'blocks.0.0.weight' has 64 rows, which are not \\(10, 20\\)"),

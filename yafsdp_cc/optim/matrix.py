@@ -100,8 +100,12 @@ class MatrixOptimizer(Optimizer):
             [m, n] each, of any floating-point dtype.
         """
 
-    update_dtype: torch.dtype | None = None
-    """Of what ``updates`` returns, for the way back to where matrices are sharded evenly; None: that of gradients."""
+    def update_dtype(self, device: torch.device) -> torch.dtype | None:
+        """Return the dtype in which updates go back to where a matrix is sharded evenly; None: that of gradients.
+
+        It has to be the same on all ranks.
+        """
+        return None
 
     def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
         """Return what the update of a matrix [rows, columns] is multiplied by."""
@@ -208,7 +212,7 @@ class MatrixOptimizer(Optimizer):
         """Update matrices that are sharded evenly. A collective."""
         exchange = MatrixExchange([parameter.shard_spec for parameter in bucket])
         gradients = exchange.assemble([grad_of(parameter) for parameter in bucket])
-        dtype = self.update_dtype or gradients[0].dtype
+        dtype = self.update_dtype(gradients[0].device) or gradients[0].dtype
         updates = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
         for place, update, _ in self._updated(group, bucket, gradients, updates):
             place.copy_(update)
