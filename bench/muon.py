@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 FSDP2, ADAMW = "FSDP2, torch.optim.Muon", "yafsdp_cc, AdamW"
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+INT4 = Compression("int4", weights="int4")
+EF21 = Compression("int4", weights="int4", feedback="ef21", residual="fp32")
 WARM_UP = 2
 
 Step = tuple[nn.Module, "Sequence[torch.optim.Optimizer]"]
@@ -66,9 +68,10 @@ def by_us(model: GPT, dtype: torch.dtype | None, compression: Compression | None
 CONTESTANTS: dict[str, Callable[[GPT], Step]] = {
     FSDP2: by_fsdp2,
     ADAMW: lambda model: by_us(model, None),
-    "yafsdp_cc, Muon": lambda model: by_us(model, torch.bfloat16),
+    "yafsdp_cc, Muon, ns_dtype=bf16": lambda model: by_us(model, torch.bfloat16),
     "yafsdp_cc, Muon, ns_dtype=fp32": lambda model: by_us(model, torch.float32),
-    "yafsdp_cc, Muon, int4 both ways": lambda model: by_us(model, torch.float32, Compression("int4", weights="int4")),
+    "yafsdp_cc, Muon, int4 both ways": lambda model: by_us(model, torch.float32, INT4),
+    "yafsdp_cc, Muon, int4, EF21": lambda model: by_us(model, torch.float32, EF21),
 }
 
 

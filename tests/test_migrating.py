@@ -226,7 +226,7 @@ def test_every_name_of_fsdp2_has_a_row() -> None:
     policy = list(MixedPrecisionPolicy.__dataclass_fields__)
     # torch's decorator hides the signature; ours is the same, and the parity tests call both
     arguments = list(inspect.unwrap(yafsdp_cc.fully_shard).__kwdefaults__)
-    assert arguments == [*fully_shard.__wrapped__.__kwdefaults__, "compression"]
+    assert arguments == [*fully_shard.__wrapped__.__kwdefaults__, "compression", "ownership"]
     for name in (*arguments, *policy, *methods, "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle"):
         assert re.search(rf"^\| `{name}\b", PAGE, re.MULTILINE), f"{name} has no row"
     for name in methods:

@@ -10,6 +10,7 @@ import atexit
 import inspect
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -61,7 +62,17 @@ from yafsdp_cc.engine.sharding import (
     specs_below,
     values_of,
 )
-from yafsdp_cc.plan import Division, OwnedParameter, Ownership, Plan, Units, assign_owners, find_units
+from yafsdp_cc.plan import (
+    Division,
+    MatrixOwners,
+    OwnedParameter,
+    Ownership,
+    Plan,
+    Units,
+    UnitSpec,
+    assign_owners,
+    find_units,
+)
 from yafsdp_cc.plan.materialize import materialize, place_buffers
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.parameters import check_shardable, find_parameters
@@ -111,7 +122,7 @@ class _Arguments(NamedTuple):
         self,
         prepare: Callable[[Sequence[OwnedParameter]], None],
         policy: MixedPrecisionPolicy,
-        owners: Mapping[OwnedParameter, int] = MappingProxyType({}),
+        owners: Mapping[OwnedParameter, MatrixOwners] = MappingProxyType({}),
     ) -> ShardingPlan:
         return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
 
@@ -148,6 +159,10 @@ _FSDP1 = {
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 
 
+_work: WeakKeyDictionary[DeviceMesh, Counter[int]] = WeakKeyDictionary()
+"""Operations of Newton-Schulz iterations on what each rank of a mesh owns by ``fully_shard``."""
+
+
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
     """Give a function the arguments that the script leaves out, where the run file or its like has them."""
     accepted = inspect.signature(function).parameters
@@ -167,6 +182,11 @@ def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
         for name, one in settings.items():
             section, _, leaf = name.partition(".")
             argument = _ARGUMENTS.get(name) or _ARGUMENTS.get(section, leaf)
+            if argument == "ownership" and function.__name__ == "fully_shard":
+                raise ValueError(
+                    f"{name} ({one.source}) is for shard(model), which knows the repeated blocks: pass ownership to "
+                    "the calls of fully_shard on blocks, or call yafsdp_cc.shard(model)"
+                )
             if argument not in accepted:
                 raise ValueError(
                     f"{name} ({one.source}) is no argument of {function.__name__}(): leave it out, or call "
@@ -314,8 +334,9 @@ def shard(
         check_no_hooks(owned)
         if given.compression is not None:
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
-        owners = assign_owners(division, ownership, given.info.shard_group.size())
-        keeps = given.keeps_after_forward or zero_stage < 3
+        keeps, world = given.keeps_after_forward or zero_stage < 3, given.info.shard_group.size()
+        alignment = given.collectives.alignment
+        owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps)
         given.check_subclasses(owned, owners)
         for unit in division.units:
             if unit.modules != (model,):
@@ -380,6 +401,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: Compression | str | None = None,
+    ownership: Ownership = "flat",
 ) -> Modules:
     """Shard the parameters of ``module`` that no earlier call on a part of it has sharded, in place.
 
@@ -405,6 +427,9 @@ def fully_shard(
         compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
             a model that have one must have the same. Patterns of ``overrides`` are matched against parameter names
             within ``module``.
+        ownership: as of ``shard``, of the parameters of this group: ``"matrix"`` takes its matrices and stacks of
+            matrices, embeddings aside, so pass it to the calls on blocks. Patterns are matched against parameter names
+            within ``module``. What ranks own is balanced over all calls with this mesh.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of ``FSDPModule``.
@@ -428,12 +453,26 @@ def fully_shard(
         check_shardable(owned)
         check_tensor_parallel(owned, mesh)
         check_no_hooks(owned)
-        given.check_subclasses(owned)
         if shard_placement_fn is not None:
             for one in owned:
                 _check_placement(one, shard_placement_fn(one.parameter))
+        small = [one for one in owned if is_small(one.parameter)]
+        large = [one for one in owned if one not in small]
+        owners = assign_owners(
+            Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small)),
+            ownership,
+            given.info.shard_group.size(),
+            alignment=given.collectives.alignment,
+            keeps_unsharded=given.keeps_after_forward,
+            work=_work.setdefault(mesh, Counter()),
+        )
+        given.check_subclasses(owned, owners)
     info = given.info
-    settings = {"compression": (given.compression, FORMAT), "mp_policy": mp_policy}
+    settings = {
+        "compression": (given.compression, FORMAT),
+        "mp_policy": mp_policy,
+        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
+    }
     check_settings(settings, all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
 
@@ -442,9 +481,7 @@ def fully_shard(
             if given.host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(info.device)
 
-    small = [one for one in owned if is_small(one.parameter)]
-    large = [one for one in owned if one not in small]
-    spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy))
+    spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy, owners))
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
     spec.ignored = given.ignored

@@ -92,6 +92,9 @@ class ShardSection(BaseModel):
     """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
     """What is gathered together: class names or patterns of module names; auto finds the repeated blocks."""
+    ownership: Literal["flat", "matrix"] | Annotated[list[Text], Field(min_length=1)] = "flat"
+    """What ranks own of a parameter: flat, a range of its elements; matrix, whole matrices of the blocks, for Muon; or
+    patterns of the names of parameters that lie whole. Not with fully_shard."""
     reshard_after_forward: bool | Positive | None = None
     """false keeps unsharded weights until they change; a number reshards them across so many neighbouring ranks."""
     cpu_offload: bool = False
@@ -139,9 +142,13 @@ class CompressionFields:
     """The codec of weights; None: exact. Where weights stay unsharded on every rank, it encodes how steps have changed
     them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or any other with
     scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
-    feedback: bool = True
+    feedback: bool | Literal["ef21"] = True
     """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
-    rounding is stochastic where the codec can do that."""
+    rounding is stochastic where the codec can do that.
+
+    ``"ef21"``: messages hold by how much gradients differ from what was sent so far, of which their owner keeps the sum
+    (``compression.error_feedback``): for Muon and other matrix optimizers. Takes ``residual="fp32"``.
+    """
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
     """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
     carry: Share = 1.0
@@ -232,6 +239,8 @@ def allowed(one: Mapping[str, Any]) -> str:
     """Say in words what a JSON schema allows."""
     if "anyOf" in one:
         return ", or ".join(dict.fromkeys(map(allowed, one["anyOf"])))
+    if "const" in one:
+        return str(one["const"])
     if "enum" in one:
         *others, last = map(str, one["enum"])
         return f"{', '.join(others)} or {last}" if others else last

@@ -9,7 +9,7 @@ namespace {
 // One block on its way into a message.
 struct Block {
     const float* h;    // what the message should hold
-    const float* due;  // what is to be sent, now or later
+    const float* due;  // what would be left if the message held nothing
     float* left;       // due - taken * decoded: written unless the block is not finite
     float taken;
     float size;          // how many elements there are, at least 1
@@ -26,14 +26,14 @@ struct Place {
     uint8_t* payload() const { return message + 4 * blocks; }
 };
 
-// due = e + scale * g; and h = scale * g + carry * e, where that is another array.
+// due = e + added * scale * g; and h = scale * g + carry * e, where that is another array.
 template <class G, class R>
 void load(const Encode& job, int64_t b, float* due, float* h) {
     const int64_t at = b * job.block;
     const auto* g = static_cast<const typename G::Stored*>(job.gradients) + at;
-    const float scale = job.scale, carry = job.carry;
+    const float scale = job.scale, carry = job.carry, added = job.added;
     const auto* e = static_cast<const typename R::Stored*>(job.residual.values) + at;
-    each(job.block, [=](int64_t i) { due[i] = R::load(e[i]) + G::load(g[i]) * scale; });
+    each(job.block, [=](int64_t i) { due[i] = R::load(e[i]) + added * (G::load(g[i]) * scale); });
     if (h == due) return;
     each(job.block, [=](int64_t i) { h[i] = G::load(g[i]) * scale + carry * R::load(e[i]); });
 }
@@ -49,9 +49,9 @@ template <class G>
 void load_bytes(const Encode& job, int64_t b, float* due, float* h) {
     const int64_t at = b * job.block;
     const auto* g = static_cast<const typename G::Stored*>(job.gradients) + at;
-    const float scale = job.scale, carry = job.carry, unit = job.residual.scales[b];
+    const float scale = job.scale, carry = job.carry, added = job.added, unit = job.residual.scales[b];
     const auto* e = static_cast<const int8_t*>(job.residual.values) + at;
-    each(job.block, [=](int64_t i) { due[i] = static_cast<float>(e[i]) * unit + G::load(g[i]) * scale; });
+    each(job.block, [=](int64_t i) { due[i] = static_cast<float>(e[i]) * unit + added * (G::load(g[i]) * scale); });
     if (h == due) return;
     each(job.block, [=](int64_t i) { h[i] = G::load(g[i]) * scale + carry * (static_cast<float>(e[i]) * unit); });
 }

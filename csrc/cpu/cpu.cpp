@@ -63,8 +63,8 @@ void check_residual(const Rows& residual, const Rows& scales, int64_t rows, int6
 }
 
 void encode(const Tensor& gradients, const Tensor& message, int64_t codec, int64_t block, const Maybe& counts,
-            const Maybe& residual, const Maybe& residual_scales, double carry, double taken, double scale, int64_t seed,
-            int64_t first, int64_t /*stream*/) {
+            const Maybe& residual, const Maybe& residual_scales, double carry, double taken, double added,
+            double scale, int64_t seed, int64_t first, int64_t /*stream*/) {
     const Rows from = rows_of("gradients", gradients, kFloats);
     const Rows to = rows_of("message", message, {ScalarType::Byte});
     const Shape shape(codec, from.columns, block);
@@ -93,7 +93,8 @@ void encode(const Tensor& gradients, const Tensor& message, int64_t codec, int64
     }
     Encode job{};
     job.codec = shape.codec, job.n = shape.n, job.block = block, job.kind = from.kind;
-    job.carry = static_cast<float>(carry), job.taken = static_cast<float>(taken), job.scale = static_cast<float>(scale);
+    job.carry = static_cast<float>(carry), job.taken = static_cast<float>(taken);
+    job.added = static_cast<float>(added), job.scale = static_cast<float>(scale);
     job.noisy = seed >= 0 && draws && !residual;
     job.seed = static_cast<uint32_t>(seed);
     job.scratch = scratch ? scratch->get() : nullptr;

@@ -60,7 +60,7 @@ void encode_blocks(const Encode& job) {
     const Load load = loader_of(job.kind, job.residual.kind);
     const bool remembers = job.residual.kind != Number::none;
     const bool in_place = job.residual.kind == Number::f32;
-    float* h = remembers && job.carry != 1.0f ? other : due;
+    float* h = remembers && (job.carry != 1.0f || job.added != 1.0f) ? other : due;
     Block block{h, due, scratch, job.taken, static_cast<float>(job.block), job.noisy ? noise : nullptr, job.block};
     Place place{job.message, job.n / job.block, job.block, 0};
     for (int64_t& b = place.b; b < place.blocks; ++b) {
@@ -83,7 +83,7 @@ void accumulate(const Accumulate& from) {
     alignas(64) float due[kLargestBlock];
     Encode job{};
     job.n = from.n, job.block = from.block, job.kind = from.kind, job.gradients = from.gradients;
-    job.residual = from.residual, job.scale = from.scale;
+    job.residual = from.residual, job.scale = from.scale, job.added = 1.0f;
     const Load load = loader_of(job.kind, job.residual.kind);
     for (int64_t b = 0; b < job.n / job.block; ++b) {
         load(job, b, due, due);

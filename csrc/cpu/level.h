@@ -38,7 +38,7 @@ struct Encode {
     uint8_t* message;
     const int32_t* counts;  // of each block; null: all elements are there
     Left residual;
-    float carry, taken, scale;
+    float carry, taken, added, scale;
     bool noisy;
     uint32_t seed, first;  // of the noise, and the number of the first element in it
     Scratch* scratch;

@@ -39,7 +39,7 @@ DEVICE void add_up(const EncodeJob& job, const Place& place, const Operands<ROWS
         for (int c = 0; c < 4; ++c) {
             const float g = mul(it.h[r][c], job.scale), before = it.due[r][c];
             it.h[r][c] = remembers ? add(g, mul(job.carry, before)) : g;
-            it.due[r][c] = remembers ? add(before, g) : g;
+            it.due[r][c] = remembers ? add(before, mul(job.added, g)) : g;
         }
 }
 

@@ -37,7 +37,7 @@ struct EncodeJob {
     unsigned messages = 0;
     long long n = 0;
     int block = 0;
-    float carry = 1, taken = 1, scale = 1;
+    float carry = 1, taken = 1, added = 1, scale = 1;
     bool noisy = false;
     unsigned seed = 0, first = 0; // of the noise
 };

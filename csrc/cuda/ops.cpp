@@ -129,8 +129,8 @@ EncodeJob job_of(const Tensor& gradients, int64_t block, double scale) {
 
 void encode_op(const Tensor gradients, const Tensor message, int64_t codec, int64_t block,
                const std::optional<Tensor> counts, const std::optional<Tensor> residual,
-               const std::optional<Tensor> residual_scales, double carry, double taken, double scale, int64_t seed,
-               int64_t first, int64_t stream) {
+               const std::optional<Tensor> residual_scales, double carry, double taken, double added, double scale,
+               int64_t seed, int64_t first, int64_t stream) {
     const CodecNumber number = codec_of(codec);
     EncodeJob job = job_of(gradients, block, scale);
     check_message(message, number, job.n, block);
@@ -149,7 +149,7 @@ void encode_op(const Tensor gradients, const Tensor message, int64_t codec, int6
         on_device(*residual, gradients, "the residual");
         set_residual(job, *residual, residual_scales);
     }
-    job.carry = float(carry), job.taken = float(taken);
+    job.carry = float(carry), job.taken = float(taken), job.added = float(added);
     job.noisy = seed >= 0 && !residual; // with a residual, codecs round to nearest
     job.seed = unsigned(seed), job.first = unsigned(first);
     if (job.messages > 0 && job.n > 0) encode(job, number, stream_of(gradients, stream));

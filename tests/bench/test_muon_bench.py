@@ -24,7 +24,7 @@ def test_one_round_of_a_tiny_model(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH), "--model", "tiny", "--ranks", "2", "--bandwidth", "unshaped"]
     subprocess.run([*command, "--rounds", "1", "--json", str(out)], check=True, capture_output=True)
     found = {each["what"]: each for each in json.loads(out.read_text())["figures"]}
-    assert len(found) == 5
-    muon, adamw = found["yafsdp_cc, Muon"], found["yafsdp_cc, AdamW"]
+    assert len(found) == 6
+    muon, adamw = found["yafsdp_cc, Muon, ns_dtype=fp32"], found["yafsdp_cc, AdamW"]
     assert muon["share"] < 0.6
     assert muon["sent"] <= 1.1 * adamw["sent"]

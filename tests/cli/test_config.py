@@ -54,7 +54,7 @@ run.yaml:8: there is no setting shard.gradients; did you mean compression.gradie
 run.yaml:10: precision.param: "bf15" cannot be; it takes fp32, bf16, fp16 or fp64, or null (did you mean bf16?)
 run.yaml:12: compression.candidates: ["int8", "int5"] cannot be; it takes a list, each bf16, fp8, int2, int3, int4, \
 int6, int8, onebit, ternary or topk (did you mean int8?)
-run.yaml:13: compression.feedback: "maybe" cannot be; it takes true or false
+run.yaml:13: compression.feedback: "maybe" cannot be; it takes true or false, or ef21
 run.yaml:14: compression.overrides: {"embed*": "inT8"} cannot be; it takes a mapping from text to auto, bf16, fp32, \
 fp8, int2, int3, int4, int6, int8, onebit, powersgd, ternary or topk (did you mean int8?)
 run.yaml:15: there is no setting precsion; did you mean precision?
@@ -392,6 +392,12 @@ def test_settings_that_would_do_nothing_are_refused(monkeypatch: pytest.MonkeyPa
     left(monkeypatch, shard__zero_stage=2)
     with pytest.raises(ValueError, match=r"shard.zero_stage \(run.yaml:0\) is no argument of fully_shard\(\)"):
         yafsdp_cc.fully_shard(blocks())
+    left(monkeypatch, shard__ownership="matrix")
+    with pytest.raises(ValueError, match=r"shard.ownership \(run.yaml:0\) is for shard\(model\), .* on blocks"):
+        yafsdp_cc.fully_shard(blocks())
+    assert yafsdp_cc.plan_of(yafsdp_cc.shard(blocks())).owners
+    left(monkeypatch, shard__ownership=["*.weight"])
+    assert yafsdp_cc.plan_of(yafsdp_cc.shard(blocks())).owners
     left(monkeypatch, compression__gradients="onebit", compression__feedback=False)
     with pytest.raises(ValueError, match=r"compression \(run.yaml:0, run.yaml:1\): gradients='onebit' with feedback"):
         yafsdp_cc.shard(blocks())

@@ -31,7 +31,7 @@ from tests.compression.kernel_checks import (
 )
 from tests.soak import LONG, SOAK, also
 from yafsdp_cc.compression.codec import Noise, codec_of
-from yafsdp_cc.compression.error_feedback import Recursion, Residual
+from yafsdp_cc.compression.error_feedback import EF21, Recursion, Residual
 
 pytestmark = [
     pytest.mark.skipif(simt.compiler() is None, reason="no g++"),
@@ -90,7 +90,7 @@ def test_encode_what_is_awkward(checks: KernelChecks, name: str, kind: str) -> N
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_encode_with_tails(checks: KernelChecks, name: str, residual: torch.dtype | None) -> None:
-    kinds = [(256, Recursion(0.9, 0.95)), (128, Recursion(1.0, 0.5)), (1024, Recursion(0.1, 1.0))]
+    kinds = [(256, Recursion(0.9, 0.95)), (128, Recursion(1.0, 0.5)), (1024, EF21)]
     for seed, (block, recursion) in some(name, kinds, RESIDUALS.index(residual)):
         n = elements(name, block)
         counts = some_counts(2, n // block, block, seed)
@@ -209,6 +209,7 @@ def test_what_is_not_right_is_an_error(checks: KernelChecks) -> None:
             "residual_scales": None,
             "carry": 1.0,
             "taken": 1.0,
+            "added": 1.0,
             "scale": 1.0,
             "seed": -1,
             "first": 0,
@@ -301,7 +302,7 @@ def test_the_emulator_finds_defects_in_the_kernels(text: str, tmp_path: Path) ->
 def encode(ops: simt.Emulated, name: str, block: int, n: int, seed: int = -1, stream: int = 0) -> torch.Tensor:
     message = torch.zeros(1, codec_of(name, block).message_bytes(n), dtype=torch.uint8)
     number = NAMES.index(name)
-    ops.encode(torch.ones(1, n), message, number, block, None, None, None, 1.0, 1.0, 1.0, seed, 0, stream)
+    ops.encode(torch.ones(1, n), message, number, block, None, None, None, 1.0, 1.0, 1.0, 1.0, seed, 0, stream)
     return message
 
 

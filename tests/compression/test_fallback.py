@@ -19,6 +19,8 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.codecs import OneBit
 from yafsdp_cc.compression.error_feedback import (
+    CLASSIC,
+    EF21,
     SAMPLES,
     SUMS,
     CompressionError,
@@ -190,21 +192,20 @@ def test_a_resumed_run_has_gone_back_too(tmp_path):
 # What is measured
 
 
-@pytest.mark.parametrize("taken", [1.0, 0.1])
+@pytest.mark.parametrize("recursion", [CLASSIC, Recursion(taken=0.1), EF21], ids=str)
 @pytest.mark.parametrize("name", ["onebit", "ternary", "int4", "int8", "topk", "loud"])
-def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, taken):
+def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, recursion):
     torch.manual_seed(0)
     codec, n = codec_of(name, 256), error_feedback.PART + 1024
     gradients, message = torch.randn(2, n), torch.zeros(2, codec_of(name, 256).message_bytes(n), dtype=torch.uint8)
     residual = Residual.zeros(2, n, torch.float32, 256, gradients.device)
     residual.values.normal_()
     due = residual.values.double() + gradients.double()
-    recursion = Recursion(taken=taken)
     error_feedback.encode(codec, gradients, message, residual=residual, recursion=recursion)
     said = torch.empty_like(gradients)
     error_feedback.decode(codec, message, said)
     error = CompressionError(gradients.device, 1 - lost_share(name, 256), recursion)
-    error.observe(codec, message, residual)
+    error.observe(codec, message, residual, gradients)
     truth = torch.stack([(due - said).square().sum(), due.square().sum(), said.double().square().sum()])
     torch.testing.assert_close(error.sums, truth, rtol=1e-3 if name == "int8" else 1e-4, atol=0.0)
     assert (1 - truth[0] / truth[1]).item() == pytest.approx(1 - lost_share(name, 256), abs=0.02)
@@ -227,7 +228,7 @@ def test_of_many_messages_a_sample_is_measured(monkeypatch: pytest.MonkeyPatch, 
     total = torch.zeros(SUMS, dtype=torch.float64)
     for rank in range(8):
         error = CompressionError(gradients.device, 1.0, rank=rank)
-        error.observe(codec, message, residual)
+        error.observe(codec, message, residual, gradients)
         torch.testing.assert_close(error.sums, truth.double(), rtol=0.15, atol=0.0)
         total += error.sums
     torch.testing.assert_close(total / 8, truth.double(), rtol=0.03, atol=0.0)

@@ -15,7 +15,7 @@ from tests.compression import definition
 from tests.internals import simd_levels
 from yafsdp_cc.compression import codecs, error_feedback  # noqa: F401 (codecs registers them)
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
-from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
+from yafsdp_cc.compression.error_feedback import CLASSIC, EF21, Recursion, Residual
 
 CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit", "topk")
@@ -121,7 +121,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, only: list[str] | None = 
             assert not differing(ours, theirs), (level, what, case.gradients.shape, case.gradients.dtype, *case[2:])
 
 
-RECURSIONS = (CLASSIC, Recursion(0.9, 1.0), Recursion(1.0, 0.75), Recursion(0.5, 0.1))
+RECURSIONS = (CLASSIC, Recursion(0.9, 1.0), Recursion(1.0, 0.75), Recursion(0.5, 0.1), EF21)
 SHAPES = ((1, 1), (2, 7), (4, 11), (3, 26))
 """Messages, and blocks of each."""
 
@@ -290,7 +290,16 @@ def right_call(name: str) -> dict[str, Any]:
     f32, u8 = torch.zeros(2, 256), torch.zeros(2, 320, dtype=torch.uint8)
     return {
         "encode": {"gradients": f32, "message": u8, "codec": 3, "block": 256, "counts": None, "residual": None}
-        | {"residual_scales": None, "carry": 1.0, "taken": 1.0, "scale": 1.0, "seed": -1, "first": 0, "stream": 0},
+        | {
+            "residual_scales": None,
+            "carry": 1.0,
+            "taken": 1.0,
+            "added": 1.0,
+            "scale": 1.0,
+            "seed": -1,
+            "first": 0,
+            "stream": 0,
+        },
         "accumulate": {"gradients": f32, "residual": f32.clone(), "residual_scales": f32[:, :0], "block": 256}
         | {"scale": 1.0, "stream": 0},
         "decode_sum": {"messages": u8, "codec": 3, "block": 256, "n": 256, "own": None, "place": 0}

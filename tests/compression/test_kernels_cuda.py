@@ -113,7 +113,20 @@ class Run:
         number, block, stream = NAMES.index(self.codec.name), self.codec.block, torch.cuda.current_stream().cuda_stream
         self.gradients.copy_(self.fresh)
         ops.encode(
-            self.gradients, self.message, number, block, None, self.residual, self.scales, 1.0, 1.0, 1.0, -1, 0, stream
+            self.gradients,
+            self.message,
+            number,
+            block,
+            None,
+            self.residual,
+            self.scales,
+            1.0,
+            1.0,
+            1.0,
+            1.0,
+            -1,
+            0,
+            stream,
         )
         ops.decode_sum(self.message, number, block, self.total.numel(), None, 0, self.total, 0, stream)
 

@@ -15,7 +15,7 @@ from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.codec import codec_of, counts_of
-from yafsdp_cc.compression.error_feedback import PlainBuffer, Recursion, Residual
+from yafsdp_cc.compression.error_feedback import EF21, PlainBuffer, Recursion, Residual, other_chunks
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
@@ -30,7 +30,7 @@ CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "p
 SHAPES = ((37, 50), (111,), (64, 65), (3, 5, 7))
 
 
-OWNERS: list[int] = []
+OWNERS: list[list[int]] = []
 """Who owns which shape whole; empty: chunks are equal."""
 
 
@@ -40,7 +40,8 @@ def layout() -> Layout:
 
 def owned(body: Callable[..., None], *args: Any) -> None:
     """Run a body with shapes that lie whole on one rank each, of which the middle one of three has none."""
-    OWNERS[:] = [0, 0, dist.get_world_size() - 1, dist.get_world_size() - 1]
+    last = dist.get_world_size() - 1
+    OWNERS[:] = [[0], [0], [last], [last]]
     body(*args)
 
 
@@ -232,6 +233,73 @@ def test_exact_sums_take_in_what_codecs_left_at_once():
     on_ranks(2, handed_over)
     on_ranks(3, handed_over)
     on_ranks(2, owned, handed_over)
+
+
+# Differences (EF21)
+
+
+def held_by_senders(compressed: Any) -> Tensor:
+    """Return the sum over ranks of what each has sent so far of this rank's chunk."""
+    if isinstance(compressed, CompressedAllReduce):
+        dist.all_reduce(found := -compressed.residual.values[0])
+        return found
+    whole = torch.zeros(compressed.flat.layout.numel)
+    for chunks in other_chunks(whole, compressed.flat.layout, compressed.flat.rank):
+        chunks.values.copy_(-compressed.residual.of(chunks).load())
+    dist.all_reduce(whole)
+    return part_of(compressed, whole)
+
+
+def differences(kind: Any) -> None:
+    """Sums are those of ranks' estimates h ← h + D(C(g − h)), which owners hold as senders do, whatever happens."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for codec in ("int4", "topk", "bf16"):
+        schedule = scheduled(codec, feedback="ef21")
+        assert schedule.recursion == EF21
+        compressed = made(kind, schedule, codec)
+        place, made_of = compressed.flat.layout, codec_of(codec)
+        senders = [peer for peer in range(world) if kind is CompressedAllReduce or peer != rank]
+        chunk = part_of(compressed, gradients(place, 0, 0)).numel()
+        estimates = torch.zeros(world, chunk)
+        for step in range(4):
+            alike = [gradients(place, 7, peer) + 0.01 * gradients(place, step, peer) for peer in range(world)]
+            if step == 2 and rank == 0:
+                alike[0][0 if kind is CompressedAllReduce else place.starts[-2]] = torch.inf  # of the last rank's chunk
+            grads = alike[rank] if kind is CompressedReduceScatter else part_of(compressed, alike[rank]).clone()
+            found = summed(compressed, grads.clone())
+            assert is_close(compressed.estimate, held_by_senders(compressed), 1e-6), (codec, step)
+            is_bad = torch.tensor(float(not found.isfinite().all()))
+            dist.all_reduce(is_bad)
+            assert bool(is_bad) == (step == 2)
+            if step >= 2 or not chunk:
+                continue
+            for peer in senders:
+                message = torch.zeros(1, made_of.message_bytes(chunk), dtype=torch.uint8)
+                due = (part_of(compressed, alike[peer]) - estimates[peer]).unsqueeze(0)
+                made_of.encode(due, None, message)
+                made_of.decode(message, decoded := torch.empty_like(due))
+                estimates[peer] += decoded[0]
+            own = 0 if kind is CompressedAllReduce else part_of(compressed, alike[rank])
+            assert is_close(found, estimates.sum(0) + own, 1e-5), (codec, step)
+        true = gradients(place, 7) + 0.01 * gradients(place, 3)
+        if codec == "int4" and chunk:  # one message of a gradient would be 0.12 off
+            assert is_close(found, part_of(compressed, true), 0.02)
+        assert not compressed.unsent().any()
+        before = compressed.estimate.clone()
+        compressed.rescale(4.0)
+        assert compressed.estimate.equal(4 * before)
+        assert is_close(compressed.estimate, held_by_senders(compressed), 1e-6)
+        for work in compressed.start(grads, async_op=True):
+            work.wait()
+        compressed.reset()  # what was sent has come to no estimate
+        assert not compressed.estimate.any()
+        assert not compressed.residual.values.any()
+
+
+def test_owners_hold_what_senders_have_encoded():
+    on_ranks(3, differences, CompressedReduceScatter)
+    on_ranks(3, owned, differences, CompressedReduceScatter)
+    on_ranks(2, differences, CompressedAllReduce)
 
 
 # Phases

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ from tests.models import VOCABULARY, WIDTH, Attention, Mlp
 from tests.ranks import on_ranks, ranks
 from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from yafsdp_cc import Compression
+from yafsdp_cc.compression.state import mean_estimates
+from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.optim import muon
 from yafsdp_cc.optim.muon import newton_schulz
+from yafsdp_cc.plan.ownership import newton_schulz_flops
 
 STEPS = 20
 CLIP = 0.5
@@ -92,7 +98,9 @@ class Pair:
     equal to the bit. Clipping multiplies both by the same number, which is compared itself.
     """
 
-    def __init__(self, *, everywhere: bool = False, replicas: int = 1, **sharding: Any) -> None:
+    def __init__(
+        self, *, everywhere: bool = False, replicas: int = 1, bottom_up: bool = False, **sharding: Any
+    ) -> None:
         self.compares = everywhere or dist.get_rank() == 0
         self.shard = dist.get_world_size() // replicas
         """Ranks of a replica: they are summed first."""
@@ -100,9 +108,14 @@ class Pair:
             names = ("replicate", "shard")
             sharding["mesh"] = init_device_mesh("cpu", (replicas, self.shard), mesh_dim_names=names)
         self.plain, self.model = Model(), Model()
-        yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
+        if bottom_up:
+            for block in self.model.blocks:
+                yafsdp_cc.fully_shard(block, ownership="matrix", **sharding)
+            yafsdp_cc.fully_shard(self.model, **sharding)
+        else:
+            yafsdp_cc.shard(self.model, ownership="matrix", **sharding)
         self.optimizers = torchs(self.plain)
-        self.optimizer = yafsdp_cc.optim.Muon(self.model.parameters(), lr=0.02, adamw=ADAMW)
+        self.optimizer = yafsdp_cc.optim.Muon(self.model.parameters(), lr=0.02, adamw=ADAMW, ns_dtype=torch.bfloat16)
 
     def train(self, steps: range, micros: int = 1, clips: bool = False) -> None:
         for step in steps:
@@ -158,16 +171,20 @@ def test_weights_are_those_of_one_process(world: int) -> None:
 
 
 def settings() -> None:
-    """Replicas, secondary shards, host memory, and two communicators."""
+    """Replicas, secondary shards, host memory, two communicators, and ``fully_shard``."""
     for sharding in (
         {"replicas": 2},
         {"reshard_after_forward": 2},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False), "zero_stage": 2},
         {"separate_reduce_group": True},
+        {"bottom_up": True, "reshard_after_forward": False},
+        {"bottom_up": True},
     ):
         pair = Pair(**sharding)
         pair.train(range(3), clips=True)
         pair.check()
+        work = [each.newton_schulz_flops for each in yafsdp_cc.plan_of(pair.model).owners]
+        assert max(work) <= 1.5 * sum(work) / len(work)
 
 
 def test_with_other_settings_of_shard() -> None:
@@ -202,49 +219,101 @@ def test_resumes_at_another_number_of_ranks(writers: int, readers: int, tmp_path
     on_ranks(readers, resumed, tmp_path / "checkpoint", 5)
 
 
+INT4 = Compression("int4", weights="int4", feedback="ef21", residual="fp32")
+"""EF21-Muon, both ways."""
+
+
+def encoded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=INT4)
+    return model, yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
+
+
+def train_encoded(model: nn.Module, muon: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
+    """Return the weights that it ends with."""
+    for step in steps:
+        encoded_loss(model, step).backward()
+        muon.step()
+        muon.zero_grad()
+    return {name: each.full_tensor() for name, each in model.named_parameters()}
+
+
+def encoded_loss(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    loss: Tensor = (model(x) - 1).square().mean()
+    return loss
+
+
 def saved_encoded(folder: Path) -> None:
-    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=Compression("int4", weights="int4"))
-    muon = yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
+    model, muon = encoded()
     train_encoded(model, muon, range(3))
     yafsdp_cc.save(folder, model, muon)
-    found = mean_residuals_of(model)
+    found = {name: each.full_tensor() for name, each in mean_estimates(require_state(model)).items()}
     assert all(each.norm() > 0 for each in found.values())
+    assert not mean_residuals_of(model)  # nothing is owed
+    weights = train_encoded(model, muon, range(3, 6))
     if dist.get_rank() == 0:
-        torch.save(found, folder / "residuals.pt")
+        torch.save((found, weights), folder / "found.pt")
 
 
 def loaded_encoded(folder: Path) -> None:
-    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=Compression("int4", weights="int4"))
-    muon = yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
+    model, muon = encoded()
     yafsdp_cc.load(folder, model, muon)
-    found = mean_residuals_of(model)
-    for name, each in torch.load(folder / "residuals.pt").items():
-        assert far_apart(found[name], each) <= 1e-6, name
+    estimates, weights = torch.load(folder / "found.pt")
+    found = {name: each.full_tensor() for name, each in mean_estimates(require_state(model)).items()}
+    assert found.keys() == estimates.keys()
+    assert all(far_apart(found[name], each) <= 1e-6 for name, each in estimates.items())
     start = yafsdp_cc.counters_of(model).gathered_bytes
-    train_encoded(model, muon, range(3, 6))
+    ours = train_encoded(model, muon, range(3, 6))
+    if dist.get_world_size() == 4:
+        assert all(ours[name].equal(each) for name, each in weights.items())
     sent = torch.tensor(yafsdp_cc.counters_of(model).gathered_bytes - start)
     exact = torch.tensor(exact_gather_bytes(model))
     for each in (sent, exact):
         dist.all_reduce(each)
     assert sent < 1.5 * exact  # the kept weights once, as they are, and then deltas
-    weights = [group.unsharded.flat for group in groups_of(model)]
-    for each in (tensor for flats in weights for tensor in flats):
+    kept = [group.unsharded.flat for group in groups_of(model)]
+    for each in (tensor for flats in kept for tensor in flats):
         others = [torch.empty_like(each) for _ in range(dist.get_world_size())]
         dist.all_gather(others, each)
         assert all(other.equal(each) for other in others)  # deltas: all ranks have added the same
 
 
-def train_encoded(model: nn.Module, muon: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        (model(x) - 1).square().mean().backward()
-        muon.step()
-        muon.zero_grad()
-
-
-def test_encoded_gradients_and_weights_go_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_encoded_gradients_and_weights_go_on_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """As if nothing had happened, at the same one."""
     on_ranks(4, saved_encoded, tmp_path / "checkpoint")
+    on_ranks(4, loaded_encoded, tmp_path / "checkpoint")
     on_ranks(3, loaded_encoded, tmp_path / "checkpoint")
+
+
+def accumulated() -> None:
+    """Gradients that stay as they are become exact, message by message; micro-batches are one of them."""
+    model, _ = encoded()
+    torch.manual_seed(4)
+    plain = Mlp(2)
+    means: dict[str, Tensor] = {}
+    for micro in range(2):
+        _, found = mean_gradients(plain, lambda net, x: (net(x) - 1).square().mean(), inputs_of(micro))
+        means = {name: means.get(name, 0) + each for name, each in found.items() if each is not None}
+    distances = []
+    for _ in range(6):
+        model.zero_grad()
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            encoded_loss(model, micro).backward()
+        found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+        distances.append(max(far_apart(found[name], each) for name, each in means.items()))
+    assert distances[0] > 1e-3
+    assert distances[-1] < 1e-5
+
+
+def inputs_of(micro: int) -> list[Tensor]:
+    seeds = (10 * micro + rank for rank in range(dist.get_world_size()))
+    return [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+def test_messages_of_differences_approach_gradients() -> None:
+    on_ranks(2, accumulated)
 
 
 # The iteration, and what it is made for
@@ -258,6 +327,16 @@ def test_a_batch_is_iterated_as_each_matrix_by_torch(shape: tuple[int, int]) -> 
     found = newton_schulz(matrices.bfloat16(), coefficients, 5, 1e-7)
     for one, each in zip(found, matrices, strict=True):
         assert one.equal(_zeropower_via_newtonschulz(each, coefficients, 5, 1e-7))
+
+
+def test_without_a_dtype_the_iteration_is_in_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda fast=fast: {"avx512_bf16": fast})
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        muon._lacks_bf16.cache_clear()
+        assert muon._lacks_bf16(torch.device("cpu")) != fast
+        assert not muon._lacks_bf16(torch.device("cuda"))
+    muon._lacks_bf16.cache_clear()
 
 
 class Stacked(nn.Module):
@@ -274,39 +353,60 @@ class Stacked(nn.Module):
         return out
 
 
-@ranks(2)
-def test_stacks_and_split_matrices_are_several_each() -> None:
+def stacks(folder: Path, work: int) -> None:
+    """Each of three models goes on from the one before, whose matrices lay elsewhere."""
     torch.manual_seed(5)
-    plain, model = nn.Sequential(Stacked(), Stacked()), nn.Sequential(Stacked(), Stacked())
-    model.load_state_dict(plain.state_dict())
-    yafsdp_cc.shard(model, ownership=["*.qkv.weight", "*.experts"])
+    plain = nn.Sequential(Stacked(), Stacked())
     rows = (WIDTH, WIDTH // 2, WIDTH // 2)
-    optimizer = yafsdp_cc.optim.Muon(
-        model.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw", splits={"*qkv*": rows}, nesterov=False
-    )
     pieces = [part for block in plain for whole in (block.qkv.weight.split(rows), block.experts) for part in whole]
     apart = [nn.Parameter(each.detach().clone()) for each in pieces]
     truth = torch.optim.Muon(apart, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False)
-    batches = [torch.randn(4, WIDTH) for _ in range(2)]
-    for _ in range(3):
-        _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
-        grads = [
-            part
-            for index in range(2)
-            for whole in (found[f"{index}.qkv.weight"].split(rows), found[f"{index}.experts"])  # type: ignore[union-attr]
-            for part in whole
-        ]
-        for each, grad in zip(apart, grads, strict=True):
-            each.grad = grad
-        truth.step()
-        with torch.no_grad():
-            for piece, each in zip(pieces, apart, strict=True):
-                piece.copy_(each)
-        model(batches[dist.get_rank()]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for (name, each), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert far_apart(sharded.full_tensor(), each.detach()) <= 1e-6, name
+    batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(k)) for k in range(dist.get_world_size())]
+    for turn, zero_stage in enumerate((2, 3, 2)):
+        model = nn.Sequential(Stacked(), Stacked())
+        model.load_state_dict(plain.state_dict())
+        yafsdp_cc.shard(model, ownership=["*.qkv.weight", "*.experts"], zero_stage=zero_stage)
+        optimizer = yafsdp_cc.optim.Muon(
+            model.parameters(),
+            lr=0.02,
+            adjust_lr_fn="match_rms_adamw",
+            splits={"*qkv*": rows},
+            nesterov=False,
+            ns_dtype=torch.bfloat16,
+        )
+        if turn:
+            yafsdp_cc.load(folder / str(turn - 1), model, optimizer)
+        for _ in range(2):
+            _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
+            grads = [
+                part
+                for index in range(2)
+                for whole in (found[f"{index}.qkv.weight"].split(rows), found[f"{index}.experts"])  # type: ignore[union-attr]
+                for part in whole
+            ]
+            for each, grad in zip(apart, grads, strict=True):
+                each.grad = grad
+            truth.step()
+            with torch.no_grad():
+                for piece, each in zip(pieces, apart, strict=True):
+                    piece.copy_(each)
+            model(batches[dist.get_rank()]).square().mean().backward()
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+                optimizer.step()
+            is_assembled = zero_stage == 3 and dist.get_world_size() > 4
+            assert exchanges.call_count == (2 if is_assembled else 0)  # of two units: one more each than AdamW
+            optimizer.zero_grad()
+        for (name, each), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert far_apart(sharded.full_tensor(), each.detach()) <= 1e-6, name
+        most = max(each.newton_schulz_flops for each in yafsdp_cc.plan_of(model).owners)
+        assert most <= work
+        yafsdp_cc.save(folder / str(turn), model, optimizer)
+
+
+@pytest.mark.parametrize(("world", "matrices"), [(2, 5), (5, 2)])
+def test_stacks_and_split_matrices_are_several_each(world: int, matrices: int, tmp_path: Path) -> None:
+    """Stacks are divided between ranks, or, in ZeRO-3 over more ranks than a unit has matrices, assembled on them."""
+    on_ranks(world, stacks, tmp_path, matrices * newton_schulz_flops((WIDTH, WIDTH)))
 
 
 # What it costs
@@ -356,6 +456,7 @@ def test_what_is_refused() -> None:
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
         ({"ns_steps": 100}, "ns_steps=100"),
+        ({"ns_dtype": torch.int8}, "ns_dtype=torch.int8"),
         ({"adamw": {"rate": 1}}, "adamw has \\['rate'\\]"),
         ({"splits": {"*.qkv": 3}}, "splits names '\\*.qkv', which fits no matrix"),
         ({"splits": {"blocks.0.0.weight": (10, 20)}}, "'blocks.0.0.weight' has 64 rows, which are not \\(10, 20\\)"),

@@ -24,7 +24,7 @@ from yafsdp_cc.bench.common import table, times
 from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
 from yafsdp_cc.bench.trainers import make
 from yafsdp_cc.demo import data
-from yafsdp_cc.demo.train import CLIP, VALIDATION_WINDOWS, learning_rate, loss_of
+from yafsdp_cc.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.netlab.links import UNSHAPED
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 
@@ -119,16 +119,13 @@ def _learn(name: str, steps: int) -> dict[str, Any]:
     return learn(make(TRAINING[name], steps=steps), steps, train.SEQUENCES, -(-steps // POINTS))
 
 
-def learn(
-    trainer: Trainer, steps: int, sequences: int, validate_every: int, seed: int = 0, rate_factor: float = 1.0
-) -> dict[str, Any]:
-    """Train on the demo's text by the demo's schedule. A collective.
+def learn(trainer: Trainer, steps: int, sequences: int, validate_every: int, seed: int = 0) -> dict[str, Any]:
+    """Train on the demo's text by the demo's schedule of rates, with the optimizer's own as the largest. A collective.
 
     Args:
         sequences: in the batch of a rank, of ``train.LENGTH`` tokens.
         validate_every: steps.
         seed: of the batches.
-        rate_factor: what the demo's learning rates are multiplied by.
 
     Returns:
         Losses on held-out text in nats per byte by step, the phase of each step, and the seconds that all took.
@@ -138,13 +135,14 @@ def learn(
     held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, length, rank, ranks)
     losses: dict[int, float] = {}
     phases = []
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
     start = time.perf_counter()
     for step in range(1, steps + 1):
         starts = torch.randint(len(text.train) - length, (sequences,), generator=draws, device="cpu")
         optimizer = trainer.optimizer
         phases.append(optimizer.phase.value if isinstance(optimizer, OneBitOptimizer) else "")
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps) * rate_factor
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = learning_rate(step, steps) / LEARNING_RATE * rate
         trainer.step(data.windows(text.train, starts, length), clip=CLIP)
         if step == steps or step % validate_every == 0:
             with torch.no_grad():

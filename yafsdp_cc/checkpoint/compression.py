@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from yafsdp_cc.compression.fallback import CodecFallback
@@ -17,9 +18,11 @@ from yafsdp_cc.compression.state import (
     empty_kept_weights,
     empty_residuals,
     kept_weights,
+    load_estimates,
     load_kept_weights,
     load_local_residuals,
     local_residuals,
+    mean_estimates,
     mean_residuals,
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, refused_together
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 # Names in files: they stay as they are, or checkpoints of earlier versions would not load.
-RESIDUALS, KEPT = "residuals", "kept_weights"
+RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP = "_wire_guard", "_wire_clip"
 """In each rank's extra file; all but ``LOCAL`` and ``CLIP`` are alike on all ranks."""
@@ -66,7 +69,7 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
     if (fallback := CodecFallback.of(state)) is not None:
         fallback.judge()  # what it has measured, which has no place in a checkpoint
     schedule.count_step()  # of the last optimizer step, which no forward has followed: it may have ended the warm-up
-    saved = {RESIDUALS: mean_residuals(state), KEPT: kept_weights(state)[0]}
+    saved = {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state), KEPT: kept_weights(state)[0]}
     return {part: tensors for part, tensors in saved.items() if tensors}
 
 
@@ -77,9 +80,11 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     """
     found = _compressed(model)
     paths = (contents.planner_data or {}).values()
-    saved, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, KEPT))
-    residuals, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
-    residuals = {name: each for name, each in residuals.items() if name in saved}
+    saved, told, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, ESTIMATES, KEPT))
+    gradients, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
+    residuals = {name: each for name, each in gradients.items() if name in saved}
+    differs = found is not None and found[1].config.sends_differences
+    estimates = {name: torch.zeros_like(each) for name, each in gradients.items() if differs and name in told}
     weights = {name: each for name, each in weights.items() if name in kept}
     if trains and (lost := sorted(saved - residuals.keys())):
         warnings.warn(
@@ -87,7 +92,8 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
             stacklevel=3,
         )
-    return {part: empty for part, empty in ((RESIDUALS, residuals), (KEPT, weights)) if empty}
+    parts = {RESIDUALS: residuals, ESTIMATES: estimates, KEPT: weights}
+    return {part: empty for part, empty in parts.items() if empty}
 
 
 def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], group: Group) -> None:
@@ -115,6 +121,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         schedule.resume_clip(clip if fits else None, state.context.device)
     if not all(all_gather_objects(fits, group)):  # start with empty residuals, and add those of all to the next sums
         carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
+        load_estimates(state, loaded.get(ESTIMATES, {}))
     if KEPT in loaded:
         load_kept_weights(state, loaded[KEPT], behind or [])
 

@@ -51,6 +51,10 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         self._before: Tensor | None = None
         super().__init__(flat, schedule, codec)
 
+    @property
+    def senders(self) -> int:
+        return self.context.comm.world
+
     def _make_encoder(self, codec: str) -> Encoder:
         config = self.schedule.config
         return SharedFactors(self.flat, config) if codec == LOW_RANK else SharedMessages(self.flat, config.make(codec))
@@ -76,7 +80,10 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         summed = total
         if self._encodes and self._encoder is not None:
             summed = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
-            self._encoder.decode(None, 0, summed)
+            if self.estimate is not None:
+                self._encoder.decode_differences(self.estimate, 0, summed)
+            else:
+                self._encoder.decode(None, 0, summed)
         elif self._keeps_exact:
             self._keep_exact(total, 0)
         self._complete(summed, 0)
@@ -91,7 +98,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet, and its part of what is carried over, [chunk] fp32."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
-        if self.residual is not None:
+        if self.residual is not None and self.estimate is None:
             total += self.residual.load()[0]
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
@@ -113,7 +120,7 @@ class SharedMessages(CodecEncoder):
         return self._size * (self.context.comm.world - 1)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        messages = self._messages()
+        messages = self._received()
         own = messages.narrow(0, self.context.comm.rank, 1)
         error_feedback.encode(
             self.codec,
@@ -125,13 +132,13 @@ class SharedMessages(CodecEncoder):
             noise=feedback.noise if self.codec.rounds_randomly else None,
         )
         if feedback.error is not None and feedback.residual is not None:
-            feedback.error.observe(self.codec, own, feedback.residual)
+            feedback.error.observe(self.codec, own, feedback.residual, values.unsqueeze(0))
         return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        error_feedback.decode_sum(self.codec, self._messages(), self.chunk, None, 0, total, start)
+        error_feedback.decode_sum(self.codec, self._received(), self.chunk, None, 0, total, start)
 
-    def _messages(self) -> Tensor:
+    def _received(self) -> Tensor:
         world = self.context.comm.world
         return self.context.scratch.take(RECEIVED, world * self._size, torch.uint8).view(world, -1)
 

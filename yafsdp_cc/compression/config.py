@@ -16,6 +16,9 @@ from pydantic.dataclasses import dataclass
 from yafsdp_cc.compression.codec import Codec, Scaled, codec_of, kind_of
 from yafsdp_cc.config import CompressionFields, run_settings
 
+EF21 = "ef21"
+"""A form of error feedback: messages hold differences to what they have held so far (``error_feedback``)."""
+
 EXACT = "fp32"
 """Stands for no codec at all; the engine sums in fp32."""
 
@@ -138,7 +141,29 @@ class Compression(CompressionFields):
                 f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
                 "the same way. Leave feedback on, or take int8, int4 or ternary, which round at random without it"
             )
+        if self.sends_differences:
+            self._check_differences()
         return self
+
+    def _check_differences(self) -> None:
+        """Raise a ``ValueError`` where messages of differences cannot work."""
+        if self.residual != "fp32":
+            raise ValueError(
+                f"feedback='ef21' with residual={self.residual!r}: residuals are what was sent so far, and what "
+                "rounding takes from them would stay in all later sums: pass residual='fp32'"
+            )
+        if self.carry != 1:
+            raise ValueError(f"feedback='ef21' with carry={self.carry}: all of it is carried on: leave carry out")
+        if LOW_RANK in self.codecs:
+            raise ValueError(
+                "feedback='ef21' with 'powersgd': factors of all ranks are one product, which is no sum of estimates; "
+                "take a codec, or leave feedback out"
+            )
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether messages hold differences of gradients to what was sent before (EF21)."""
+        return self.feedback == EF21
 
     @property
     def residual_dtype(self) -> torch.dtype | None:

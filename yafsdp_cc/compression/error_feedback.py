@@ -1,14 +1,19 @@
 """Error feedback: what a message loses is remembered, and added to the next one.
 
-    h = g + η·E        what this message should hold
-    m = C(h)           what it holds
-    E = E + g − a·D(m) the residual: what is left
+    h = g + η·E            what this message should hold
+    m = C(h)               what it holds
+    E = E + b·g − a·D(m)   the residual: what is left
 
-Summed over messages, a·ΣD(m) = Σg + E₀ − E_T whatever the codec: nothing is lost, only late. η = a = 1 is the classic
-form (Seide et al., 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2); η < 1 is LoCo (Xie et
-al., 2024, equation 4) with E in place of its e / (1 − β); a = 1 − β makes E the momentum as well (``reduce_scatter``).
+With b = 1, a·ΣD(m) = Σg + E₀ − E_T, summed over messages, whatever the codec: nothing is lost, only late. η = a = 1 is
+the classic form (Seide et al., 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2); η < 1 is
+LoCo (Xie et al., 2024, equation 4) with E in place of its e / (1 − β); a = 1 − β makes E the momentum as well
+(``reduce_scatter``).
 
-E is in the units of one rank's gradient of its own mean loss: no loss scale, no world size. A block that a message
+b = 0 is EF21 (Richtárik et al., 2021, algorithm 2): −E = ΣD(m) is an estimate of g that sender and receiver both keep,
+and a message holds by how much the gradient differs from it. What the receiver uses is the estimate, not the message:
+the less gradients change from one message to the next, the nearer it is to them.
+
+E is in the units of one rank's gradient of its own mean loss: no world size. A block that a message
 could not hold, because something in it was not finite, keeps the E that it had.
 
 ``encode``, ``accumulate``, ``decode_sum`` and ``decode`` do this in one pass by native kernels where there are any;
@@ -27,6 +32,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -49,15 +55,18 @@ PART = 327_680
 
 
 class Recursion(NamedTuple):
-    """The two numbers of the recursion."""
+    """The numbers of the recursion."""
 
     carry: float = 1.0
     """η, how much of the residual a message should hold."""
     taken: float = 1.0
     """a, how much of a message is taken off the residual."""
+    added: float = 1.0
+    """b, how much of a gradient is added to the residual."""
 
 
 CLASSIC = Recursion()
+EF21 = Recursion(added=0.0)
 
 
 class Residual(NamedTuple):
@@ -170,11 +179,10 @@ def encode(
         codec.encode(g, counts, message, noise)
         return
     before = residual.load()
-    due = before + g
-    codec.encode(due if recursion.carry == 1 else g + recursion.carry * before, counts, message)
+    codec.encode(g + recursion.carry * before, counts, message)
     decoded = torch.empty_like(g)
     codec.decode(message, decoded)
-    left = due - (decoded if recursion.taken == 1 else recursion.taken * decoded)
+    left = before + recursion.added * g - (decoded if recursion.taken == 1 else recursion.taken * decoded)
     if counts is not None:
         blocks = left.unflatten(1, (-1, residual.block))
         blocks.masked_fill_(torch.arange(residual.block, device=left.device) >= counts.unsqueeze(-1), 0.0)
@@ -218,6 +226,29 @@ def decode_sum(
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
+
+
+def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor, total: Tensor, start: int = 0) -> None:
+    """Add messages of differences (EF21) to ``estimate``, and fill ``total`` with it: all elements, or some of them.
+
+    Senders keep the residual of a block that a message could not hold as it was. ``estimate`` leaves that message out
+    of that block, too, so that it stays the sum of what they keep; in ``total`` the block is not finite.
+
+    Args:
+        codec, messages, n, start: as of ``decode_sum``.
+        estimate: fp32, these elements of the sum over senders of what their messages have held so far; overwritten.
+        total: as long, fp32; overwritten.
+    """
+    decode_sum(codec, messages, n, estimate, 0, total, start)
+    if total.is_cpu and isfinite(total.sum().item()):  # on a GPU, to ask would be to wait
+        estimate.copy_(total)
+        return
+    part = torch.empty_like(total)
+    held = codec.is_finite(messages, n)[:, start // codec.block : (start + total.numel()) // codec.block]
+    for message, is_held in zip(messages.split(1), held, strict=True):
+        decode_sum(codec, message, n, None, 0, part, start)
+        part.view(-1, codec.block).masked_fill_(is_held.logical_not().unsqueeze(-1), 0.0)
+        estimate.add_(part)
 
 
 def decode(codec: Codec, messages: Tensor, values: Tensor) -> None:
@@ -268,8 +299,8 @@ _GOLDEN = (5**0.5 - 1) / 2
 class CompressionError:
     """Measures how well a codec suits what it is given: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
 
-    h is what is due and D(m) what is decoded. After a message its residual is E = h − a·D(m), so both come from the
-    residual and the message: h − D(m) = E − (1 − a)·D(m).
+    h is what is due and D(m) what is decoded. After a message its residual is E = h − (1 − b)·g − a·D(m), so both
+    come from the residual, the message and, in EF21, the gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
 
     A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
     al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
@@ -295,8 +326,8 @@ class CompressionError:
         """Whether there has been a message."""
 
     @torch.no_grad()
-    def observe(self, codec: Codec, messages: Tensor, residual: Residual) -> None:
-        """Take in ``messages`` [messages, bytes] that have just been written, and what they left in ``residual``.
+    def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
+        """Take in ``messages`` [messages, bytes] just written of ``gradients``, and what ``residual`` then is.
 
         Of more than ``SAMPLES`` parts of messages a sample, always the same one, whose sums stand for those of all:
         each part takes a kernel to decode, and there are as many messages as ranks.
@@ -317,6 +348,9 @@ class CompressionError:
         for (row, start, _), part in zip(parts, decoded.split(sizes), strict=True):
             decode_sum(codec, messages[row : row + 1], n, None, 0, part, start)
         lost.sub_(decoded, alpha=1 - self.recursion.taken)
+        if self.recursion.added != 1:
+            given = torch.cat([gradients[row, start:end] for row, start, end in parts])
+            lost.add_(given, alpha=1 - self.recursion.added)
         self.add(lost, lost + decoded, decoded, share=len(lost) / residual.values.numel())
 
     @torch.no_grad()
@@ -398,6 +432,16 @@ class Encoder(ABC):
             start: a multiple of ``step``.
             total: overwritten.
         """
+
+    def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
+        """Add what messages hold to ``estimate``, and fill ``total`` with it, as ``error_feedback.decode_differences``.
+
+        Args:
+            estimate: elements from ``start`` on of the sum over senders of what messages have held before; overwritten.
+            start: a multiple of ``step``.
+            total: as long; overwritten.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends no differences")
 
     @abstractmethod
     def sent_bytes(self) -> int:
@@ -501,6 +545,8 @@ def _load() -> str:
     except OSError as error:
         return f"the native extension cannot be loaded ({error}); {_BUILD}"
     missing = [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]
+    if "encode" not in missing and "added" not in str(torch.ops.yafsdp_cc.encode.default._schema):
+        missing.append("encode with EF21")
     if not hasattr(ctypes.CDLL(str(LIBRARY)), "yafsdp_cc_cuda_lacks"):
         missing.append("yafsdp_cc_cuda_lacks")
     if missing:

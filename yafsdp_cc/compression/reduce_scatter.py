@@ -30,6 +30,10 @@ owner's own part crosses no network and so is exact. It lies where the optimizer
 e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums
 goes on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share``
 of 1 in place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
+
+**Differences** (EF21, ``error_feedback``). A residual is minus the estimate that others have of this rank's gradients.
+Their owner keeps the sum of the estimates of all other ranks, adds what messages hold, and uses it in place of a
+decoded sum; its own part is exact. Estimates are fp32: what rounding took from one would stay in all later sums.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, counts_of
 from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK
 from yafsdp_cc.compression.error_feedback import (
+    CLASSIC,
     PART,
     RECEIVED,
     SENT,
@@ -110,8 +115,12 @@ class CompressedSum(Collective):
         form, where the schedule has a ``beta``."""
         self.exact_mean: Tensor | None = None
         """[chunk] fp32, the mean gradient of exact sums in phases KEPT and BOTH, until the optimizer sets it None."""
+        self.estimate: Tensor | None = None
+        """[chunk] fp32, the sum over senders of what messages have held so far; None unless they hold differences."""
         self.compression_error: CompressionError | None = None
         """Observes messages while it is there."""
+        self._is_decoded = True
+        """Whether what was encoded last has come to the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
         self._added: Tensor | None = None
@@ -159,6 +168,8 @@ class CompressedSum(Collective):
         config = self.schedule.config
         if self.residual is None and (dtype := config.residual_dtype) is not None:
             self.residual = Residual.zeros(*self._residual_shape, dtype, config.block, self.flat.device)
+            if config.sends_differences and self._rows:
+                self.estimate = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -166,17 +177,17 @@ class CompressedSum(Collective):
         """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. Nothing is in flight.
 
         From one codec to another the residual stays. On the way to exact sums, which is a collective, it is sent to the
-        owners of the chunks at once, who add it to the next sum: nothing is lost.
+        owners of the chunks at once, who add it to the next sum: nothing is lost. Estimates are forgotten.
         """
         if codec == self.codec_name:
             return
         self.codec_name = codec
         if codec == EXACT:
             self._exact.bind(self.context)
-            if self.residual is not None and self._rows:
+            if self.residual is not None and self._rows and self.estimate is None:
                 received = self._hand_over(self.residual)
                 self.carried_over = received if self.carried_over is None else self.carried_over.add_(received)
-            self._encoder = self.residual = None
+            self._encoder = self.residual = self.estimate = None
         else:
             self._encoder = self._make_encoder(codec)
             self._encoder.bind(self.context)
@@ -198,6 +209,11 @@ class CompressedSum(Collective):
         return self.compression_error
 
     @property
+    def senders(self) -> int:
+        """How many ranks' messages are summed."""
+        return self.flat.layout.world - 1
+
+    @property
     def factors(self) -> LowRank | None:
         """The factors of ``powersgd``, which all ranks hold alike; None with a codec."""
         return self._encoder.low_rank if isinstance(self._encoder, FactorEncoder) else None
@@ -211,6 +227,18 @@ class CompressedSum(Collective):
         """Drop deferred gradients that are in no residual, and what an interrupted sum has left."""
         if self._encoder is not None:
             self._encoder.restart()
+        if not self._is_decoded:
+            # What a sender has counted as sent may have come to no estimate: all begin anew, or fingerprints differ.
+            self.context.record("estimates dropped", self.flat.name)
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what messages have lost, or held, so far. On all ranks; nothing is in flight."""
+        self._is_decoded = True
+        if self.residual is not None:
+            self.residual.clear()
+        if self.estimate is not None:
+            self.estimate.zero_()
 
     def rescale(self, factor: float) -> None:
         """Multiply all that is still to be sent: losses are scaled by ``factor`` times as much as before."""
@@ -218,9 +246,11 @@ class CompressedSum(Collective):
             self.residual.multiply(factor)
         if self.carried_over is not None:
             self.carried_over.mul_(factor)
+        if self.estimate is not None:
+            self.estimate.mul_(factor)
 
     def memory(self) -> Mapping[str, int]:
-        buffers = (self.residual, self.carried_over, self._encoder)
+        buffers = (self.residual, self.carried_over, self.estimate, self._encoder)
         return {"residual": sum(each.nbytes for each in buffers if each is not None)}
 
     def planned_bytes(self) -> int:
@@ -234,6 +264,7 @@ class CompressedSum(Collective):
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
+        self._is_decoded = not self._encodes or self.estimate is None
         if self._is_momentum and self.flat.has_grad:
             self._refuse_second_sum()
         self._adds_carried, self._added = encodes and self.carried_over is not None, None
@@ -273,6 +304,7 @@ class CompressedSum(Collective):
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
+        self._is_decoded = True
         if self._adds_carried:
             self._added, self.carried_over = self.carried_over, None
         if self._is_momentum and self.momentum is not None:
@@ -358,7 +390,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def defers(self) -> bool:
         phase = self.schedule.phase
-        can = self.residual is not None and self.schedule.recursion.carry == 1
+        can = self.residual is not None and self.schedule.recursion == CLASSIC._replace(taken=1 - self.schedule.beta)
         return can and self._encoder is not None and phase.encodes and not phase.keeps_exact
 
     def defer(self, grads: Tensor) -> None:
@@ -426,7 +458,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         for start in range(0, self.chunk or 1, encoder.step or 1):
             total = self.context.scratch.take(SUM, min(encoder.step, self.chunk - start), torch.float32)
             mine = own.narrow(0, start, total.numel())
-            if self.context.comm.world > 1:
+            if self.estimate is not None:
+                encoder.decode_differences(self.estimate.narrow(0, start, total.numel()), start, total)
+                total.add_(mine)
+            elif self.context.comm.world > 1:
                 encoder.decode(mine, start, total)
             else:
                 total.copy_(mine)
@@ -460,7 +495,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         In its own chunk: what it adds to the next sum of that.
         """
         whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
-        if self.residual is not None:
+        if self.residual is not None and self.estimate is None:
             for chunks in other_chunks(whole, self.flat.layout, self.flat.rank):
                 chunks.values.copy_(self.residual.of(chunks).load())
         if (own := self.not_in_residual) is not None:
@@ -522,6 +557,14 @@ class CodecEncoder(Encoder):
     def kept(self) -> float:
         return 1 - lost_share(self.codec.name, self.codec.block)
 
+    def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
+        if self.chunk:
+            error_feedback.decode_differences(self.codec, self._received(), self.chunk, estimate, total, start)
+
+    @abstractmethod
+    def _received(self) -> Tensor:
+        """Return the messages [messages, bytes] that were exchanged."""
+
 
 class ChunkMessages(CodecEncoder):
     """Encodes each other rank's chunk, and sums decoded messages in rank order."""
@@ -560,12 +603,10 @@ class ChunkMessages(CodecEncoder):
                 recursion=feedback.recursion,
                 noise=noise._replace(first=place) if noise and self.codec.rounds_randomly else None,
             )
-            if feedback.error is not None and kept is not None and self._layout.uneven_chunks:
-                feedback.error.observe(self.codec, message, kept)
+            if feedback.error is not None and kept is not None:
+                feedback.error.observe(self.codec, message, kept, chunks.values)
         if not self._layout.uneven_chunks:
             sent = sent.view(self._layout.world - 1, -1)
-            if feedback.error is not None and residual is not None:
-                feedback.error.observe(self.codec, sent, residual)
         return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:

@@ -155,7 +155,7 @@ class CompressionSchedule(CompressionObserver):
     @property
     def recursion(self) -> Recursion:
         """The recursion of residuals."""
-        return Recursion(self.config.carry, taken=1 - self.beta)
+        return Recursion(self.config.carry, taken=1 - self.beta, added=0.0 if self.config.sends_differences else 1.0)
 
     @property
     def follows_scaler(self) -> bool:

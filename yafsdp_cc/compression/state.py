@@ -4,6 +4,9 @@ A residual is what one rank has still to send to another; its division among ran
 its sum over ranks at the owner of each element, divided by their number: a tensor sharded like the parameter. Whoever
 loads it starts with empty residuals and adds it to the next sum, multiplied by its own number of ranks: nothing is
 lost.
+
+With differences (EF21) a residual is what was sent, and nothing is owed. What is saved is the mean of the ranks'
+estimates, from which all ranks go on: their sum at the owner is what they hold together, as before.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression.all_gather import DeltaAllGather
+from yafsdp_cc.compression.error_feedback import other_chunks
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, CompressedSum
 from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.mesh import all_groups
@@ -72,7 +76,7 @@ def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
     """
     found: dict[str, FlatDTensor] = {}
     for flat, compressed in compressed_sums(state):
-        if compressed.residual is not None or compressed.carried_over is not None:
+        if compressed.carried_over is not None or (compressed.residual is not None and compressed.estimate is None):
             total = _sum_of_unsent(state, compressed)
             found |= _by_name(flat, total.div_(state.context.info.mesh.size() * compressed.schedule.loss_scale))
     return found
@@ -100,8 +104,56 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
             over_shard = isinstance(compressed, CompressedReduceScatter)
             ranks = state.context.gather.comm.world if over_shard else state.context.info.mesh.size()
             compressed.carried_over = total.mul_(ranks * schedule.loss_scale)
-        if compressed.residual is not None:
-            compressed.residual.clear()
+        compressed.clear()
+
+
+@torch.no_grad()
+def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
+    """Return by full names what messages have held so far of a rank's gradients, the mean over ranks, fp32 (EF21).
+
+    In units of gradients of an unscaled loss. A collective.
+    """
+    found: dict[str, FlatDTensor] = {}
+    for flat, compressed in compressed_sums(state):
+        if compressed.estimate is not None:
+            total = compressed.estimate / _estimate_units(state, compressed)
+            if isinstance(compressed, CompressedReduceScatter):
+                for group in all_groups(state.context.info.mesh)[1:]:  # each replica has estimates of its own
+                    dist.all_reduce(total.div_(group.size()), group=group)
+            found |= _by_name(flat, total)
+    return found
+
+
+@torch.no_grad()
+def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> None:
+    """Let all ranks go on from what ``mean_estimates`` returned, wherever it has all of a flat parameter. A collective.
+
+    Their residuals are empty.
+    """
+    shard = all_groups(state.context.info.mesh)[0]
+    for flat, compressed in compressed_sums(state):
+        if compressed.estimate is None or any(param.spec.name not in estimates for param in flat.params):
+            continue
+        assert compressed.residual is not None
+        mean = _chunk_of(flat, estimates, torch.float32)
+        torch.mul(mean, _estimate_units(state, compressed), out=compressed.estimate)
+        mean.mul_(-_estimate_units(state, compressed) / compressed.senders)
+        if isinstance(compressed, CompressedReduceScatter):
+            layout, world = flat.layout, flat.layout.world
+            whole = mean.new_empty(layout.numel)
+            own = [layout.chunks[flat.rank]] * world
+            dist.all_to_all_single(whole, mean.repeat(world), list(layout.chunks), own, group=shard)
+            for chunks in other_chunks(whole, layout, flat.rank):
+                compressed.residual.of(chunks).store(chunks.values)
+        else:
+            compressed.residual.store(mean.unsqueeze(0))
+
+
+def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
+    """Return the ratio of an estimate of a sum to the mean gradient of a rank's unscaled loss."""
+    shard = all_groups(state.context.info.mesh)[0]
+    of_each = 1 if isinstance(compressed, CompressedReduceScatter) else shard.size()
+    return compressed.senders * of_each * compressed.schedule.loss_scale
 
 
 def local_residuals(state: FSDPState) -> dict[str, Any]:
@@ -113,6 +165,7 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
             "scales": compressed.residual.scales.cpu(),
             "owed": torch.zeros(0, device="cpu") if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
             "loss_scale": compressed.schedule.loss_scale,
+            **({} if compressed.estimate is None else {"estimate": compressed.estimate.cpu()}),
             **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),
         }
         for flat, compressed in compressed_sums(state)
@@ -140,6 +193,8 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
             compressed.factors.factors.copy_(factors)
         residual.values.copy_(values["values"])
         residual.scales.copy_(values["scales"])
+        if compressed.estimate is not None:
+            compressed.estimate.copy_(values["estimate"])
         waiting = values["owed"]
         compressed.carried_over = waiting.to(state.context.device) if waiting.numel() else None
         compressed.rescale(compressed.schedule.loss_scale / values["loss_scale"])
@@ -152,6 +207,8 @@ def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[
     residual, factors = compressed.residual, compressed.factors
     assert residual is not None
     form = [list(residual.values.shape), str(residual.values.dtype), residual.block]
+    if compressed.estimate is not None:
+        form.append("estimate")
     return [ranks, [param.spec.name for param in flat.params], *form, 0 if factors is None else factors.factors.numel()]
 
 

@@ -6,7 +6,8 @@
 Every parameter and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads in
 any dtype, and a block of a codec lies in one chunk and in one parameter. A parameter may straddle chunks, so a rank
 holds a flat range of it (``ShardSpec``), possibly an empty one. Where matrices are to lie whole on one rank each
-(``plan.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing:
+(``plan.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing. A stack of
+matrices may lie in several chunks:
 
     chunks       | rank 0              | rank 1          | rank 3 |      rank 2 owns nothing of this group
 
@@ -24,7 +25,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,7 +81,11 @@ class Layout:
 
     @classmethod
     def of(
-        cls, shapes: Sequence[Sequence[int]], world: int, alignment: int = ALIGNMENT, owners: Sequence[int] = ()
+        cls,
+        shapes: Sequence[Sequence[int]],
+        world: int,
+        alignment: int = ALIGNMENT,
+        owners: Sequence[Sequence[int]] = (),
     ) -> Layout:
         """Lay out parameters of ``shapes`` in the order given, for ``world`` ranks.
 
@@ -88,7 +93,8 @@ class Layout:
             shapes: of the parameters.
             world: how many chunks there are.
             alignment: elements that parameters and chunks begin at multiples of.
-            owners: the rank of each parameter that is to lie in one chunk, in ascending order; empty: chunks are equal.
+            owners: for each parameter, the ranks of its equal parts, which are to lie in one chunk each; all in
+                ascending order. Empty: chunks are equal.
         """
         extents: list[Extent] = []
         offset = 0
@@ -99,8 +105,10 @@ class Layout:
         if not owners:
             return cls(tuple(extents), (align(-(-offset // world), alignment),) * world)
         chunks = [0] * world
-        for extent, owner in zip(extents, owners, strict=True):
-            chunks[owner] += align(extent.numel, alignment)
+        for extent, ranks in zip(extents, owners, strict=True):
+            for rank in ranks:
+                chunks[rank] += extent.numel // len(ranks)
+            chunks[ranks[-1]] += -extent.numel % alignment
         chunks[-1] += -offset % (alignment * world)  # a secondary shard is an equal part, whoever owns what
         return cls(tuple(extents), tuple(chunks))
 
@@ -314,7 +322,8 @@ class ShardSpec:
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
         tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
         owner: what the engine keeps the parameter in; None outside of it.
-        is_matrix: whether it is a matrix, or a stack of some, that lies whole on one rank or, replicated, on every one.
+        owners: of a matrix, or a stack of some, the ranks that update it, one for each of its equal parts (whole
+            matrices), in ascending order. Empty: an optimizer of matrices leaves it to another rule.
 
     Raises:
         ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
@@ -326,7 +335,7 @@ class ShardSpec:
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
     owner: weakref.ref[Any] | None = field(default=None, repr=False)
-    is_matrix: bool = False
+    owners: tuple[int, ...] = ()
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
     """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""
 
@@ -353,12 +362,18 @@ class ShardSpec:
         """This rank's number along the shard dimension."""
         return shard_rank(self.mesh)
 
-    @property
-    def owning_rank(self) -> int | None:
-        """The first rank of the shard dimension that holds all elements; None where none does, or every one."""
+    @cached_property
+    def update_bounds(self) -> tuple[int, ...] | None:
+        """``bounds`` of what each rank updates of a matrix, or a stack; None: every rank updates it whole."""
         if self.bounds is None:
             return None
-        return next((rank for rank, held in enumerate(pairwise(self.bounds)) if held == (0, self.numel)), None)
+        of_each = self.numel // len(self.owners)
+        return tuple(of_each * bisect_left(self.owners, rank) for rank in range(len(self.bounds)))
+
+    @property
+    def is_assembled(self) -> bool:
+        """Whether a matrix, or a stack, does not lie where it is updated."""
+        return bool(self.owners) and self.bounds != self.update_bounds
 
     def local_range(self) -> tuple[int, int]:
         """Return the half-open row-major range that this rank holds."""

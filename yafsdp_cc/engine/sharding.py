@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.offload import HostMemory
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
-    from yafsdp_cc.plan import OwnedParameter, Role
+    from yafsdp_cc.plan import MatrixOwners, OwnedParameter, Role
     from yafsdp_cc.plan.report import PlannedChoice
 
 Part = TypeVar("Part", bound=FlatParam)
@@ -383,8 +383,13 @@ class ShardingPlan(NamedTuple):
     """Where shards are in host memory; None: they are on the device."""
     prepare: Callable[[Sequence[OwnedParameter]], None]
     """Gives parameters their values, the same on every rank, just before they are sharded."""
-    owners: Mapping[OwnedParameter, int]
-    """The rank of each matrix that is to lie whole on one (``plan.ownership``)."""
+    owners: Mapping[OwnedParameter, MatrixOwners]
+    """Of parameters whose matrices are updated as a whole."""
+
+    def parts_of(self, owned: OwnedParameter) -> tuple[int, ...]:
+        """Return the ranks that the parts of a parameter are to lie on; empty where it is sharded evenly."""
+        owners = self.owners.get(owned)
+        return () if owners is None or owners.is_assembled else owners.ranks
 
 
 def shard_parameters(
@@ -426,9 +431,9 @@ def _flat_params(
     """Put ``owned`` into flat buffers, one per dtype; where sharded, of what is trained, owned and encoded alike."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
-    for each in owned if replicates else sorted(owned, key=lambda each: plan.owners.get(each, 0)):
-        parameter, is_matrix = each.parameter, each in plan.owners
-        reduced = None if replicates else (parameter.requires_grad, is_matrix, plan.collectives.flat_key(each.name))
+    for each in owned if replicates else sorted(owned, key=plan.parts_of):
+        parameter, is_whole = each.parameter, bool(plan.parts_of(each))
+        reduced = None if replicates else (parameter.requires_grad, is_whole, plan.collectives.flat_key(each.name))
         subclass = subclass_of(parameter)
         alone = subclass if subclass is not None and subclass.extends_all_gather else None
         alike[parameter.dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
@@ -442,7 +447,7 @@ def _flat_param(
     world, rank, alignment = group.size(), group.rank(), plan.collectives.alignment
     if replicates:
         world, rank, alignment = 1, 0, VECTOR
-    owners = [] if replicates else [plan.owners[each] for each in owned if each in plan.owners]
+    owners = [] if replicates else [parts for each in owned if (parts := plan.parts_of(each))]
     extension = _extension_of(owned[0], plan)
     if extension is None:
         layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment, owners)
@@ -457,8 +462,8 @@ def _flat_param(
     for each, extent in zip(owned, layout.extents, strict=True):
         whole, bounds = each.parameter, None if replicates else layout.bounds(extent)
         parallel = TensorParallel.of(whole) if isinstance(whole, DTensor) else None
-        is_matrix = each in plan.owners
-        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, is_matrix=is_matrix)
+        updated_by = plan.owners[each].ranks if each in plan.owners else ()
+        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, owners=updated_by)
         param = _fsdp_param(spec, each, extent)
         param.span = layout.owned(extent, rank)
         held = each.held

@@ -1,9 +1,11 @@
 """The base of optimizers that update matrices as a whole: each is updated by the rank that owns it.
 
 ``shard(model, ownership="matrix")`` puts every matrix, its gradient and its state on one rank each. There a subclass of
-``MatrixOptimizer`` is given whole gradients and returns whole updates. Nothing is communicated, unless tensor
-parallelism has divided a matrix: the ranks that own its parts then gather it among themselves, and each makes the whole
-update. What is no such matrix (embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
+``MatrixOptimizer`` is given whole gradients and returns whole updates. Nothing is communicated, with two exceptions:
+where tensor parallelism has divided a matrix, the ranks that own its parts gather it among themselves, and each makes
+the whole update; and matrices of units that have fewer of them than there are ranks may be sharded evenly
+(``plan.ownership``), are assembled on their owners, and updates come back (``assembly``). What is no such matrix
+(embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_versio
 from yafsdp_cc.engine.layout import ShardSpec
 from yafsdp_cc.engine.mesh import to_mesh_device
 from yafsdp_cc.optim.adam import adamw_step
+from yafsdp_cc.optim.assembly import MatrixExchange, buckets
 from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
 
 if TYPE_CHECKING:
@@ -97,6 +100,13 @@ class MatrixOptimizer(Optimizer):
             [m, n] each, of any floating-point dtype.
         """
 
+    def update_dtype(self, device: torch.device) -> torch.dtype | None:
+        """Return the dtype in which updates go back to where a matrix is sharded evenly; None: that of gradients.
+
+        It has to be the same on all ranks.
+        """
+        return None
+
     def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
         """Return what the update of a matrix [rows, columns] is multiplied by."""
         return float(group["lr"])
@@ -115,7 +125,7 @@ class MatrixOptimizer(Optimizer):
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         kinds: dict[bool, list[Any]] = defaultdict(list)
         for each in given:
-            kinds[self._spec_of(each).is_matrix].append(each)
+            kinds[bool(self._spec_of(each).owners)].append(each)
         if kinds[True]:
             super().add_param_group({**group, "params": kinds[True]})
         if kinds[False]:
@@ -136,8 +146,7 @@ class MatrixOptimizer(Optimizer):
 
     @staticmethod
     def _is_of_matrices(group: Mapping[str, Any]) -> bool:
-        is_matrix: bool = group["params"][0].shard_spec.is_matrix
-        return is_matrix
+        return bool(group["params"][0].shard_spec.owners)
 
     def describe(self) -> str:
         """Return a line for each kind of parameters: names, shape, number, what updates them, and on which ranks."""
@@ -152,9 +161,10 @@ class MatrixOptimizer(Optimizer):
                 if not self._is_of_matrices(group):
                     lines.append(f"{line}: by AdamW")
                     continue
-                owners = sorted({spec.owning_rank for spec in specs if spec.owning_rank is not None})
+                owners = sorted({rank for spec in specs if spec.bounds is not None for rank in spec.owners})
                 where = f"rank {', '.join(map(str, owners))}" if owners else "every rank"
-                lines.append(f"{line}: whole, on {where}")
+                how = "assembled" if any(spec.is_assembled for spec in specs) else "whole"
+                lines.append(f"{line}: {how}, on {where}")
         return "\n".join(lines)
 
     # Steps
@@ -184,33 +194,76 @@ class MatrixOptimizer(Optimizer):
         return local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), state["step"]
 
     def _update_matrices(self, group: dict[str, Any], used: Sequence[Any]) -> None:
-        wholes = {parameter: _gathered(parameter, local_of(parameter)) for parameter in used if _is_held(parameter)}
-        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
-        for parameter, whole in wholes.items():
-            for weight, gradient, state in self._matrices_of(parameter, whole):
-                alike[weight.shape, gradient.dtype].append((weight, gradient, state))
-        for (shape, _), matrices in alike.items():
-            weights, gradients, states = zip(*matrices, strict=True)
-            rate = self.learning_rate(group, *shape)
-            for weight, update in zip(weights, self.updates(gradients, states, group), strict=True):
-                wide = weight.to(width_of(weight))
-                wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
-                if wide is not weight:
-                    weight.copy_(wide)
-        for parameter, whole in wholes.items():
+        here = [
+            parameter for parameter in used if not parameter.shard_spec.is_assembled and local_of(parameter).numel()
+        ]
+        wholes = [_gathered(parameter, local_of(parameter)) for parameter in here]
+        gradients = [_gathered(parameter, grad_of(parameter)) for parameter in here]
+        for weight, update, rate in self._updated(group, here, gradients, wholes):
+            _apply(group, weight, update, rate)
+        for parameter, whole in zip(here, wholes, strict=True):
             if (parallel := parameter.shard_spec.tensor_parallel) is not None:
                 local = local_of(parameter)
                 local.copy_(parallel.local_of(whole).reshape(local.shape))
+        for bucket in buckets([parameter for parameter in used if parameter.shard_spec.is_assembled]):
+            self._update_assembled(group, bucket)
 
-    def _matrices_of(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield weight (a view of ``whole``), gradient and state of each matrix that a parameter is made of."""
+    def _update_assembled(self, group: dict[str, Any], bucket: Sequence[Any]) -> None:
+        """Update matrices that are sharded evenly. A collective."""
+        exchange = MatrixExchange([parameter.shard_spec for parameter in bucket])
+        gradients = exchange.assemble([grad_of(parameter) for parameter in bucket])
+        dtype = self.update_dtype(gradients[0].device) or gradients[0].dtype
+        updates = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+        for place, update, _ in self._updated(group, bucket, gradients, updates):
+            place.copy_(update)
+        for parameter, update in zip(bucket, exchange.distribute(updates), strict=True):
+            local, (first, last) = local_of(parameter), parameter.shard_spec.local_range()
+            for start, stop, rate in self._rates(group, parameter.shard_spec):
+                if (part := slice(max(start - first, 0), min(stop, last) - first)).stop > part.start:
+                    _apply(group, local[part], update[part], rate)
+
+    def _rates(self, group: dict[str, Any], spec: ShardSpec) -> Iterator[tuple[int, int, float]]:
+        """Yield ranges of the elements of a parameter, and the learning rate of each."""
+        columns = spec.global_shape[-1]
+        rates = [(count * columns, self.learning_rate(group, count, columns)) for count in self._parts_of(spec)]
+        if len({rate for _, rate in rates}) == 1:
+            rates = [(spec.numel, rates[0][1])]
+        start = 0
+        while start < spec.numel:
+            for numel, rate in rates:
+                yield start, start + numel, rate
+                start += numel
+
+    def _updated(
+        self, group: dict[str, Any], parameters: Sequence[Any], gradients: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield for each matrix its view of ``targets``, its update and its learning rate.
+
+        Args:
+            group: of the parameters.
+            parameters: what the matrices are of.
+            gradients, targets: whole matrices of each parameter, one after the other: those that this rank updates.
+        """
+        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
+        for parameter, gradient, target in zip(parameters, gradients, targets, strict=True):
+            for own, place, state in self._matrices_of(parameter, gradient, target):
+                alike[own.shape, own.dtype].append((own, place, state))
+        for (shape, _), matrices in alike.items():
+            of_all, places, states = zip(*matrices, strict=True)
+            rate = self.learning_rate(group, *shape)
+            for place, update in zip(places, self.updates(of_all, states, group), strict=True):
+                yield place, update, rate
+
+    def _matrices_of(
+        self, parameter: Any, gradient: Tensor, target: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield views of ``gradient``, ``target`` and the state of each matrix that a parameter is made of."""
         spec: ShardSpec = parameter.shard_spec
         rows, columns = spec.global_shape[-2:]
         parts = self._parts_of(spec)
-        gradient = _gathered(parameter, grad_of(parameter))
-        weight, gradient = (each.view(-1, rows, columns) for each in (whole, gradient))
+        gradient, target = (each.view(-1, rows, columns) for each in (gradient, target))
         state = {name: local_of(each) for name, each in self.state[parameter].items()}
-        for index in range(len(weight)):
+        for index in range(len(gradient)):
             for place, (start, count) in enumerate(zip(accumulate(parts, initial=0), parts, strict=False)):
                 shapes = self.state_shapes(count, columns)
                 own = {
@@ -219,7 +272,7 @@ class MatrixOptimizer(Optimizer):
                     else each.view(-1, *shapes[name])[index * len(parts) + place]
                     for name, each in state.items()
                 }
-                yield weight[index, start : start + count], gradient[index, start : start + count], own
+                yield gradient[index, start : start + count], target[index, start : start + count], own
 
     def _parts_of(self, spec: ShardSpec) -> Sequence[int]:
         rows = spec.global_shape[-2]
@@ -248,12 +301,12 @@ class MatrixOptimizer(Optimizer):
         if not self._is_of_matrices(group):
             return dict.fromkeys(("exp_avg", "exp_avg_sq"), spec)
         *stack, _, columns = spec.global_shape
-        parts = self._parts_of(spec)
+        parts, lies_as_weight = self._parts_of(spec), spec.tensor_parallel is None and not spec.is_assembled
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
             if tuple(shape) == (parts[0], columns):
-                # What tensor parallelism divides is whole in the state.
-                specs[name] = spec if spec.tensor_parallel is None else _owned_like(spec, name, spec.global_shape)
+                # What tensor parallelism divides is whole in the state, and what is assembled is where it is updated.
+                specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.global_shape)
                 continue
             if len(set(parts)) > 1:
                 raise ValueError(
@@ -283,23 +336,25 @@ class MatrixOptimizer(Optimizer):
                     state[name] = flat_dtensor(local.clone(), spec)
 
 
-def _is_held(parameter: Any) -> bool:
-    """Return whether this rank owns a matrix, but for what tensor parallelism gives to others."""
-    spec: ShardSpec = parameter.shard_spec
-    return spec.numel > 0 and local_of(parameter).numel() == spec.numel
+def _apply(group: Mapping[str, Any], weight: Tensor, update: Tensor, rate: float) -> None:
+    """Decay ``weight``, and subtract ``update`` times ``rate`` from it, in place."""
+    wide = weight.to(width_of(weight))
+    wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+    if wide is not weight:
+        weight.copy_(wide)
 
 
 def _gathered(parameter: Any, local: Tensor) -> Tensor:
-    """Return the whole of what this rank holds all elements of, or its part by tensor parallelism: then a collective.
+    """Return the whole of a matrix that this rank owns, or its part by tensor parallelism: then a collective.
 
     Args:
         parameter: tells how it is divided.
-        local: this rank's elements; returned as a view where they are all.
+        local: this rank's elements; returned unless tensor parallelism has divided the parameter.
     """
     spec: ShardSpec = parameter.shard_spec
-    part = local.view(spec.shape)
     if spec.tensor_parallel is None:
-        return part
+        return local
+    part = local.view(spec.shape)
     whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(part, spec.mesh)).full_tensor()
     return whole.to(local.device, copy=True)
 
@@ -314,9 +369,8 @@ def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
-    """Return how a tensor of another shape is owned by the rank that owns a matrix."""
-    numel, owner = math.prod(shape), spec.owning_rank
-    bounds = None
-    if spec.bounds is not None and owner is not None:
-        bounds = tuple(numel if rank > owner else 0 for rank in range(len(spec.bounds)))
-    return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, is_matrix=True)
+    """Return how a tensor of another shape lies on the ranks that update a matrix, or those of a stack."""
+    numel, bounds = math.prod(shape), spec.update_bounds
+    if bounds is not None:
+        bounds = tuple(bound * numel // max(spec.numel, 1) for bound in bounds)
+    return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, owners=spec.owners)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,8 +39,8 @@ class Muon(MatrixOptimizer):
     all-gather, that there are anyway: a step sends as many bytes as with AdamW, encoded where the model has a
     ``Compression``.
 
-    Steps are those of ``torch.optim.Muon``, to the bit where gradients are equal to the bit. State dicts have its names
-    (``momentum_buffer``; of other parameters those of ``torch.optim.AdamW``).
+    Steps are those of ``torch.optim.Muon``, to the bit where gradients are equal to the bit and iterations are in bf16.
+    State dicts have its names (``momentum_buffer``; of other parameters those of ``torch.optim.AdamW``).
 
     Args:
         params: of a model that was sharded with ``yafsdp_cc.shard(model, ownership="matrix")`` or patterns, or groups
@@ -58,7 +60,8 @@ class Muon(MatrixOptimizer):
         splits: by ``*`` patterns over parameter names, matrices that are several, one below the other, and to be
             orthogonalised each by itself: their number, or the rows of each. ``{"*.qkv.weight": 3}`` for fused queries,
             keys and values.
-        ns_dtype: of the iteration. fp32 is faster than bf16 on processors without matrix instructions for bf16.
+        ns_dtype: of the iteration. None: bf16 as in ``torch.optim.Muon``, but fp32 on processors that have no
+            instructions for products of bf16, where it takes a quarter of the time.
 
     Raises:
         ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
@@ -78,7 +81,7 @@ class Muon(MatrixOptimizer):
         *,
         adamw: Mapping[str, Any] | None = None,
         splits: Mapping[str, int | Sequence[int]] | None = None,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: from 0 to 1, less than 1")
@@ -88,8 +91,8 @@ class Muon(MatrixOptimizer):
             raise ValueError(f"ns_steps={ns_steps}: from 0 to 99")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: 'original' or 'match_rms_adamw'")
-        if ns_dtype not in _DTYPES:
-            raise ValueError(f"ns_dtype={ns_dtype}: one of {', '.join(map(str, _DTYPES))}")
+        if ns_dtype not in (None, *_DTYPES):
+            raise ValueError(f"ns_dtype={ns_dtype}: one of {', '.join(map(str, _DTYPES))}, or None")
         self.ns_dtype = ns_dtype
         self._splits = {} if splits is None else dict(splits)
         defaults = {
@@ -105,10 +108,10 @@ class Muon(MatrixOptimizer):
         super().__init__(params, defaults, adamw)
         specs = [parameter.shard_spec for group in self.param_groups for parameter in group["params"]]
         for pattern in self._splits:
-            if not any(spec.is_matrix and fnmatchcase(spec.name, pattern) for spec in specs):
+            if not any(spec.owners and fnmatchcase(spec.name, pattern) for spec in specs):
                 raise ValueError(f"splits names {pattern!r}, which fits no matrix of this optimizer")
         for spec in specs:
-            if spec.is_matrix:
+            if spec.owners:
                 self._parts_of(spec)
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
@@ -119,6 +122,10 @@ class Muon(MatrixOptimizer):
     def state_shapes(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
         """Return the shape of the momentum."""
         return {"momentum_buffer": (rows, columns)}
+
+    def update_dtype(self, device: torch.device) -> torch.dtype | None:
+        """Return the dtype of the iteration where all ranks have the same."""
+        return self.ns_dtype if self.ns_dtype is not None or device.type == "cpu" else torch.bfloat16
 
     def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
         """Return the learning rate of a matrix [rows, columns], adjusted to its shape."""
@@ -134,12 +141,23 @@ class Muon(MatrixOptimizer):
         buffers = [state["momentum_buffer"] for state in states]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         ahead = list(torch._foreach_lerp(grads, buffers, momentum)) if group["nesterov"] else buffers
+        dtype = self.ns_dtype or (torch.float32 if _lacks_bf16(ahead[0].device) else torch.bfloat16)
         count = max(_BATCH // ahead[0].numel(), 1)
         found: list[Tensor] = []
         for start in range(0, len(ahead), count):
-            batch = torch.stack([each.to(self.ns_dtype) for each in ahead[start : start + count]])
+            batch = torch.stack([each.to(dtype) for each in ahead[start : start + count]])
             found += newton_schulz(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
         return found
+
+
+@cache
+def _lacks_bf16(device: torch.device) -> bool:
+    """Return whether products of bf16 have no instructions on the device, and are made of those of fp32."""
+    tell = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch cannot tell
+    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or tell is None:
+        return False
+    has = tell()
+    return not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("avx_ne_convert"))
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -377,8 +377,7 @@ class OneBitOptimizer(Optimizer):
             state.outdated = True
         for compressed in self._encoded.values():  # nothing of an optimizer that was there before
             compressed.momentum = compressed.exact_mean = None
-            if compressed.residual is not None:
-                compressed.residual.clear()
+            compressed.clear()
             compressed.bind_exact()  # a backward may come before the next forward
         self._schedules = tuple(states)
 
@@ -404,6 +403,11 @@ class OneBitOptimizer(Optimizer):
             )
         if beta and not config.feedback:
             raise ValueError(f"{name} keeps its momentum in residuals: Compression(feedback=False) has none")
+        if beta and config.sends_differences:
+            raise ValueError(
+                f"{name} keeps its momentum in residuals, where feedback='ef21' keeps what was sent: leave feedback "
+                "out of the Compression, or take form='gradient'"
+            )
         if beta and config.carry != 1:
             raise ValueError(f"{name} carries all of its momentum: leave carry={config.carry} out of the Compression")
         if beta and state.context.info.replicate_group is not None and not schedule.over_replicas:

@@ -72,19 +72,23 @@ def plan_for(state: FSDPState) -> Plan:
 
 
 def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
-    owned: dict[int, list[FSDPParam]] = {rank: [] for rank in range(state.context.gather.comm.world)}
+    owned: dict[int, list[tuple[FSDPParam, float]]] = {rank: [] for rank in range(state.context.gather.comm.world)}
     for param in state.params:
-        if param.spec.is_matrix and (rank := param.spec.owning_rank) is not None:
-            owned[rank].append(param)
+        for rank, parts in Counter(() if param.spec.bounds is None else param.spec.owners).items():
+            owned[rank].append((param, parts / len(param.spec.owners)))
     if not any(owned.values()):
         return ()
     return tuple(
         PlannedOwner(
             rank=rank,
-            matrices=tuple(param.spec.name for param in params),
-            elements=sum(param.spec.numel for param in params),
-            newton_schulz_flops=sum(
-                newton_schulz_flops(param.spec.global_shape) for param in params if param.parameter.requires_grad
+            matrices=tuple(param.spec.name for param, _ in params),
+            elements=round(sum(share * param.spec.numel for param, share in params)),
+            newton_schulz_flops=round(
+                sum(
+                    share * newton_schulz_flops(param.spec.global_shape)
+                    for param, share in params
+                    if param.parameter.requires_grad
+                )
             ),
         )
         for rank, params in owned.items()

@@ -3,18 +3,31 @@
 Optimizers such as Muon and Shampoo update a matrix as a whole. Where one rank owns all of it, that rank's reduced
 gradient is all that the update needs, and its weights reach the others with the all-gather that there is anyway.
 Matrices of all units are divided at once, so that every rank has as much to compute as any other.
+
+A stack of matrices, such as the weights of experts, is divided between ranks at the borders of its matrices. As it lies
+in one piece in the buffer of its unit, so then do the ranks' parts of that unit, in module order:
+
+    experts.up [4, m, n]   experts.down [4, n, m]
+    rank 0 | 0 0 0         1 1 1 1 | ...            the first three to rank 0, the next five to rank 1
+
+Where weights are gathered twice per step (ZeRO-3) and a unit has fewer matrices than ranks, few ranks would send all of
+it. It is then sharded evenly, and its matrices are assembled on their owners for the update (``optim.assembly``).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
+
+from yafsdp_cc.plan.parameters import present
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +43,15 @@ _DIMENSIONS = (2, 3)
 """Of a matrix, and of a stack of matrices such as the weights of experts."""
 
 
+class MatrixOwners(NamedTuple):
+    """The ranks that own the matrices of a parameter."""
+
+    ranks: tuple[int, ...]
+    """Of each of its equal parts, one after the other: of the whole, or of matrices of a stack. In ascending order."""
+    is_assembled: bool = False
+    """Whether it is sharded evenly, and assembled on its owners for the update; else its shards are those parts."""
+
+
 def newton_schulz_flops(shape: Sequence[int]) -> int:
     """Return the floating-point operations of one Newton-Schulz iteration, the quintic one of Muon.
 
@@ -43,8 +65,16 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
     return math.prod(stack) * (4 * least * least * most + 2 * least**3)
 
 
-def assign_owners(division: Division, ownership: Ownership, world: int) -> dict[OwnedParameter, int]:
-    """Return the rank that owns each matrix whole.
+def assign_owners(
+    division: Division,
+    ownership: Ownership,
+    world: int,
+    *,
+    alignment: int = 1,
+    keeps_unsharded: bool = True,
+    work: Counter[int] | None = None,
+) -> dict[OwnedParameter, MatrixOwners]:
+    """Return the ranks that own the matrices of each parameter that has some.
 
     Args:
         division: the model's units and replicated parameters. Small matrices of the latter, which every rank has whole
@@ -52,6 +82,10 @@ def assign_owners(division: Division, ownership: Ownership, world: int) -> dict[
         ownership: "flat": there are none. "matrix": parameters of two or three dimensions that the repeated blocks
             own, embeddings aside. Patterns: parameters whose full names fit.
         world: the ranks of a shard.
+        alignment: elements that shards begin at multiples of.
+        keeps_unsharded: whether weights are gathered once per step. Else units with fewer matrices than ranks are
+            sharded evenly.
+        work: by rank, the operations of one iteration on what it owns already; what it is given is added.
 
     Raises:
         ValueError: ``ownership`` is none of that, a pattern fits no parameter, or one that is no matrix.
@@ -65,8 +99,10 @@ def assign_owners(division: Division, ownership: Ownership, world: int) -> dict[
         chosen = _matrices_of_blocks(division) if ownership == MATRIX else set()
     else:
         chosen = _named(division, ownership)
-    owners = dict.fromkeys((each for each in division.replicated if each in chosen), 0)
-    return owners | _balanced(division.units, chosen, world)
+    owners = dict.fromkeys((each for each in division.replicated if each in chosen), MatrixOwners((0,)))
+    members = [_Members(unit, chosen, alignment) for unit in division.units]
+    given: Counter[int] = Counter() if work is None else work
+    return owners | _balanced([each for each in members if each.parts], world, keeps_unsharded, given)
 
 
 def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
@@ -85,8 +121,9 @@ def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
     }
     if not chosen:
         raise ValueError(
-            'ownership="matrix" takes the matrices of the repeated blocks, and no block of this model has one: name '
-            'parameters, as in ownership=["layers.*.weight"], or blocks by units=...'
+            'ownership="matrix" takes the matrices of the repeated blocks, in fully_shard those of its module, and '
+            'there is none beside embeddings: name parameters, as in ownership=["layers.*.weight"], or blocks by '
+            "shard(..., units=...), or leave it out"
         )
     return chosen
 
@@ -117,23 +154,94 @@ def _all(division: Division) -> Iterator[OwnedParameter]:
     yield from division.replicated
 
 
-def _balanced(units: Sequence[UnitSpec], chosen: Collection[OwnedParameter], world: int) -> dict[OwnedParameter, int]:
+class _Members:
+    """The parameters of a unit that have matrices.
+
+    Args:
+        unit: of the model.
+        chosen: parameters that have matrices.
+        alignment: elements that shards begin at multiples of.
+    """
+
+    def __init__(self, unit: UnitSpec, chosen: Collection[OwnedParameter], alignment: int) -> None:
+        self.parts = {each: _parts(each, alignment) for each in unit.parameters if each in chosen}
+        """Into how many equal parts each may be divided."""
+        self.elements: Counter[int] = Counter()
+        """By rank, of those that it owns."""
+
+    def falls_short_of(self, world: int) -> bool:
+        """Return whether there are fewer matrices than ranks, none of which tensor parallelism has divided."""
+        matrices = sum(math.prod(each.parameter.shape[:-2]) for each in self.parts)
+        return matrices < world and all(present(each.parameter) is each.parameter for each in self.parts)
+
+
+def _balanced(
+    members: Sequence[_Members], world: int, keeps_unsharded: bool, work: Counter[int]
+) -> dict[OwnedParameter, MatrixOwners]:
     """Give each matrix, those that take longest first, to the rank that has least to compute by then.
 
-    Among equals to the one that has least of the unit: a unit's sum takes as long as its largest part.
+    Among equals to the one that has least of the unit: a unit's sum takes as long as its largest part. Units in which a
+    stack is divided come last, and even out what the others have left.
     """
-    members = [(unit, each) for unit in units for each in unit.parameters if each in chosen]
-    work: Counter[int] = Counter()
     elements: Counter[int] = Counter()
-    of_unit: dict[UnitSpec, Counter[int]] = {unit: Counter() for unit in units}
-    owners: dict[OwnedParameter, int] = {}
-    for unit, each in sorted(members, key=lambda member: -_flops(member[1])):
-        rank = min(range(world), key=lambda rank: (work[rank], of_unit[unit][rank], elements[rank], rank))
-        owners[each] = rank
-        work[rank] += _flops(each)
-        for counted in (of_unit[unit], elements):
-            counted[rank] += each.parameter.numel()
+    singles: list[tuple[_Members, OwnedParameter, int]] = []
+    ranks: dict[OwnedParameter, list[int]] = defaultdict(list)
+    assembled: set[OwnedParameter] = set()
+    divided: list[_Members] = []
+    for unit in members:
+        if not keeps_unsharded and unit.falls_short_of(world):
+            assembled |= unit.parts.keys()
+            counts = {each: math.prod(each.parameter.shape[:-2]) for each in unit.parts}
+        else:
+            counts = unit.parts
+        if unit.parts.keys() <= assembled or max(counts.values()) == 1:
+            singles += [(unit, each, count) for each, count in counts.items() for _ in range(count)]
+        else:
+            divided.append(unit)
+    for unit, each, count in sorted(singles, key=lambda single: -(_flops(single[1]) // single[2])):
+        rank = min(range(world), key=lambda rank: (work[rank], unit.elements[rank], elements[rank], rank))
+        ranks[each].append(rank)
+        work[rank] += _flops(each) // count
+        for counted in (unit.elements, elements):
+            counted[rank] += each.parameter.numel() // count
+    owners = {each: MatrixOwners(tuple(sorted(found)), each in assembled) for each, found in ranks.items()}
+    for unit in divided:
+        owners |= _in_order(unit, work, world)
     return owners
+
+
+def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
+    """Give the parts of a unit to ranks in order, to each as much as it lacks of an equal share of all work by then."""
+    of_each = {each: _flops(each) // parts for each, parts in unit.parts.items()}
+    if not any(of_each.values()):  # all is frozen: as many elements each
+        of_each = {each: each.parameter.numel() // parts for each, parts in unit.parts.items()}
+    total = sum(of_each[each] * parts for each, parts in unit.parts.items())
+    share = (sum(work.values()) + total) / world
+    lacking = [max(share - work[rank], 0.0) for rank in range(world)]
+    ends = [total * end / (sum(lacking) or 1) for end in accumulate(lacking)]
+    owners, done = {}, 0
+    for each, parts in unit.parts.items():
+        ranks = []
+        for _ in range(parts):
+            rank = min(bisect_right(ends, done + of_each[each] / 2), world - 1)
+            ranks.append(rank)
+            done += of_each[each]
+            work[rank] += _flops(each) // parts
+        owners[each] = MatrixOwners(tuple(ranks))
+    return owners
+
+
+def _parts(owned: OwnedParameter, alignment: int) -> int:
+    """Return into how many equal parts a parameter may be divided at borders of its matrices that are aligned.
+
+    A parameter that tensor parallelism has divided stays in one: its ranks are to have the same owners.
+    """
+    shape = present(owned.parameter).shape
+    if len(shape) < 3 or present(owned.parameter) is not owned.parameter:
+        return 1
+    count, numel = shape[0], math.prod(shape[1:])
+    aligned = (each for each in range(1, count + 1) if count % each == 0 and count // each * numel % alignment == 0)
+    return max(aligned, default=1)
 
 
 def _flops(owned: OwnedParameter) -> int:

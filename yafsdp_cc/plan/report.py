@@ -157,7 +157,7 @@ class PlannedHost(RenamedFields):
 
 @dataclass(frozen=True)
 class PlannedOwner:
-    """The matrices that one rank of a shard owns whole, stacks of matrices counted once."""
+    """The matrices that one rank of a shard owns, those of a stack counted once."""
 
     rank: int
     matrices: tuple[str, ...]

@@ -18,7 +18,7 @@ struct TopK {
         const Load load = loader_of(job.kind, job.residual.kind);
         const bool remembers = job.residual.kind != Number::none;
         float* h = job.scratch->h;
-        float* due = remembers && job.carry != 1.0f ? job.scratch->due : h;
+        float* due = remembers && (job.carry != 1.0f || job.added != 1.0f) ? job.scratch->due : h;
         Choice choice{h, job.scratch->positions};
         for (int64_t start = 0; start < job.n; start += kTile) {
             const int64_t size = job.n - start < kTile ? job.n - start : kTile, kept = kept_of(size);

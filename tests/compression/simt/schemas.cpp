@@ -4,7 +4,8 @@
 
 STABLE_TORCH_LIBRARY(yafsdp_cc_simt, m) {
     m.def("encode(Tensor gradients, Tensor(a!) message, int codec, int block, Tensor? counts, Tensor(b!)? residual, "
-          "Tensor(c!)? residual_scales, float carry, float taken, float scale, int seed, int first, int stream) -> ()");
+          "Tensor(c!)? residual_scales, float carry, float taken, float added, float scale, int seed, int first, "
+          "int stream) -> ()");
     m.def("accumulate(Tensor gradients, Tensor(a!) residual, Tensor(b!) residual_scales, int block, float scale, "
           "int stream) -> ()");
     m.def("decode_sum(Tensor messages, int codec, int block, int n, Tensor? own, int place, Tensor(a!) total, "

@@ -1,0 +1,110 @@
+"""Matrices that are sharded evenly, assembled on the ranks that update them: one all-to-all there, and one back.
+
+    shards of W      | rank 0 | rank 1 | rank 2 |        gradients, each rank's range to the owner
+                        └────────┼────────┘
+    owner of W              | whole W |                  its update, by ranges to those who hold them
+
+Matrices of several units share the two messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from yafsdp_cc.engine.mesh import shard_group, shard_rank, to_mesh_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.engine.layout import ShardSpec
+
+_BUCKET = 1 << 26
+"""Elements of all ranks that are exchanged at once, at most, unless one parameter has more."""
+
+
+def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbours among sharded parameters that are exchanged at once: of one mesh and dtype."""
+    bucket: list[Tensor] = []
+    numel, key = 0, None
+    for each in parameters:
+        spec: ShardSpec = each.shard_spec  # type: ignore[attr-defined]
+        if bucket and (key != (spec.mesh, each.dtype) or numel + spec.numel > _BUCKET):
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(each)
+        numel, key = numel + spec.numel, (spec.mesh, each.dtype)
+    if bucket:
+        yield bucket
+
+
+class MatrixExchange:
+    """Moves matrices between the ranges that ranks hold of them and those that they update.
+
+    Args:
+        specs: how they are sharded, across one mesh.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+        self._specs = specs
+        self._mesh = specs[0].mesh
+        self._group, self._rank = shard_group(self._mesh), shard_rank(self._mesh)
+
+    def assemble(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return of each matrix the range that this rank updates, flat. A collective.
+
+        Args:
+            shards: the range of each that this rank holds, flat, all of one dtype.
+        """
+        return self._move(shards, [_bounds_of(spec) for spec in self._specs])
+
+    def distribute(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return of each matrix the range that this rank holds, flat. A collective.
+
+        Args:
+            updates: the range of each that this rank updates, flat, all of one dtype.
+        """
+        return self._move(updates, [_bounds_of(spec)[::-1] for spec in self._specs])
+
+    def _move(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        """Move ranges of matrices between ranks; ``bounds`` of each matrix before and after."""
+        ranks, own = range(self._group.size()), self._rank
+        sent, received = [], []
+        for peer in ranks:
+            sent.append([_overlap(before, own, after, peer) for before, after in bounds])
+            received.append([_overlap(before, peer, after, own) for before, after in bounds])
+        starts = [(before[own], after[own]) for before, after in bounds]
+        parts = [
+            tensor[part.start - first : part.stop - first]
+            for to_peer in sent
+            for tensor, (first, _), part in zip(tensors, starts, to_peer, strict=True)
+        ]
+        message = to_mesh_device(torch.cat(parts), self._mesh)
+        theirs, ours = ([message.itemsize * sum(map(len, each)) for each in of_peers] for of_peers in (received, sent))
+        arrived = message.new_empty(sum(theirs) // message.itemsize)
+        # As bytes, for gloo knows fewer dtypes.
+        dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=self._group)
+        found = [tensors[0].new_empty(after[own + 1] - after[own]) for _, after in bounds]
+        offset = 0
+        for from_peer in received:
+            for tensor, (_, first), part in zip(found, starts, from_peer, strict=True):
+                tensor[part.start - first : part.stop - first] = arrived[offset : offset + len(part)]
+                offset += len(part)
+        return found
+
+
+def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the bounds of what ranks hold of a matrix, and of what they update."""
+    assert spec.bounds is not None
+    assert spec.update_bounds is not None
+    return spec.bounds, spec.update_bounds
+
+
+def _overlap(bounds: Sequence[int], rank: int, others: Sequence[int], other: int) -> range:
+    """Return the elements that are in a range of some bounds and in one of others."""
+    start = max(bounds[rank], others[other])
+    return range(start, max(min(bounds[rank + 1], others[other + 1]), start))
