@@ -45,7 +45,7 @@ def test_a_parameter_of_another_class() -> None:
     wrapped = TwoTensor(torch.ones(32, 32), torch.ones(32, 32))  # with __torch_dispatch__, as torchao's
     for parameter, kind in ((Marked(torch.empty(32, 32)), "Marked"), (nn.Parameter(wrapped), "TwoTensor")):
         model = model_with(parameter)
-        with pytest.raises(ValueError, match=rf"'1.0.odd' is a [a-z._]+\.{kind}, and a forward .* ignored_params"):
+        with pytest.raises(ValueError, match=rf"'1.0.odd' is a [a-z._]+\.{kind} and requires a gradient, .* ignored_params"):
             find_units(model, [model])
         assert find_units(model, [model], ignored={parameter}).units
 
