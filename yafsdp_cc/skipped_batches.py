@@ -353,6 +353,9 @@ class _Block:
         self._rollbacks = [_rollbacks.setdefault(state, BatchRollback()) for state in self.states]
         self._recorders: list[_Recorder] = []
         self._versions = self._weights()
+        self._outdated = [state.outdated for state in self.states]
+        self._before = [weakref.WeakSet(state._iterations) for state in self.states]
+        """Forwards that were there before."""
 
     def open(self) -> None:
         """Save what the batch may change, and note what is issued from now on."""
@@ -364,13 +367,15 @@ class _Block:
             recorder = _Recorder(self._peers.journal, state, number)
             self._recorders.append(recorder)
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
+            state.outdated = False  # the engine is assembled again behind the block: that is a collective, too
         _open.append(self)
 
     def close(self) -> None:
         """Note nothing more."""
         _open.remove(self)
-        for state in self.states:
+        for state, was_outdated in zip(self.states, self._outdated, strict=True):
             state.context.observers = state.context.observers[1:-1]
+            state.outdated |= was_outdated
 
     def discard(self) -> None:
         """Forget what was saved."""
@@ -438,10 +443,10 @@ class _Block:
 
     def _put_back(self) -> None:
         """Complete what was issued, and undo what the batch has changed."""
-        for state in self.states:
+        for state, before in zip(self.states, self._before, strict=True):
             state.context.wait_for_reduces()
             _let_go(state)
-            for iteration in state._iterations:
+            for iteration in set(state._iterations) - set(before):
                 iteration.is_finished = True  # nobody is to wait for its backward
             state.reset()
         for rollback in self._rollbacks:
@@ -552,11 +557,6 @@ def _checked_state(model: nn.Module) -> FSDPState:
         raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
     if state._task != -1 or state.interrupted:
         state.reset()
-    if state.outdated:
-        raise RuntimeError(
-            "how the model is sharded was changed, and a backward of before is awaited: run or drop it, and enter "
-            "skip_together then"
-        )
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(
