@@ -77,7 +77,7 @@ class SkippableBatch:
         self.skipped = False
         """Whether all ranks have skipped it; known when the block is left."""
         self.errors: dict[int, str] = {}
-        """Of a batch that was skipped, the exceptions of the ranks that failed, by their numbers in the mesh."""
+        """Of a batch that was skipped: exceptions of ranks that failed, and where they were raised, by global rank."""
         self.saved_bytes = 0
         """Bytes of what was saved before it, to be put back."""
 
@@ -162,7 +162,7 @@ class _Peers:
         self.in_a_row = 0
         # Votes are of the hosts: on CUDA they do not wait for what the device still computes.
         group = shard_group(mesh)
-        votes = group_once(group, "votes", lambda: new_group(self.ranks, timeout_of(group), "gloo"))
+        votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
         self._group = weakref.ref(votes)  # torch holds it, until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()
@@ -179,10 +179,11 @@ class _Peers:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
         """Return those of ``mesh``, made at first. A collective then."""
-        group = shard_group(mesh)
-        if group not in _known:
-            _known[group] = cls(mesh)
-        return _known[group]
+        known = _known.setdefault(shard_group(mesh), {})
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if ranks not in known:
+            known[ranks] = cls(mesh)
+        return known[ranks]
 
     def vote(self, level: int) -> int:
         """Return the highest level that a rank votes for."""
@@ -239,7 +240,8 @@ class _Peers:
         self.skips += 1
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Peers]] = weakref.WeakKeyDictionary()
+"""By shard group and all ranks of the mesh."""
 _meetings: Counter[int] = Counter()
 """How many ``_Peers`` of these ranks there were: all of them count alike."""
 
@@ -359,10 +361,14 @@ class _Block:
 
     def open(self) -> None:
         """Save what the batch may change, and note what is issued from now on."""
-        for state, rollback in zip(self.states, self._rollbacks, strict=True):
-            rollback.save(state)
-        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
         self._peers.journal.open()
+        try:
+            for state, rollback in zip(self.states, self._rollbacks, strict=True):
+                rollback.save(state)
+        except BaseException as error:  # no memory for copies: nothing could be put back
+            self.abandon(error)
+            raise
+        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
         for number, state in enumerate(self.states):
             recorder = _Recorder(self._peers.journal, state, number)
             self._recorders.append(recorder)
@@ -407,9 +413,11 @@ class _Block:
                 raise own
             level = _RAISE if isinstance(own, (StopIteration, StopAsyncIteration)) else _SKIP
             reason = _described(own)
-            _free_frames(own)
             peers.tell(reason, has_ended=False)
-        if self._weights() != self._versions:
+        _free_frames(error)
+        if any(state.retired for state in self.states):
+            level, reason = _RAISE, "how a model is sharded was changed inside skip_together: do that behind the block"
+        elif self._weights() != self._versions:
             level = _RAISE
             reason = (
                 "weights have changed inside skip_together, which cannot take that back: optimizer.step() belongs "
@@ -444,6 +452,8 @@ class _Block:
     def _put_back(self) -> None:
         """Complete what was issued, and undo what the batch has changed."""
         for state, before in zip(self.states, self._before, strict=True):
+            if state.retired:
+                continue
             state.context.wait_for_reduces()
             _let_go(state)
             for iteration in set(state._iterations) - set(before):
@@ -557,6 +567,8 @@ def _checked_state(model: nn.Module) -> FSDPState:
         raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
     if state._task != -1 or state.interrupted:
         state.reset()
+    if state in _rollbacks:
+        return state  # what follows was checked before
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(

@@ -599,6 +599,17 @@ def test_refused() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     assert "optimizer.step() belongs behind the block" in refusal(steps)
+
+    def changes() -> None:
+        with yafsdp_cc.skip_together(model):
+            model.set_reshard_after_forward(False)
+            square(model, mine(inputs())).backward()
+
+    assert "how a model is sharded was changed inside" in refusal(changes)
+    model.zero_grad()
+    with yafsdp_cc.skip_together(model) as attempt:
+        square(model, mine(inputs())).backward()
+    assert not attempt.skipped
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     divided = seeded(Mlp)
     parallelize_module(divided.blocks[0], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
