@@ -157,9 +157,10 @@ class _Peers:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.rank = self.ranks.index(dist.get_rank())
         self.journal = _Journal()
-        self.skips = 0
-        """Batches that were skipped, by any model of this mesh."""
+        self.failures = 0
+        """Blocks in which a rank has failed, as far as this one is through with them."""
         self.in_a_row = 0
+        """Batches that were skipped since one counted."""
         # Votes are of the hosts: on CUDA they do not wait for what the device still computes.
         group = shard_group(mesh)
         votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
@@ -201,7 +202,7 @@ class _Peers:
         """Let all ranks know that this one has failed in the present block."""
         text = json.dumps({"block": self.journal.block, "reason": reason, "has_ended": has_ended})
         for rank in range(len(self.ranks)):
-            self._store.set(f"{self._prefix}/{self.skips}/{rank}", text)
+            self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
         """Return what this rank has not issued of what others have, once the journals of all are closed.
@@ -209,7 +210,7 @@ class _Peers:
         Raises:
             RuntimeError: a rank gives no answer, or has issued something else.
         """
-        keys = [f"{self._prefix}/{self.skips}/{rank}/issued" for rank in range(len(self.ranks))]
+        keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
             self._store.wait(keys, timedelta(seconds=_ANSWER))
         except RuntimeError as error:
@@ -232,12 +233,14 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Count a skip, and remove what this rank has left in the store for it."""
-        inbox = f"{self._prefix}/{self.skips}/{self.rank}"
+        """Be through with a block, and remove what this rank has left in the store if a rank has failed in it."""
+        if not self.journal.is_closed:
+            return
+        inbox = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (inbox, f"{inbox}/issued", f"{inbox}/issued/ops"):
             with suppress(RuntimeError):  # not all stores can
                 self._store.delete_key(key)
-        self.skips += 1
+        self.failures += 1
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Peers]] = weakref.WeakKeyDictionary()
@@ -361,6 +364,8 @@ class _Block:
 
     def open(self) -> None:
         """Save what the batch may change, and note what is issued from now on."""
+        if self._peers.journal.has_ended:
+            raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.journal.reason}")
         self._peers.journal.open()
         try:
             for state, rollback in zip(self.states, self._rollbacks, strict=True):
