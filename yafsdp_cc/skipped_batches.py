@@ -233,9 +233,7 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Be through with a block, and remove what this rank has left in the store if a rank has failed in it."""
-        if not self.journal.is_closed:
-            return
+        """Be through with a block in which a rank has failed, and remove what this rank has left in the store."""
         inbox = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (inbox, f"{inbox}/issued", f"{inbox}/issued/ops"):
             with suppress(RuntimeError):  # not all stores can
@@ -470,10 +468,12 @@ class _Block:
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange what has failed, check that ranks are alike again, and count the batch."""
         peers, batch = self._peers, self.batch
+        has_failed = peers.journal.is_closed  # behind the exchange, a rank that was quicker may fail in the next block
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
         batch.errors = {peers.ranks[rank]: text for rank, (text, _) in enumerate(found) if text}
-        peers.forget()
+        if has_failed:
+            peers.forget()
         if verdict == _RAISE:
             return
         if any(each != conditions[0] for each in conditions):

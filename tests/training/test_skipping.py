@@ -429,6 +429,22 @@ def test_too_many_in_a_row_raise_everywhere() -> None:
 
 
 @ranks(2)
+def test_failures_that_follow_at_once() -> None:
+    """A rank may fail in the next batch before the others are through with the last one."""
+    model, rng = frail(zero_stage=2), random.Random(dist.get_rank())
+    logging.getLogger("yafsdp_cc").setLevel(logging.ERROR)
+    for _ in range(60):
+        with yafsdp_cc.skip_together(model, limit=100):
+            if rng.random() < 0.5:
+                raise ValueError
+            loss = square(model, mine(inputs()))
+            if rng.random() < 0.3:
+                raise ValueError
+            loss.backward()
+    assert 40 <= yafsdp_cc.counters_of(model).skipped_batches <= 60
+
+
+@ranks(2)
 def test_what_is_raised_within_is_let_go() -> None:
     """Activations of a batch that ran out of memory are freed before anything is put back."""
     model, held = frail(), []
