@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _COMPRESSION = (CompressedSum, CompressionObserver, CompressionError, Encoder, LocalClip, LowRank)
 """Classes whose attributes are the state of compression."""
-_CONTAINERS = (list, tuple, set, deque)
+_CONTAINERS = (dict, list, tuple, set, deque)
 
 
 class BatchRollback:
@@ -169,15 +169,13 @@ class BatchRollback:
 
     def _save_object(self, thing: Any) -> None:
         """Save what compression keeps in ``thing``: a tensor, a container or an object of ``_COMPRESSION``."""
-        if isinstance(thing, Tensor):
+        kind = _kind_of(thing)
+        if kind is Tensor:
             self._save_tensor(thing)
-        elif isinstance(thing, dict):
-            for each in thing.values():
+        elif kind is list:
+            for each in thing.values() if isinstance(thing, dict) else thing:
                 self._save_object(each)
-        elif isinstance(thing, _CONTAINERS):
-            for each in thing:
-                self._save_object(each)
-        elif isinstance(thing, _COMPRESSION) and id(thing) not in self._objects:
+        elif kind is object and id(thing) not in self._objects:
             attributes = {name: _shallow(value) for name, value in vars(thing).items()}
             self._objects[id(thing)] = thing, attributes
             for each in attributes.values():
@@ -213,9 +211,22 @@ class BatchRollback:
             self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
 
+def _kind_of(value: Any) -> type | None:
+    """Return what a value is to compression: a tensor, a container (list), an object of its; None: nothing else."""
+    kind = type(value)
+    if kind not in _kinds:
+        meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))
+        _kinds[kind] = next((meaning for classes, meaning in meanings if issubclass(kind, classes)), None)
+    return _kinds[kind]
+
+
+_kinds: dict[type, type | None] = {}
+"""By type of the value: a comparison with each class in turn would take longer than the copies of a small model."""
+
+
 def _shallow(value: Any) -> Any:
     """Return ``value``, or a copy where it is a container that may be changed in place."""
-    return copy.copy(value) if isinstance(value, (dict, list, set, deque)) else value
+    return copy.copy(value) if _kind_of(value) is list and not isinstance(value, tuple) else value
 
 
 def _replace(target: dict[str, Any], content: dict[str, Any]) -> None:

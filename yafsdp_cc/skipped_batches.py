@@ -77,7 +77,7 @@ class SkippableBatch:
         self.skipped = False
         """Whether all ranks have skipped it; known when the block is left."""
         self.errors: dict[int, str] = {}
-        """Of a batch that was skipped, the exceptions of the ranks that failed, by their numbers in the mesh."""
+        """Of a batch that was skipped: exceptions of ranks that failed, and where they were raised, by global rank."""
         self.saved_bytes = 0
         """Bytes of what was saved before it, to be put back."""
 
@@ -157,12 +157,13 @@ class _Peers:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.rank = self.ranks.index(dist.get_rank())
         self.journal = _Journal()
-        self.skips = 0
-        """Batches that were skipped, by any model of this mesh."""
+        self.failures = 0
+        """Blocks in which a rank has failed, as far as this one is through with them."""
         self.in_a_row = 0
+        """Batches that were skipped since one counted."""
         # Votes are of the hosts: on CUDA they do not wait for what the device still computes.
         group = shard_group(mesh)
-        votes = group_once(group, "votes", lambda: new_group(self.ranks, timeout_of(group), "gloo"))
+        votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
         self._group = weakref.ref(votes)  # torch holds it, until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()
@@ -179,10 +180,11 @@ class _Peers:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
         """Return those of ``mesh``, made at first. A collective then."""
-        group = shard_group(mesh)
-        if group not in _known:
-            _known[group] = cls(mesh)
-        return _known[group]
+        known = _known.setdefault(shard_group(mesh), {})
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if ranks not in known:
+            known[ranks] = cls(mesh)
+        return known[ranks]
 
     def vote(self, level: int) -> int:
         """Return the highest level that a rank votes for."""
@@ -200,7 +202,7 @@ class _Peers:
         """Let all ranks know that this one has failed in the present block."""
         text = json.dumps({"block": self.journal.block, "reason": reason, "has_ended": has_ended})
         for rank in range(len(self.ranks)):
-            self._store.set(f"{self._prefix}/{self.skips}/{rank}", text)
+            self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
         """Return what this rank has not issued of what others have, once the journals of all are closed.
@@ -208,7 +210,7 @@ class _Peers:
         Raises:
             RuntimeError: a rank gives no answer, or has issued something else.
         """
-        keys = [f"{self._prefix}/{self.skips}/{rank}/issued" for rank in range(len(self.ranks))]
+        keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
             self._store.wait(keys, timedelta(seconds=_ANSWER))
         except RuntimeError as error:
@@ -231,15 +233,16 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Count a skip, and remove what this rank has left in the store for it."""
-        inbox = f"{self._prefix}/{self.skips}/{self.rank}"
+        """Be through with a block in which a rank has failed, and remove what this rank has left in the store."""
+        inbox = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (inbox, f"{inbox}/issued", f"{inbox}/issued/ops"):
             with suppress(RuntimeError):  # not all stores can
                 self._store.delete_key(key)
-        self.skips += 1
+        self.failures += 1
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Peers]] = weakref.WeakKeyDictionary()
+"""By shard group and all ranks of the mesh."""
 _meetings: Counter[int] = Counter()
 """How many ``_Peers`` of these ranks there were: all of them count alike."""
 
@@ -353,24 +356,35 @@ class _Block:
         self._rollbacks = [_rollbacks.setdefault(state, BatchRollback()) for state in self.states]
         self._recorders: list[_Recorder] = []
         self._versions = self._weights()
+        self._outdated = [state.outdated for state in self.states]
+        self._before = [weakref.WeakSet(state._iterations) for state in self.states]
+        """Forwards that were there before."""
 
     def open(self) -> None:
         """Save what the batch may change, and note what is issued from now on."""
-        for state, rollback in zip(self.states, self._rollbacks, strict=True):
-            rollback.save(state)
-        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
+        if self._peers.journal.has_ended:
+            raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.journal.reason}")
         self._peers.journal.open()
+        try:
+            for state, rollback in zip(self.states, self._rollbacks, strict=True):
+                rollback.save(state)
+        except BaseException as error:  # no memory for copies: nothing could be put back
+            self.abandon(error)
+            raise
+        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
         for number, state in enumerate(self.states):
             recorder = _Recorder(self._peers.journal, state, number)
             self._recorders.append(recorder)
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
+            state.outdated = False  # the engine is assembled again behind the block: that is a collective, too
         _open.append(self)
 
     def close(self) -> None:
         """Note nothing more."""
         _open.remove(self)
-        for state in self.states:
+        for state, was_outdated in zip(self.states, self._outdated, strict=True):
             state.context.observers = state.context.observers[1:-1]
+            state.outdated |= was_outdated
 
     def discard(self) -> None:
         """Forget what was saved."""
@@ -402,9 +416,11 @@ class _Block:
                 raise own
             level = _RAISE if isinstance(own, (StopIteration, StopAsyncIteration)) else _SKIP
             reason = _described(own)
-            _free_frames(own)
             peers.tell(reason, has_ended=False)
-        if self._weights() != self._versions:
+        _free_frames(error)
+        if any(state.retired for state in self.states):
+            level, reason = _RAISE, "how a model is sharded was changed inside skip_together: do that behind the block"
+        elif self._weights() != self._versions:
             level = _RAISE
             reason = (
                 "weights have changed inside skip_together, which cannot take that back: optimizer.step() belongs "
@@ -438,10 +454,12 @@ class _Block:
 
     def _put_back(self) -> None:
         """Complete what was issued, and undo what the batch has changed."""
-        for state in self.states:
+        for state, before in zip(self.states, self._before, strict=True):
+            if state.retired:
+                continue
             state.context.wait_for_reduces()
             _let_go(state)
-            for iteration in state._iterations:
+            for iteration in set(state._iterations) - set(before):
                 iteration.is_finished = True  # nobody is to wait for its backward
             state.reset()
         for rollback in self._rollbacks:
@@ -450,10 +468,12 @@ class _Block:
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange what has failed, check that ranks are alike again, and count the batch."""
         peers, batch = self._peers, self.batch
+        has_failed = peers.journal.is_closed  # behind the exchange, a rank that was quicker may fail in the next block
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
         batch.errors = {peers.ranks[rank]: text for rank, (text, _) in enumerate(found) if text}
-        peers.forget()
+        if has_failed:
+            peers.forget()
         if verdict == _RAISE:
             return
         if any(each != conditions[0] for each in conditions):
@@ -552,11 +572,8 @@ def _checked_state(model: nn.Module) -> FSDPState:
         raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
     if state._task != -1 or state.interrupted:
         state.reset()
-    if state.outdated:
-        raise RuntimeError(
-            "how the model is sharded was changed, and a backward of before is awaited: run or drop it, and enter "
-            "skip_together then"
-        )
+    if state in _rollbacks:
+        return state  # what follows was checked before
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(

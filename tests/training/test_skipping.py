@@ -29,8 +29,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
+from tests import test_order
+from tests.lockstep import TIMEOUT, Pair, loss_of, play
+from tests.maze import Boom, Program, random_program
 from tests.models import Mlp
-from tests.ranks import on_ranks, ranks
+from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
 from tests.twins import inputs, mine, refusal, seeded, square, trains_on, twins
 from yafsdp_cc.compression.state import local_residuals
@@ -124,12 +127,12 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def scenario(seed: int, world: int = 0) -> dict[str, Any]:
-    """All of a case, from its seed."""
+def scenario(seed: int) -> dict[str, Any]:
+    """All of a case, from its seed; each of the settings once in as many seeds, by turns with 2 and 4 ranks."""
     rng = random.Random(seed)
-    world = world or (4 if seed % 2 else 2)
-    fits = [each for each in SETTINGS if world == 4 or not {"replicas"} & each.keys()]
-    settings = fits[seed // 2 % len(fits)]
+    number, turn = seed % len(SETTINGS), seed // len(SETTINGS)
+    settings = SETTINGS[number]
+    world = 4 if "replicas" in settings or (number + turn) % 2 else 2
     batches = []
     for _ in range(rng.randint(6, 9)):
         fails = {}
@@ -320,6 +323,54 @@ def test_training_goes_on_as_without_the_batches_that_failed(world: int) -> None
     on_ranks(world, plays_all, plots, timeout=60 + 10 * len(plots))
 
 
+# Programs of ``tests/test_order.py``, with ranks that raise in between: nested units, checkpoints, several graphs
+
+
+class Skips(Pair):
+    """``broken`` is a batch that a part of the ranks fails in, and all skip."""
+
+    def _broken(self, program: Program) -> None:
+        rng = random.Random(self.count)  # alike on all ranks
+        failing = [rank for rank in range(self.world) if rng.random() < 0.5] or [rng.randrange(self.world)]
+        x = self._input()
+        with yafsdp_cc.skip_together(self.model, limit=100) as attempt:
+            loss = loss_of([self.model(x, program if self.rank in failing else _without_failures(program))])
+            if loss.requires_grad:
+                loss.backward()
+            if self.rank in failing:  # what fails in a backward may sit where no gradient comes
+                raise Boom
+        assert attempt.skipped
+        assert attempt.errors.keys() <= set(failing)  # some may have noticed another's failure before their own
+
+
+def _without_failures(program: Program) -> Program:
+    kept = [op for op in program if op not in (("fail",), ("fail_backward",))]
+    has_body = [op[0] in ("nest", "no_grad", "detach", "checkpoint") for op in kept]
+    return tuple((*op[:-1], _without_failures(op[-1])) if has else op for op, has in zip(kept, has_body, strict=True))
+
+
+def skipping_plot(seed: int) -> dict[str, Any]:
+    """A scenario of ``test_order`` with batches that fail at any point of it."""
+    plot, rng = test_order.scenario(seed), random.Random(seed)
+    actions: list[Program] = []
+    for action in plot["actions"]:
+        if rng.random() < 0.3:
+            body = (*random_program(rng, plot["spec"], plot["world"]), rng.choice((("fail",), ("fail_backward",))))
+            body += random_program(rng, plot["spec"], plot["world"])
+            actions.append(("broken", (("checkpoint", body),) if rng.random() < 0.3 else body))
+        actions.append(action)
+    return {**plot, "actions": actions}
+
+
+@pytest.mark.parametrize("seed", _seeds() if SOAK else range(3))
+def test_programs(seed: int) -> None:
+    plot = skipping_plot(seed)
+    try:
+        on_ranks(plot["world"], play, plot, Skips, timeout=TIMEOUT)
+    except RankError as error:
+        pytest.fail(f"{error}\nThe program was\n{pprint.pformat(plot, width=140)}", pytrace=False)
+
+
 # What a case does not come to ----------------------------------------------------------------------------------------
 
 
@@ -343,8 +394,9 @@ def frail(**options: Any) -> Any:
 def test_it_is_counted_and_logged_with_every_rank_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     model, rank = frail(), dist.get_rank()
     for failing in ([1], [0, 1]):
-        model.error = MemoryError(f"of rank {rank}") if rank in failing else None
         with yafsdp_cc.skip_together(model) as attempt:
+            if rank in failing:
+                raise MemoryError(f"of rank {rank}")
             square(model, mine(inputs())).backward()
         assert attempt.skipped
         assert list(attempt.errors) == failing
@@ -374,6 +426,22 @@ def test_too_many_in_a_row_raise_everywhere() -> None:
             assert raised.startswith(text) if turn == limit else not raised
         model.error = None
         attempt()  # ends the row
+
+
+@ranks(2)
+def test_failures_that_follow_at_once() -> None:
+    """A rank may fail in the next batch before the others are through with the last one."""
+    model, rng = frail(zero_stage=2), random.Random(dist.get_rank())
+    logging.getLogger("yafsdp_cc").setLevel(logging.ERROR)
+    for _ in range(60):
+        with yafsdp_cc.skip_together(model, limit=100):
+            if rng.random() < 0.5:
+                raise ValueError
+            loss = square(model, mine(inputs()))
+            if rng.random() < 0.3:
+                raise ValueError
+            loss.backward()
+    assert 40 <= yafsdp_cc.counters_of(model).skipped_batches <= 60
 
 
 @ranks(2)
@@ -547,6 +615,19 @@ def test_refused() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     assert "optimizer.step() belongs behind the block" in refusal(steps)
+
+    def changes() -> None:
+        with yafsdp_cc.skip_together(model):
+            model.set_reshard_after_forward(False)
+            square(model, mine(inputs())).backward()
+
+    assert "how a model is sharded was changed inside" in refusal(changes)
+    model.zero_grad()
+    for fails in (False, True):
+        model.error = ValueError() if fails and dist.get_rank() == 1 else None
+        with yafsdp_cc.skip_together(model) as attempt:
+            square(model, mine(inputs())).backward()
+        assert attempt.skipped is fails
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     divided = seeded(Mlp)
     parallelize_module(divided.blocks[0], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -368,8 +368,7 @@ class ParamGroup:
         if span is not None:
             span.end(handle)
         buffer.owner, buffer.versions = self, versions
-        for all_gather, *_ in stale:
-            context.counters.gathered_bytes += all_gather.sent_bytes
+        context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
         context.fingerprint.record("gather", self.name)
 
     def _overflow(self) -> UnshardedParams:
