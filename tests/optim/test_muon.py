@@ -319,6 +319,23 @@ def test_messages_of_differences_approach_gradients() -> None:
     on_ranks(2, accumulated)
 
 
+@ranks(1)
+def test_what_messages_of_differences_cannot_be() -> None:
+    for settings, message in (
+        ({"residual": "bf16"}, "what rounding takes from them would stay in all later sums: pass residual='fp32'"),
+        ({"residual": "fp32", "carry": 0.5}, "carry=0.5"),
+        ({"residual": "fp32", "overrides": {"a": "powersgd"}}, "with 'powersgd'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Compression("int4", feedback="ef21", **settings)
+    one_bit = Compression("onebit", feedback="ef21", residual="fp32")
+    with pytest.raises(ValueError, match="OneBitAdam keeps its momentum in residuals, where feedback='ef21' keeps"):
+        yafsdp_cc.optim.OneBitAdam(yafsdp_cc.shard(Mlp(), compression=one_bit).parameters(), warmup_steps=1)
+    model = yafsdp_cc.shard(Mlp(), ownership="matrix", compression=one_bit)
+    with pytest.warns(UserWarning, match="with feedback='ef21': with fewer than 4 bits Muon's loss .* 0.19 nats"):
+        encoded_loss(model, 0).backward()
+
+
 # The iteration, and what it is made for
 
 
