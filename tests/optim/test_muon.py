@@ -25,7 +25,7 @@ from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.engine.module import require_state
-from yafsdp_cc.optim import muon
+from yafsdp_cc.optim import assembly, muon
 from yafsdp_cc.optim.muon import newton_schulz
 from yafsdp_cc.plan.ownership import newton_schulz_flops
 
@@ -411,7 +411,10 @@ def stacks(folder: Path, work: int) -> None:
                 for piece, each in zip(pieces, apart, strict=True):
                     piece.copy_(each)
             model(batches[dist.get_rank()]).square().mean().backward()
-            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+            with (
+                mock.patch.object(assembly, "_BUCKET", 1),
+                mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges,
+            ):
                 optimizer.step()
             is_assembled = zero_stage == 3 and dist.get_world_size() > 4
             assert exchanges.call_count == (2 if is_assembled else 0)  # of two units: one more each than AdamW
@@ -427,6 +430,20 @@ def stacks(folder: Path, work: int) -> None:
 def test_stacks_and_split_matrices_are_several_each(world: int, matrices: int, tmp_path: Path) -> None:
     """Stacks are divided between ranks, or, in ZeRO-3 over more ranks than a unit has matrices, assembled on them."""
     on_ranks(world, stacks, tmp_path, matrices * newton_schulz_flops((WIDTH, WIDTH)))
+
+
+def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "_BUCKET", 10)
+    flats = [mock.Mock() for _ in range(7)]
+    numels = [6, 6, 2, 3, 20, 1, 2]
+    owners = [mock.Mock(flat=flat) for flat in flats]
+    given = [
+        mock.Mock(shard_spec=mock.Mock(numel=numel, owner=lambda owner=owner: owner, mesh=0), dtype=torch.float32)
+        for numel, owner in zip(numels, owners, strict=True)
+        for _ in range(2)
+    ]
+    sizes = [len({each.shard_spec.owner().flat for each in bucket}) for bucket in assembly.buckets(given)]
+    assert sizes == [2, 2, 3]
 
 
 # What it costs
