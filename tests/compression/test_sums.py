@@ -294,6 +294,10 @@ def differences(kind: Any) -> None:
         compressed.reset()  # what was sent has come to no estimate
         assert not compressed.estimate.any()
         assert not compressed.residual.values.any()
+        again = part_of(compressed, alike[rank]).clone() if kind is CompressedAllReduce else alike[rank]
+        summed(compressed, again.clone())
+        compressed.set_codec("fp32")
+        assert is_close(summed(compressed, again), part_of(compressed, true))  # nothing was owed
 
 
 def test_owners_hold_what_senders_have_encoded():

@@ -25,7 +25,7 @@ from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.engine.module import require_state
-from yafsdp_cc.optim import muon
+from yafsdp_cc.optim import assembly, muon
 from yafsdp_cc.optim.muon import newton_schulz
 from yafsdp_cc.plan.ownership import newton_schulz_flops
 
@@ -223,9 +223,11 @@ INT4 = Compression("int4", weights="int4", feedback="ef21", residual="fp32")
 """EF21-Muon, both ways."""
 
 
-def encoded() -> tuple[nn.Module, torch.optim.Optimizer]:
+def encoded(replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(4)
-    model = yafsdp_cc.shard(Mlp(2), zero_stage=2, ownership="matrix", compression=INT4)
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (replicas, world // replicas)) if replicas > 1 else None
+    model = yafsdp_cc.shard(Mlp(2), mesh=mesh, zero_stage=2, ownership="matrix", compression=INT4)
     return model, yafsdp_cc.optim.Muon(model.parameters(), lr=0.02)
 
 
@@ -256,8 +258,8 @@ def saved_encoded(folder: Path) -> None:
         torch.save((found, weights), folder / "found.pt")
 
 
-def loaded_encoded(folder: Path) -> None:
-    model, muon = encoded()
+def loaded_encoded(folder: Path, replicas: int = 1) -> None:
+    model, muon = encoded(replicas)
     yafsdp_cc.load(folder, model, muon)
     estimates, weights = torch.load(folder / "found.pt")
     found = {name: each.full_tensor() for name, each in mean_estimates(require_state(model)).items()}
@@ -265,7 +267,7 @@ def loaded_encoded(folder: Path) -> None:
     assert all(far_apart(found[name], each) <= 1e-6 for name, each in estimates.items())
     start = yafsdp_cc.counters_of(model).gathered_bytes
     ours = train_encoded(model, muon, range(3, 6))
-    if dist.get_world_size() == 4:
+    if dist.get_world_size() == 4 and replicas == 1:
         assert all(ours[name].equal(each) for name, each in weights.items())
     sent = torch.tensor(yafsdp_cc.counters_of(model).gathered_bytes - start)
     exact = torch.tensor(exact_gather_bytes(model))
@@ -284,6 +286,7 @@ def test_encoded_gradients_and_weights_go_on_at_any_number_of_ranks(tmp_path: Pa
     on_ranks(4, saved_encoded, tmp_path / "checkpoint")
     on_ranks(4, loaded_encoded, tmp_path / "checkpoint")
     on_ranks(3, loaded_encoded, tmp_path / "checkpoint")
+    on_ranks(4, loaded_encoded, tmp_path / "checkpoint", 2)
 
 
 def accumulated() -> None:
@@ -314,6 +317,23 @@ def inputs_of(micro: int) -> list[Tensor]:
 
 def test_messages_of_differences_approach_gradients() -> None:
     on_ranks(2, accumulated)
+
+
+@ranks(1)
+def test_what_messages_of_differences_cannot_be() -> None:
+    for settings, message in (
+        ({"residual": "bf16"}, "what rounding takes from them would stay in all later sums: pass residual='fp32'"),
+        ({"residual": "fp32", "carry": 0.5}, "carry=0.5"),
+        ({"residual": "fp32", "overrides": {"a": "powersgd"}}, "with 'powersgd'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Compression("int4", feedback="ef21", **settings)
+    one_bit = Compression("onebit", feedback="ef21", residual="fp32")
+    with pytest.raises(ValueError, match="OneBitAdam keeps its momentum in residuals, where feedback='ef21' keeps"):
+        yafsdp_cc.optim.OneBitAdam(yafsdp_cc.shard(Mlp(), compression=one_bit).parameters(), warmup_steps=1)
+    model = yafsdp_cc.shard(Mlp(), ownership="matrix", compression=one_bit)
+    with pytest.warns(UserWarning, match="with feedback='ef21': with fewer than 4 bits Muon's loss .* 0.19 nats"):
+        encoded_loss(model, 0).backward()
 
 
 # The iteration, and what it is made for
@@ -391,7 +411,10 @@ def stacks(folder: Path, work: int) -> None:
                 for piece, each in zip(pieces, apart, strict=True):
                     piece.copy_(each)
             model(batches[dist.get_rank()]).square().mean().backward()
-            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+            with (
+                mock.patch.object(assembly, "_BUCKET", 1),
+                mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges,
+            ):
                 optimizer.step()
             is_assembled = zero_stage == 3 and dist.get_world_size() > 4
             assert exchanges.call_count == (2 if is_assembled else 0)  # of two units: one more each than AdamW
@@ -407,6 +430,20 @@ def stacks(folder: Path, work: int) -> None:
 def test_stacks_and_split_matrices_are_several_each(world: int, matrices: int, tmp_path: Path) -> None:
     """Stacks are divided between ranks, or, in ZeRO-3 over more ranks than a unit has matrices, assembled on them."""
     on_ranks(world, stacks, tmp_path, matrices * newton_schulz_flops((WIDTH, WIDTH)))
+
+
+def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "_BUCKET", 10)
+    flats = [mock.Mock() for _ in range(7)]
+    numels = [6, 6, 2, 3, 20, 1, 2]
+    owners = [mock.Mock(flat=flat) for flat in flats]
+    given = [
+        mock.Mock(shard_spec=mock.Mock(numel=numel, owner=lambda owner=owner: owner, mesh=0), dtype=torch.float32)
+        for numel, owner in zip(numels, owners, strict=True)
+        for _ in range(2)
+    ]
+    sizes = [len({each.shard_spec.owner().flat for each in bucket}) for bucket in assembly.buckets(given)]
+    assert sizes == [2, 2, 3]
 
 
 # What it costs

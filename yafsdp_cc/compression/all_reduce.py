@@ -120,6 +120,8 @@ class SharedMessages(CodecEncoder):
         return self._size * (self.context.comm.world - 1)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
+        if not self.chunk:  # all replicas' ranks of this number own nothing
+            return ()
         messages = self._received()
         own = messages.narrow(0, self.context.comm.rank, 1)
         error_feedback.encode(
@@ -136,7 +138,8 @@ class SharedMessages(CodecEncoder):
         return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        error_feedback.decode_sum(self.codec, self._received(), self.chunk, None, 0, total, start)
+        if self.chunk:
+            error_feedback.decode_sum(self.codec, self._received(), self.chunk, None, 0, total, start)
 
     def _received(self) -> Tensor:
         world = self.context.comm.world

@@ -9,7 +9,10 @@ Matrices of several units share the two messages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections import defaultdict
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,22 +27,28 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
 
 _BUCKET = 1 << 26
-"""Elements of all ranks that are exchanged at once, at most, unless one parameter has more."""
+"""Elements of all ranks that are exchanged at once, unless few units have more."""
 
 
 def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours among sharded parameters that are exchanged at once: of one mesh and dtype."""
-    bucket: list[Tensor] = []
-    numel, key = 0, None
+    """Yield the parameters that are exchanged at once: of one mesh and dtype, and of two units at least, if there are.
+
+    So a unit has one message more than without, on average, or less.
+    """
+    kinds: dict[Any, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for each in parameters:
         spec: ShardSpec = each.shard_spec  # type: ignore[attr-defined]
-        if bucket and (key != (spec.mesh, each.dtype) or numel + spec.numel > _BUCKET):
-            yield bucket
-            bucket, numel = [], 0
-        bucket.append(each)
-        numel, key = numel + spec.numel, (spec.mesh, each.dtype)
-    if bucket:
-        yield bucket
+        owner = None if spec.owner is None else spec.owner()
+        kinds[spec.mesh, each.dtype][None if owner is None else owner.flat].append(each)
+    for kind in kinds.values():
+        units = list(kind.values())
+        while units:
+            elements = accumulate(sum(each.shard_spec.numel for each in unit) for unit in units)  # type: ignore[attr-defined]
+            count = max(bisect_right(list(elements), _BUCKET), 2)
+            if len(units) == count + 1:
+                count += 1
+            yield [each for unit in units[:count] for each in unit]
+            units = units[count:]
 
 
 class MatrixExchange:
