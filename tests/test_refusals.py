@@ -73,6 +73,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         RuntimeError,
         "create_graph=True.*gradient penalties",
     ),
+    "a model for a path": (
+        lambda m: yafsdp_cc.save(m, "folder"),
+        TypeError,
+        r"save\(path, model\) takes the path of a folder and then a model, and was given \(FSDPSequential, str\)",
+    ),
+    "twice": (
+        lambda m: yafsdp_cc.shard(m),
+        ValueError,
+        r"shard\(\) on a Sequential, but it is sharded already: call shard\(\) once.*unshard_model",
+    ),
     "a backward after a change": (
         lambda m: _change(m, _output(m)).sum().backward(),
         RuntimeError,
@@ -123,6 +133,10 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
     "a word for reshard_after_forward": ({"reshard_after_forward": "no"}, "reshard_after_forward takes True.*got 'no'"),
     "a name for a parameter": ({"ignored_params": ["0.0.weight"]}, r"ignored_params\[0\] takes parameters themselves"),
+    "a word of FSDP1's": (
+        {"cpu_offload": True},
+        "shard.. has no argument cpu_offload, .*FullyShardedDataParallel: use offload_policy=CPUOffloadPolicy",
+    ),
     "a value for a function": ({"param_init_fn": 3}, "param_init_fn takes a function"),
 }
 

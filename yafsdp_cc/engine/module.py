@@ -22,10 +22,11 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import FlatDTensor, show_as_held, show_unsharded
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
+from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 
 if TYPE_CHECKING:
