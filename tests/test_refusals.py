@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         TypeError,
         "no use without the other ranks; save with yafsdp_cc.save or torch.distributed",
     ),
-    "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
+    "twice": (yafsdp_cc.shard, ValueError, "on a Sequential, but it is sharded already: call shard.. once.*unshard_"),
     "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
     "a weight read outside of a forward": (
@@ -77,11 +77,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         lambda m: yafsdp_cc.save(m, "folder"),
         TypeError,
         r"save\(path, model\) takes the path of a folder and then a model, and was given \(FSDPSequential, str\)",
-    ),
-    "twice": (
-        lambda m: yafsdp_cc.shard(m),
-        ValueError,
-        r"shard\(\) on a Sequential, but it is sharded already: call shard\(\) once.*unshard_model",
     ),
     "a backward after a change": (
         lambda m: _change(m, _output(m)).sum().backward(),
