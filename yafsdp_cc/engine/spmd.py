@@ -98,8 +98,8 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
     for dim in dims:
         if type(placed[dim]) is not Replicate:
             raise ValueError(
-                f"'{name}' is placed as {placed[dim]} on the data-parallel dimension '{dim}', and has to be Replicate() "
-                "there: fully_shard shards it"
+                f"'{name}' is placed as {placed[dim]} on the data-parallel dimension '{dim}', and has to be "
+                "Replicate() there: fully_shard shards it"
             )
     others = [dim for dim in placed if dim not in dims]
     if not others:
