@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
@@ -366,6 +367,10 @@ def make_sharded(module: nn.Module) -> None:
         sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
+    # torch's replicate, DDP around parts that are sharded, leaves out what this names.
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+    _undo_later(module, functools.partial(registry.pop, "fully_shard", None))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += follow_assignments(spec)
