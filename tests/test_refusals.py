@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         TypeError,
         "no use without the other ranks; save with yafsdp_cc.save or torch.distributed",
     ),
-    "twice": (yafsdp_cc.shard, ValueError, "is sharded already"),
+    "twice": (yafsdp_cc.shard, ValueError, "on a Sequential, but it is sharded already: call shard.. once.*unshard_"),
     "a hook of FSDP2's": (lambda m: m.set_all_reduce_hook(print), NotImplementedError, "pass a 2-D mesh"),
     "data of another": (lambda m: setattr(m[0][0].weight, "data", torch.ones(32, 32)), NotImplementedError, "copy_"),
     "a weight read outside of a forward": (
@@ -72,6 +72,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         lambda m: torch.autograd.grad(_output(m).sum(), m.inputs, create_graph=True),
         RuntimeError,
         "create_graph=True.*gradient penalties",
+    ),
+    "a model for a path": (
+        lambda m: yafsdp_cc.save(m, "folder"),
+        TypeError,
+        r"save\(path, model\) takes the path of a folder and then a model, and was given \(FSDPSequential, str\)",
     ),
     "a backward after a change": (
         lambda m: _change(m, _output(m)).sum().backward(),
@@ -123,6 +128,10 @@ MISTAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a number for units": ({"units": 3}, 'units takes "auto".*got 3'),
     "a word for reshard_after_forward": ({"reshard_after_forward": "no"}, "reshard_after_forward takes True.*got 'no'"),
     "a name for a parameter": ({"ignored_params": ["0.0.weight"]}, r"ignored_params\[0\] takes parameters themselves"),
+    "a word of FSDP1's": (
+        {"cpu_offload": True},
+        "shard.. has no argument cpu_offload, .*FullyShardedDataParallel: use offload_policy=CPUOffloadPolicy",
+    ),
     "a value for a function": ({"param_init_fn": 3}, "param_init_fn takes a function"),
 }
 

@@ -62,6 +62,7 @@ from yafsdp_cc.engine.sharding import (
     specs_below,
     values_of,
 )
+from yafsdp_cc.engine.spmd import data_parallel_mesh, without_data_parallel
 from yafsdp_cc.plan import (
     Division,
     MatrixOwners,
@@ -422,8 +423,9 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
             Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: refused; parameters that are DTensors across other ranks than those of ``mesh`` are sharded
-            further.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: which dimensions of ``mesh`` are data-parallel, where parameters
+            are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
+            one. Parameters that are DTensors across other ranks are sharded further either way.
         compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
             a model that have one must have the same. Patterns of ``overrides`` are matched against parameter names
             within ``module``.
@@ -438,18 +440,21 @@ def fully_shard(
         ValueError: the module, the mesh or an argument cannot work.
         NotImplementedError: an argument has no counterpart here; the message tells why.
     """
-    mesh = all_ranks() if mesh is None else mesh
+    spmd_mesh = mesh = all_ranks() if mesh is None else mesh
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     with refused_together(*_everybody(mesh)):
         for each in module if isinstance(module, list) and module else [module]:
             _check_module(each)
         modules = tuple(dict.fromkeys(module)) if isinstance(module, list) else (module,)
         given = _check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, compression)
-        if dp_mesh_dims is not None:
-            raise NotImplementedError(
-                "dp_mesh_dims: pass the data-parallel mesh itself, mesh=mesh['dp'], and divide parameters across the "
-                "other dimensions alone, parallelize_module(..., mesh['tp'])"
-            )
         owned = _owned_params(modules, given.ignored)
+        if dp_mesh_dims is not None:
+            names = (*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names)
+            owned = [
+                OwnedParameter(one.name, without_data_parallel(one.parameter, one.name, spmd_mesh, names), one.sites)
+                for one in owned
+            ]
         check_shardable(owned)
         check_tensor_parallel(owned, mesh)
         check_no_hooks(owned)
@@ -680,8 +685,8 @@ def _check_placement(one: OwnedParameter, placement: object) -> None:
         return
     if type(placement) is not Shard:
         raise NotImplementedError(
-            f"shard_placement_fn returns {placement} for '{one.name}': it may return None or Shard(dim). Parameters of "
-            "one forward are on the same ranks"
+            f"shard_placement_fn returns {placement} for '{one.name}': it may return None or Shard(dim). For parameters "
+            "on a mesh of their own, call fully_shard(module, mesh=...) on the module that holds them, before this call"
         )
     ndim = one.parameter.ndim
     if not -ndim <= placement.dim < ndim:

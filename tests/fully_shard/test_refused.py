@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "a list of modules without a forward": (
         lambda m: yafsdp_cc.fully_shard(m.blocks),
         ValueError,
-        "does not support containers",
+        "does not support containers .* this ModuleList of 3 .Attention. is never called. Call fully_shard on each",
     ),
     "what is no module": (lambda m: yafsdp_cc.fully_shard([m.blocks[0], 3]), ValueError, "got 3"),
     "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], ValueError, "already been applied"),

@@ -51,7 +51,7 @@ from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summan
 from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.device_mesh import DeviceMesh
@@ -893,58 +893,6 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     if name.startswith(("_foreach_", "_fused_")):
         return _foreach
     return _in_place if 0 in _written(func) else _out_of_place
-
-
-# What modules hold ---------------------------------------------------------------------------------------------------
-
-
-class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
-    """``module._parameters`` of a module that holds sharded parameters.
-
-    By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
-    ``named_parameters()`` and all that is made of it do, gives what a forward computes with while it is under way: a
-    module that looks there for weights, or for a dtype (``next(self.parameters()).dtype``), finds the attributes that
-    ``FSDPParam.register_unsharded`` has set.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module._parameters)
-        self._attributes = module.__dict__
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._shown().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._shown().values()
-
-    def _shown(self) -> dict[str, Any]:
-        held = dict(super().items())
-        unsharded = {name: self._attributes[name] for name in held if name in self._attributes}
-        return held | unsharded if unsharded and any(map(_is_in_forward, held.values())) else held
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return dict, (dict(super().items()),)  # of a copy of the module
-
-
-def _is_in_forward(parameter: torch.nn.Parameter | None) -> bool:
-    """Return whether a forward that sees ``parameter`` is under way, or run again by activation checkpointing."""
-    owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
-    param = None if owner is None else owner()
-    if param is None or param.state is None:
-        return False
-    param.state.drop_interrupted()
-    # Hooks of a backward run without grad mode, and see the sharded parameters.
-    return param.state.context.in_forward or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
-
-
-def show_unsharded(module: torch.nn.Module) -> None:
-    """Let ``module.parameters()`` give unsharded parameters inside of a forward."""
-    module.__dict__["_parameters"] = ShownParameters(module)
-
-
-def show_as_held(module: torch.nn.Module) -> None:
-    """Take back ``show_unsharded``."""
-    module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------

@@ -175,6 +175,10 @@ class Layout:
 # Parameters that tensor parallelism has divided before ---------------------------------------------------------------
 
 
+DIVIDED_AS = "_yafsdp_cc_divided_as"
+"""Attribute of a parameter: its ``TensorParallel``, where mesh and placements do not tell everything (``spmd.py``)."""
+
+
 @lru_cache(maxsize=64)
 def joint_mesh(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     """Return a mesh with the dimensions of ``mesh``, then those of ``other``; both are slices of one mesh."""
@@ -201,7 +205,8 @@ class TensorParallel:
     @classmethod
     def of(cls, tensor: DTensor) -> TensorParallel:
         """Return how ``tensor`` is divided."""
-        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
+        known: TensorParallel | None = getattr(tensor, DIVIDED_AS, None)
+        return known or cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
 
     @cached_property
     def _sizes_and_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

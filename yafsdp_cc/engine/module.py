@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import FlatDTensor, show_as_held, show_unsharded
+from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import in_class_of
 from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
+from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.plan.subclasses import SUBCLASS
 
@@ -368,6 +370,10 @@ def make_sharded(module: nn.Module) -> None:
         sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
+    # torch's replicate, DDP around parts that are sharded, leaves out what this names.
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+    _undo_later(module, functools.partial(registry.pop, "fully_shard", None))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += follow_assignments(spec)

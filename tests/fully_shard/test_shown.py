@@ -1,0 +1,37 @@
+"""Parameters of other units, as the root's forward sees them: in the dtype that their unit computes in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import yafsdp_cc
+from tests.fully_shard.programs import BF16, AsksInTheModel
+from tests.models import VOCABULARY
+from tests.ranks import ranks
+from tests.twins import seeded, whole
+
+
+class LooksAtItsEmbedding(AsksInTheModel):
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weight = dict(self.named_parameters())["embed.weight"]
+        assert isinstance(weight, nn.Parameter)
+        assert isinstance(weight, DTensor)
+        assert (weight.dtype, weight.shape, weight.grad) == (torch.bfloat16, (VOCABULARY, 16), None)
+        assert weight.is_floating_point()
+        assert weight.requires_grad
+        self.seen = weight.full_tensor().detach()
+        return super().forward(tokens), weight.float().square().sum()
+
+
+@ranks(2)
+def test_a_forward_finds_its_dtype_in_a_parameter_of_another_unit() -> None:
+    plain = seeded(LooksAtItsEmbedding).embed.weight.detach().bfloat16()
+    model = yafsdp_cc.shard(seeded(LooksAtItsEmbedding), mp_policy=BF16, units=["Asks", "embed"])
+    output, penalty = model(torch.arange(14).view(2, 7))
+    assert torch.equal(model.seen, plain)
+    assert model.dtype == torch.float32  # outside of the forward, the sharded one's
+    (penalty + 0 * output.float().sum()).backward()
+    gradient = whole(model.embed.weight.grad)
+    assert torch.allclose(gradient, 2 * plain.float(), rtol=1e-2)
