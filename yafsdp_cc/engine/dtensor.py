@@ -954,19 +954,25 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
+_QUANTISE_STATE = ("torchao", "bitsandbytes")
+"""Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
+
+
 @functools.cache
 def check_optimizers() -> None:
     """Have every optimizer of this process looked at before each step.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. So is torch's Muon on sharded matrices. State that was loaded as DTensors of rows is sharded like
-    its parameter. Adam on parameters of half precision is warned of.
+    without a word. So are torch's Muon on sharded matrices, and optimizers of libraries that quantise blocks of state.
+    State that was loaded as DTensors of rows is sharded like its parameter. Adam on parameters of half precision is
+    warned of.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         is_muon = isinstance(optimizer, torch.optim.Muon)
+        is_quantised = type(optimizer).__module__.partition(".")[0] in _QUANTISE_STATE
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if is_muon and isinstance(parameter, FlatDTensor):
@@ -974,6 +980,12 @@ def check_optimizers() -> None:
                         f"torch.optim.Muon multiplies whole matrices, and here is {parameter.shard_spec}: "
                         "shard(model, ownership='matrix') with yafsdp_cc.optim.Muon has them whole. After "
                         "fully_shard(), take the Muon of docs/migrating.md, 'Matrix optimizers', which gathers them"
+                    )
+                if is_quantised and isinstance(parameter, FlatDTensor):
+                    raise NotImplementedError(
+                        f"{type(optimizer).__module__}.{type(optimizer).__name__} quantises blocks of its state, which "
+                        f"needs plain tensors, and here is {parameter.shard_spec}: give it the shards themselves, "
+                        "nn.Parameter(p.to_local()), as in docs/using.md, 'Optimizers with quantised state'"
                     )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
