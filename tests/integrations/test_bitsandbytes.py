@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,8 @@ class LowRank(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-def build(storage: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
+def build(storage: torch.dtype, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(*(LowRank(128, storage) for _ in range(3)))
 
 
@@ -73,6 +74,9 @@ def test_adapters_of_4_bit_weights_train_as_in_one_process(tmp_path: Path) -> No
             model[1].base.weight.zero_()
         yafsdp_cc.load(tmp_path / str(storage), model)
         torch.testing.assert_close(model(numbers(2, 128)), plain(numbers(2, 128)))
+        other = yafsdp_cc.shard(build(storage, seed=1), units=[LowRank])
+        said = refusal(partial(yafsdp_cc.load, tmp_path / str(storage), other))
+        assert "quant_state" in said or "quantised from other values" in said, said
         yafsdp_cc.unshard_model(model)
         assert type(model[0].base.weight) is bnb.nn.Params4bit
         torch.testing.assert_close(model(numbers(2, 128)), plain(numbers(2, 128)))

@@ -13,11 +13,14 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import yafsdp_cc
 from tests.ranks import ranks
-from tests.twins import numbers, square, trains_on, whole
+from tests.reference import mean_gradients
+from tests.twins import numbers, refusal, square, trains_on, whole
 
 pytest.importorskip("torchao", reason="torchao is not installed (extra 'frameworks')")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.prototype.moe_training.config import KernelPreference, MXFP8TrainingOpConfig
 from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
 from torchao.quantization import NF4Tensor
@@ -85,6 +88,36 @@ def test_float8_gathers_half_of_the_bytes_of_bf16() -> None:
         square(model, numbers(16, 256)).backward()
         sent[build] = yafsdp_cc.counters_of(model).gathered_bytes
     assert sent[float8] <= 0.51 * sent[linears], sent
+
+
+@ranks(2)
+def test_8_bit_optimizers_step_the_shards() -> None:
+    """As in one process, on the same ranges of elements: torchao quantises the state of a range in blocks."""
+    torch.compiler.set_stance("force_eager")  # what torchao compiles, minutes on a CPU
+    model, plain = yafsdp_cc.shard(linears(128), units=[nn.Sequential]), linears(128)
+    refused = AdamW8bit(list(model.parameters()), lr=1e-2)
+    square(model, numbers(16, 128)).backward()
+    assert "give it the shards themselves" in refusal(refused.step)
+    model.zero_grad()
+    shards = {parameter: nn.Parameter(parameter.detach().to_local()) for parameter in model.parameters()}
+    ranges = {name: parameter.shard_spec.local_range() for name, parameter in model.named_parameters()}
+    own = {name: nn.Parameter(plain.get_parameter(name).detach().view(-1)[slice(*ranges[name])]) for name in ranges}
+    optimizers = [AdamW8bit(list(each.values()), lr=1e-2) for each in (shards, own)]
+    for step in range(3):
+        batches = [numbers(16, 128, seed=2 * step + rank) for rank in range(2)]
+        square(model, batches[dist.get_rank()]).backward()
+        _, means = mean_gradients(plain, square, batches)
+        for parameter, shard in shards.items():
+            shard.grad = parameter.grad.to_local()
+        for name, slice_ in own.items():
+            slice_.grad = means[name].view(-1)[slice(*ranges[name])]
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name).detach().to_local().view(-1), own[name]), name
+            parameter.data.copy_(whole(model.get_parameter(name).detach()))  # of all ranges
+    assert any(isinstance(each["exp_avg"], OptimState8bit) for each in optimizers[0].state.values())
 
 
 class LowRank(nn.Module):

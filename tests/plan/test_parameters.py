@@ -45,9 +45,13 @@ def test_a_parameter_of_another_class() -> None:
     wrapped = TwoTensor(torch.ones(32, 32), torch.ones(32, 32))  # with __torch_dispatch__, as torchao's
     for parameter, kind in ((Marked(torch.empty(32, 32)), "Marked"), (nn.Parameter(wrapped), "TwoTensor")):
         model = model_with(parameter)
-        with pytest.raises(ValueError, match=rf"'1.0.odd' is a [a-z._]+\.{kind} and requires a gradient, .* ignored_params"):
+        with pytest.raises(ValueError, match=rf"'1.0.odd' is a [a-z._]+\.{kind} and requires a .* ignored_params"):
             find_units(model, [model])
         assert find_units(model, [model], ignored={parameter}).units
+        parameter.requires_grad_(False)
+        found = find_units(model, [model]).units[0].parameters[-1]
+        assert (found.held is parameter, type(found.parameter)) == (True, nn.Parameter)
+        assert found.parameter.nbytes == (4 if kind == "Marked" else 8) * 32 * 32
 
 
 def test_a_sparse_parameter() -> None:

@@ -216,6 +216,86 @@ def test_extensions_in_checkpoints(world: int, tmp_path: Path) -> None:
     same_weights(third, plain)
 
 
+class Half(Float8Weight):
+    """One with a half of the extension."""
+
+    fsdp_pre_all_gather = property()  # type: ignore[assignment]
+
+
+class Cut(Tensor):
+    """A weight in two halves, trained, with an extension."""
+
+    @staticmethod
+    def __new__(cls, halves: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, (2 * len(halves), halves.size(1)), dtype=halves.dtype)
+
+    def __init__(self, halves: Tensor) -> None:
+        self.upper, self.lower = halves.clone(), halves.clone()
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["upper", "lower"], None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any: ...
+
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+class Growing(Float8Weight):
+    """One whose output grows with every all-gather."""
+
+    calls = 0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        Growing.calls += 1
+        return (torch.zeros(Growing.calls, 4),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, *_: Any, **__: Any) -> Any:
+        return torch.zeros(self.size(0) * 2, self.size(1)), outputs
+
+
+class Trained(nn.Parameter):
+    """A class that says nothing of its own."""
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
+    "no extension": (Trained, {}, "Trained and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
+    "half an extension": (Half, {}, "Half, which has fsdp_post_all_gather and no fsdp_pre_all_gather"),
+    "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient.*has upper, lower"),
+    "compression": (Float8Weight, {"compression": "int8"}, "leave out compression"),
+    "offload": (Float8Weight, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
+    "ownership": (Float8Weight, {"ownership": ["1.weight"]}, "ownership would have it whole"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@ranks(2)
+def test_refused_by_name_on_all_ranks(case: str) -> None:
+    """And nothing has happened: the same model can be sharded without it."""
+    kind, options, said = REFUSED[case]
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    odd = kind(model[1].weight.detach().clone())
+    model[1].weight = nn.Parameter(odd) if type(odd) is not Trained else odd
+    wrong = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) if dist.get_rank() and not options else model
+    with pytest.raises(ValueError, match=rf"'1\.weight' is a tests[a-z._]+\.(\w+, .*)?{said}"):
+        yafsdp_cc.shard(wrong, **options)
+    assert model[1].weight is odd or type(model[1].weight) is kind
+    yafsdp_cc.shard(model, ignored_params=[model[1].weight])
+    assert type(model[1].weight) is kind
+
+
+@ranks(2)
+def test_an_extension_that_changes_its_mind_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = nn.Parameter(Growing(model[0].weight.detach()))
+    yafsdp_cc.shard(model)
+    with pytest.raises(RuntimeError, match=r"fsdp_pre_all_gather of '0.weight' gave other tensors"):
+        model(torch.ones(2, 32))
+
+
 # Frozen bytes --------------------------------------------------------------------------------------------------------
 
 QUANTISED: dict[str, Callable[[Tensor], Any]] = {
@@ -272,7 +352,8 @@ def test_quantised_weights_outside_of_forwards(tmp_path: Path) -> None:
         model, plain = yafsdp_cc.shard(adapted(quantise), units=[LowRank]), adapted(quantise)
         held = model[0].base
         assert held.to_local().nbytes < plain[0].base.whole().nbytes // 4
-        assert (held.dtype.is_floating_point, held.requires_grad) == (False, False)
+        assert held.dtype == (torch.uint8 if name == "several tensors" else plain[0].base.dtype)
+        assert not held.requires_grad
         yafsdp_cc.save(tmp_path / name, model)
         with torch.no_grad():
             held.zero_()

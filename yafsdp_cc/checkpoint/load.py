@@ -7,6 +7,7 @@ checksums, so that no second copy of the model is held.
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +101,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
             check_tied(values, tied, folder)
+    if quantised := _metadata_names(model, state[MODEL]):
+        values = {name: torch.zeros_like(state[MODEL][name]) for name in quantised}
+        read_into({MODEL: values}, reader, ranks.back)
+        with together(group):
+            _check_metadata(values, {name: state[MODEL].pop(name) for name in quantised}, folder)
     if optimizers:
         with together(group):
             _check_groups(state[OPTIMIZER]["param_groups"], model, optimizers, folder)
@@ -182,6 +188,26 @@ def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: P
             raise ValueError(
                 f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
                 "untie them as they were when it was saved"
+            )
+
+
+def _metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return the entries of ``state`` that are metadata of quantised parameters, as bitsandbytes adds to its weights.
+
+    They lie below the parameter's name. No module loads them: they are as the model was quantised.
+    """
+    held = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    above = {name: accumulate(name.split("."), lambda one, other: f"{one}.{other}") for name in state}
+    return [name for name, value in state.items() if isinstance(value, Tensor) and (held - {name}) & set(above[name])]
+
+
+def _check_metadata(values: Mapping[str, Tensor], known: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise a ``ValueError`` where a quantised parameter has other metadata in the checkpoint than in the model."""
+    for name, value in values.items():
+        if not torch.equal(value, known[name]):
+            raise ValueError(
+                f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
+                "the model from the same weights as the one that was saved"
             )
 
 

@@ -917,9 +917,8 @@ _READS_ROWS = (
     "torch.optim.Adafactor, and the same steps"
 )
 _REFUSED_OPTIMIZERS = {
-    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: shard(model, ownership='matrix') with "
-    "yafsdp_cc.optim.Muon has them whole. After fully_shard(), take the Muon of docs/migrating.md, 'Matrix "
-    "optimizers', which gathers them",
+    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: pass ownership='matrix' to shard(), or "
+    "to fully_shard() of each block, and take yafsdp_cc.optim.Muon, which has them whole",
     "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
     "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
     "decay_rate",
@@ -927,10 +926,21 @@ _REFUSED_OPTIMIZERS = {
 }
 """What to say of optimizers, by package and name, that look beyond a rank's elements."""
 
+_QUANTISES_STATE = (
+    "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards themselves, "
+    "nn.Parameter(p.to_local()), as in docs/using.md, 'Optimizers with quantised state'"
+)
+_QUANTISE_STATE = ("torchao", "bitsandbytes")
+"""Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
 
-def _refusal_of(optimizer: Optimizer) -> str:
-    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(optimizer).__mro__)
-    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), "")
+
+def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
+    """Return what to say of the optimizer, and to parameters of how many dimensions it applies at least."""
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
+        return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
+    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)
+    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), ""), 2
 
 
 @functools.cache
@@ -938,17 +948,18 @@ def check_optimizers() -> None:
     """Have every optimizer of this process looked at before each step.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices. State that was
-    loaded as DTensors of rows is sharded like its parameter. Adam on parameters of half precision is warned of.
+    without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices, and optimizers of
+    libraries that quantise blocks of state. State that was loaded as DTensors of rows is sharded like its parameter.
+    Adam on parameters of half precision is warned of.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        refusal = _refusal_of(optimizer)
+        refusal, dims = _refusal_of(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() > 1:
+                if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
                     raise NotImplementedError(refusal.format(parameter.shard_spec))
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
@@ -235,6 +236,8 @@ class ExtensionAllGather(AllGather):
         self.flat = flat
         self._metadata: dict[int, Any] = {}
         """What ``fsdp_pre_all_gather`` has told, by the address of the weights it is for."""
+        self._takes_mesh_only = self._check_signature() == 1
+        self._stride = make_contiguous_strides_for(flat.shape)
         flat.clear_padding()
         world = flat.layout.world
         inputs, metadata = self._pre_all_gather()
@@ -294,16 +297,26 @@ class ExtensionAllGather(AllGather):
                 part.within(output).copy_(tensor)
         self.flat.made = before._replace(form=form)
 
+    def _check_signature(self) -> int:
+        """Return how many arguments ``fsdp_pre_all_gather`` takes; the first generation takes the mesh alone."""
+        extension = self.flat.extension.subclass.form.kind.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        count = len(inspect.signature(extension).parameters) - 1
+        if count not in (1, 5):
+            raise ValueError(
+                f"'{self.flat.name}': fsdp_pre_all_gather{inspect.signature(extension)} of its class takes {count} "
+                "arguments: FSDP2's takes (mesh), or (mesh, outer_size, outer_stride, module, mp_policy)"
+            )
+        return count
+
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
         """Return what is gathered of this rank's rows, contiguous, and what the extension keeps for afterwards."""
         flat, (subclass, mesh, module, policy, _) = self.flat, self.flat.extension
         extension: Any = subclass.around(flat.rows).fsdp_pre_all_gather  # type: ignore[attr-defined]
         with torch.no_grad():
-            if len(inspect.signature(extension).parameters) == 1:
+            if self._takes_mesh_only:
                 inputs, metadata = extension(mesh)
             else:
-                stride = torch.empty(flat.shape, device="meta").stride()
-                inputs, metadata = extension(mesh, flat.shape, stride, module, policy)
+                inputs, metadata = extension(mesh, flat.shape, self._stride, module, policy)
         return [tensor.contiguous() for tensor in inputs], metadata
 
     @torch.no_grad()
@@ -313,9 +326,8 @@ class ExtensionAllGather(AllGather):
         outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
         extension: Any = flat.extension.subclass.around(flat.rows).fsdp_post_all_gather  # type: ignore[attr-defined]
         made, _ = extension(outputs, metadata, flat.extension.dtype)
-        stride = torch.empty(flat.shape, device="meta").stride()
         if made.shape != flat.shape:  # padded
-            made = torch.as_strided(made, flat.shape, stride, 0)
+            made = torch.as_strided(made, flat.shape, self._stride, 0)
         if made.shape != flat.shape:
             raise ValueError(
                 f"'{flat.name}' of {list(flat.shape)} is padded to {flat.layout.numel} elements for {world} ranks, and "
