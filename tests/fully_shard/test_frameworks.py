@@ -66,12 +66,6 @@ def on_a_mesh_of_its_own(_: nn.Parameter) -> Any:
     return ShardPlacementResult(placement=Shard(0), mesh_info=info)
 
 
-def with_weights_of_4_bits() -> nn.Module:
-    model = seeded(Transformer)
-    model.head.weight = Params4bit(model.head.weight.detach(), requires_grad=False)
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rows into `to_local()`": (
         lambda: sharded().head.weight.to_local().detach().copy_(rows_of(seeded(Transformer).head.weight.detach())),
@@ -103,15 +97,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         NotImplementedError,
         r"replicate, shard",
     ),
-    "experts on a mesh of their own": (
+    "a placement on a mesh of its own": (
         lambda: yafsdp_cc.fully_shard(seeded(Transformer), shard_placement_fn=on_a_mesh_of_its_own),
         NotImplementedError,
-        r"it may return None or Shard\(dim\). Parameters of one forward are on the same ranks",
-    ),
-    "weights of other classes": (
-        lambda: yafsdp_cc.fully_shard(with_weights_of_4_bits()),
-        ValueError,
-        "Params4bit",
+        r"call fully_shard\(module, mesh=...\)",
     ),
 }
 
