@@ -46,10 +46,6 @@ def test_runs_as_with_fsdp2(group: str, world: int) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Params4bit(nn.Parameter):
-    """As of bitsandbytes."""
-
-
 def sharded() -> Any:
     model: Any = seeded(Transformer)
     for block in model.blocks:
