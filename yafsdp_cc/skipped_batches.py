@@ -41,7 +41,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.batch_rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
-from yafsdp_cc.engine import streams
+from yafsdp_cc.engine import reductions, streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
@@ -68,6 +68,10 @@ FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated
 
 class PeerFailedError(RuntimeError):
     """Another rank has failed in this batch: this rank leaves the block, which ends without an error."""
+
+
+class OutsideOnlyError(Exception):
+    """A collective within ``skip_together`` that is no part of a forward or backward: it belongs behind the block."""
 
 
 class SkippableBatch:
@@ -189,7 +193,14 @@ class _Peers:
     def vote(self, level: int) -> int:
         """Return the highest level that a rank votes for."""
         number = torch.tensor([level], device="cpu")
-        dist.all_reduce(number, dist.ReduceOp.MAX, self._group())
+        try:
+            dist.all_reduce(number, dist.ReduceOp.MAX, self._group())
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a rank has not come to the end of a block of skip_together: it has ended, hangs, or waits for other "
+                "ranks in a collective of its own within the block (of the loss, say), which belongs behind it: see "
+                f"its output\n{error}"
+            ) from error
         return int(number)
 
     def exchange(self, item: Any) -> list[Any]:
@@ -326,16 +337,23 @@ class _ForwardRecorder(Observer):
 
 # The block ----------------------------------------------------------------------------------------------------------
 
+_ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
+"""Exceptions that are no failures of a batch: all ranks raise."""
+
 _open: list[_Block] = []
 """The block that is open, if there is one."""
 
 
 def check_outside_of_block(what: str) -> None:
-    """Raise a ``RuntimeError`` within ``skip_together``: the collectives of ``what`` are in no journal."""
+    """Raise an ``OutsideOnlyError`` within ``skip_together``: the collectives of ``what`` are in no journal."""
     if _open:
-        raise RuntimeError(
-            f"{what} inside skip_together, which serves collectives of forwards and backwards alone: call it outside"
+        raise OutsideOnlyError(
+            f"{what} within skip_together: a rank that has failed cannot take part in it, only in the collectives of "
+            "forwards and backwards. It belongs before or behind the block"
         )
+
+
+reductions.refusals.append(check_outside_of_block)
 
 
 class _Block:
@@ -414,7 +432,7 @@ class _Block:
             if _is_of_communication(own) or any(recorder.is_within for recorder in self._recorders):
                 self.abandon(own)
                 raise own
-            level = _RAISE if isinstance(own, (StopIteration, StopAsyncIteration)) else _SKIP
+            level = _RAISE if isinstance(own, _ENDS) else _SKIP
             reason = _described(own)
             peers.tell(reason, has_ended=False)
         _free_frames(error)
@@ -539,7 +557,8 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
         NotImplementedError: a part of a model makes collectives of its own: tensor parallelism, ``SyncBatchNorm``.
         RuntimeError: entered within another block, a forward or a backward; and on all ranks, behind the block: weights
             have changed in it, or more than ``limit`` batches in a row were skipped.
-        StopIteration: raised in the block; this is no failure, and it ends the batch on all ranks with an error.
+        OutsideOnlyError: the block reads a norm, a sum or a ``full_tensor()`` of sharded tensors: collectives.
+        StopIteration: raised in the block; this is no failure, and the other ranks raise a ``RuntimeError``.
     """
     block = _Block((model, *others))
     block.open()

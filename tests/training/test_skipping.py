@@ -38,6 +38,7 @@ from tests.soak import SOAK
 from tests.twins import inputs, mine, refusal, seeded, square, trains_on, twins
 from yafsdp_cc.compression.state import local_residuals
 from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.skipped_batches import OutsideOnlyError
 
 WIDTH, BLOCKS = 32, 4
 ERRORS = (torch.OutOfMemoryError, ValueError, AssertionError, KeyError, RuntimeError)
@@ -320,7 +321,9 @@ def _seeds() -> list[int]:
 @pytest.mark.timeout(3600)
 def test_training_goes_on_as_without_the_batches_that_failed(world: int) -> None:
     plots = [plot for plot in map(scenario, _seeds()) if plot["world"] == world]
-    on_ranks(world, plays_all, plots, timeout=60 + 10 * len(plots))
+    skips = on_ranks(world, plays_all, plots, timeout=60 + 10 * len(plots))
+    assert len(set(skips)) == 1
+    assert skips[0] > 2 * len(plots)
 
 
 # Programs of ``tests/test_order.py``, with ranks that raise in between: nested units, checkpoints, several graphs
@@ -560,8 +563,8 @@ def test_with_uneven_batches_around_it() -> None:
                 square(model, batch).backward()
             seen += attempt.skipped
         loop = batches(inputs())
-        inside = yafsdp_cc.skip_together(model, limit=0)
-        with pytest.raises(RuntimeError, match="the loop over uneven batches inside skip_together"), inside:
+        inside = yafsdp_cc.skip_together(model)
+        with pytest.raises(OutsideOnlyError, match="the loop over uneven batches within skip_together"), inside:
             next(loop)
     assert seen == 1
     model.error = None
@@ -615,6 +618,19 @@ def test_refused() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     assert "optimizer.step() belongs behind the block" in refusal(steps)
+
+    for act in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: model.leave.weight.sum().item(),
+        lambda: model.enter.weight.full_tensor(),
+    ):
+
+        def acts(act: Any = act) -> None:
+            with yafsdp_cc.skip_together(model):
+                square(model, mine(inputs())).backward()
+                act()
+
+        assert "within skip_together" in refusal(acts)
 
     def changes() -> None:
         with yafsdp_cc.skip_together(model):

@@ -160,6 +160,7 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
 
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
+        reductions.check_not_refused("full_tensor()")
         _follow_reduces()
         spec, local = self.shard_spec, self._local_tensor
         whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)

@@ -88,8 +88,19 @@ class Partials:
     whoever reads a loss may then read a penalty in it by himself."""
 
 
+refusals: list[Callable[[str], None]] = []
+"""Raise where a collective outside of forwards and backwards cannot be made (``skip_together``)."""
+
+
+def check_not_refused(what: str) -> None:
+    """Raise where ``what``, a collective outside of forwards and backwards, cannot be made."""
+    for refuse in refusals:
+        refuse(what)
+
+
 def reduce(unknown: Sequence[Partials]) -> None:
     """Set ``reduced`` of all: one all-reduce over each group for those of the same kind across the same ranks."""
+    check_not_refused("a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,")
     alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
     bases = chain.from_iterable([base for base, _ in each.terms] if each.terms else [each] for each in unknown)
     for partials in dict.fromkeys(bases):
