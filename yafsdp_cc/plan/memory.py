@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.engine.extensions import ExtensionFlatParam
+from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.plan.ownership import newton_schulz_flops
 from yafsdp_cc.plan.report import (
