@@ -388,6 +388,19 @@ def _metadata(base: Any) -> list[Tensor]:
 
 
 @ranks(2)
+def test_nothing_encodes_or_casts_quantised_bytes(tmp_path: Path) -> None:
+    compression = yafsdp_cc.Compression(gradients="int8", weights="int8")
+    for quantise in QUANTISED.values():
+        model, plain = adapted(quantise), adapted(quantise)
+        for layer in (*model, *plain):
+            nn.init.zeros_(layer.up.weight)  # the adapters are encoded
+        yafsdp_cc.shard(model, units=[LowRank], compression=compression, mp_policy=MixedPrecisionPolicy())
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))
+    said = refusal(partial(yafsdp_cc.save_safetensors, tmp_path / "model", model, dtype=torch.float16))
+    assert "'0.base', whose torch.bfloat16 are bytes of a quantised weight" in said
+
+
+@ranks(2)
 def test_quantised_weights_in_host_memory() -> None:
     for quantise in QUANTISED.values():
         model, plain = adapted(quantise), adapted(quantise)

@@ -27,6 +27,7 @@ from yafsdp_cc.checkpoint.ranks import check_arguments, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import MODEL
 from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import refused_together
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -73,11 +74,17 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         dtype: of the floating-point weights in the files; None: their own.
 
     Raises:
-        ValueError: ``model`` is not sharded, or there is something at ``path``.
+        ValueError: ``model`` is not sharded, there is something at ``path``, or ``dtype`` would change the bytes of a
+            quantised weight.
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
     check_arguments("save_safetensors", path, model)
-    require_state(model)
+    for param in require_state(model).params if dtype is not None else ():
+        if holds_bytes(param) and param.parameter.is_floating_point() and param.parameter.dtype != dtype:
+            raise ValueError(
+                f"save_safetensors(dtype={dtype}) would cast '{param.spec.name}', whose {param.parameter.dtype} are "
+                "bytes of a quantised weight: leave dtype out"
+            )
     group = ranks_of(model).front
     is_first = place_in(group)[0] == 0
     target = files.place(path)

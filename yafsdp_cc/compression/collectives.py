@@ -12,6 +12,7 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.sharding import Collectives
@@ -86,7 +87,8 @@ class CompressedCollectives(Collectives):
 
     def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
         name = self.config.weights
-        if name is None or flat.layout.world == 1 or flat.compute_dtype not in ENCODED_DTYPES:
+        is_encoded = flat.compute_dtype in ENCODED_DTYPES and not holds_bytes(flat.params[0])
+        if name is None or flat.layout.world == 1 or not is_encoded:
             return super().all_gather(flat, keeps_unsharded)
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):

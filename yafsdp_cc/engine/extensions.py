@@ -105,6 +105,11 @@ class SubclassParam(FSDPParam):
         super().register_unsharded(self.subclass.restore(view))
 
 
+def holds_bytes(param: FSDPParam) -> bool:
+    """Return whether the elements of ``param`` are bytes of a quantised weight, which no cast or codec may change."""
+    return type(param) is SubclassParam
+
+
 def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
     """Return ``whole``, a plain parameter, as one of the class that ``param`` had; it shares memory with it."""
     if not isinstance(param, SubclassParam):

@@ -318,8 +318,7 @@ class FlatParam:
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """Return the parameters in a buffer of weights or gradients, each in its own shape."""
-        extents = [param.extent for param in self.params]
-        return [whole.narrow(0, extent.offset, extent.numel).view(extent.shape) for extent in extents]
+        return [whole.narrow(0, place.offset, place.numel).view(place.shape) for place in self.layout.extents]
 
     def use_sharded(self, sharded: Tensor) -> None:
         """Take ``sharded`` for this rank's chunk."""

@@ -33,6 +33,7 @@ from yafsdp_cc.engine.extensions import (
     ExtensionFlatParam,
     ExtensionParam,
     SubclassParam,
+    holds_bytes,
     row_layout,
 )
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
@@ -470,7 +471,7 @@ def _flat_param(
         _replace(param, chunk, whole)
         mark_replaced(held, spec)  # the optimizer that was made from it is refused
         params.append(param)
-    is_cast = dtype.is_floating_point and type(params[0]) is not SubclassParam  # those are bytes, whatever their dtype
+    is_cast = dtype.is_floating_point and not holds_bytes(params[0])
     compute = policy.param_dtype or dtype if is_cast else dtype
     reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
     if extension is not None:

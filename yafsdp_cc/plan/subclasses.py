@@ -81,7 +81,7 @@ class Form:
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             return cls(kind, tuple(names), context)
-        if tensor.is_meta or tensor.layout is not torch.strided or _wraps(tensor):
+        if tensor.layout is not torch.strided or (not tensor.is_meta and _wraps(tensor)):
             return None
         return cls(kind, (), dict(vars(tensor)))
 
@@ -212,9 +212,9 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
             f"{_REMEDY}"
         )
     parts = form.parts(parameter)
-    if nested := next((part for part in parts if type(part) not in PLAIN), None):
+    if nested := [type(part).__name__ for part in parts if type(part) not in PLAIN]:
         raise ValueError(
-            f"{_described(name, parameter)} around a {type(nested).__name__}: only what wraps plain tensors can be "
+            f"{_described(name, parameter)} around a {nested[0]}: only what wraps plain tensors can be "
             f"sharded. {_REMEDY}"
         )
     is_master = [part.shape == parameter.shape and part.dtype == parameter.dtype for part in parts]
