@@ -32,7 +32,7 @@ import yafsdp_cc
 from tests import test_order
 from tests.lockstep import TIMEOUT, Pair, loss_of, play
 from tests.maze import Boom, Program, random_program
-from tests.models import Mlp
+from tests.models import Mlp, Skipping
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
 from tests.twins import inputs, mine, refusal, seeded, square, trains_on, twins
@@ -157,6 +157,7 @@ def scenario(seed: int) -> dict[str, Any]:
         },
         "accumulates": rng.choice((1, 1, 2, 3)),
         "syncs": "last" if "one_bit" in settings else rng.choice(("always", "last", "last of replicas")),
+        "counts_skipped": rng.random() < 0.5,
         "forwards": 1 if "one_bit" in settings else rng.choice((1, 1, 2)),
         "optimizer": rng.choice(("sgd", "adamw")),
         "naps": rng.choice((0.0, 0.005)),
@@ -292,7 +293,7 @@ def plays(plot: dict[str, Any]) -> int:
         if plot["settings"].get("compression") != "auto":
             found = differences(failing.condition(), spared.condition())
             assert not found, f"rank {rank}, batch {number} {fails}: {found[:5]}"
-        if not attempt.skipped:
+        if not attempt.skipped or plot["counts_skipped"]:  # as one of the micro-batches of a step
             with failing.own_random_states():
                 failing.step()
             with spared.own_random_states():
@@ -445,6 +446,33 @@ def test_failures_that_follow_at_once() -> None:
                 raise ValueError
             loss.backward()
     assert 40 <= yafsdp_cc.counters_of(model).skipped_batches <= 60
+
+
+@ranks(2)
+def test_ranks_prefetch_alike_afterwards() -> None:
+    """Those that came further in the batch than others do not gather a unit that the next forward leaves out."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, skips=leaves_out[0]).square().mean()
+
+    leaves_out, rank = [False], dist.get_rank()
+    model, plain = twins(Skipping, units=[nn.Linear])
+    batches = [torch.randn(2, 64, generator=torch.Generator().manual_seed(each)) for each in range(2)]
+    trains_on(model, plain, loss, [batches], within=1e-6)
+    for failing in range(2):
+        with yafsdp_cc.skip_together(model) as attempt:
+            if rank == failing:
+                model(batches[rank], skips=True)
+                raise ValueError
+            loss(model, batches[rank]).backward()
+        assert attempt.skipped
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)  # to be gathered again
+        leaves_out[0] = True
+        trains_on(model, plain, loss, [batches], within=1e-6)
+        leaves_out[0] = False
+        trains_on(model, plain, loss, [batches, batches], within=1e-6)
 
 
 @ranks(2)
