@@ -25,7 +25,7 @@ CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
 
-test: lint $(INSTALLED)-frameworks
+test: lint $(INSTALLED)-extras
 	$(PYTEST)
 
 # Every test in its long form: hundreds of random programs under random delays, and what make test leaves to those like it.
@@ -51,15 +51,14 @@ site: $(INSTALLED)-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 # What follows adds packages alone: the kernels are there already.
-# The tests against Hugging Face models skip themselves where transformers cannot be had.
-$(INSTALLED)-hf: $(INSTALLED)
-	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[hf]" --constraint $(PIN) && touch $@ \
-		|| echo "transformers could not be installed: the Hugging Face tests are skipped"
+EXTRAS := hf accelerate lightning peft live track trl titan torchao bitsandbytes
+ADD = YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --constraint $(PIN) --editable
 
-# So do those of other frameworks, each for itself.
-$(INSTALLED)-frameworks: $(INSTALLED)-hf
-	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[frameworks]" --constraint $(PIN) && touch $@ \
-		|| echo "accelerate, lightning and peft could not be installed: their tests are skipped"
+# All at once, so that pip chooses versions that suit each other. If that fails, each by itself: tests skip themselves
+# where theirs is missing, and the next make test tries again.
+$(INSTALLED)-extras: $(INSTALLED)
+	@$(ADD) ".[$(shell echo $(EXTRAS) | tr ' ' ',')]" && touch $@ || for extra in $(EXTRAS); do \
+		$(ADD) ".[$$extra]" || echo "extra '$$extra' could not be installed: its tests are skipped"; done
 
 $(INSTALLED)-docs: $(INSTALLED)
 	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[docs]" --constraint $(PIN) && touch $@

@@ -41,21 +41,34 @@ class Classifier(lightning.LightningModule):
         self.losses.append(self.all_gather(loss.detach()).mean().item())
         return loss
 
+    def validation_step(self, batch, index):
+        inputs, targets = batch
+        self.log("val_loss", F.cross_entropy(self.net(inputs), targets), sync_dist=True)
+
+
+def make_trainer(epochs):
+    return lightning.Trainer(
+        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        devices=world,
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+        max_epochs=epochs,
+        gradient_clip_val=0.5,
+        callbacks=[metrics_callback(folder)],  # yafsdp-cc report shows what it writes
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+    )
+
 
 world = 2
-model = Classifier()
 folder = tempfile.mkdtemp()
 data = TensorDataset(torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 5)
-trainer = lightning.Trainer(
-    accelerator="auto" if torch.cuda.is_available() else "cpu",
-    devices=world,
-    strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
-    max_epochs=1,
-    gradient_clip_val=0.5,
-    callbacks=[metrics_callback(folder)],  # yafsdp-cc report shows what it writes
-    default_root_dir=folder,
-    logger=False,
-    enable_progress_bar=False,
-)
-trainer.fit(model, DataLoader(data, batch_size=8))
-trainer.print("losses", " ".join(f"{loss:.4f}" for loss in model.losses))
+batches = DataLoader(data, batch_size=8)
+first, model = Classifier(), Classifier()
+trainer = make_trainer(epochs=1)
+trainer.fit(first, batches)
+saved = trainer.checkpoint_callback.best_model_path
+trainer = make_trainer(epochs=2)
+trainer.fit(model, batches, ckpt_path=saved)  # a second epoch, from saved shards
+(validated,) = trainer.validate(model, batches)
+trainer.print("losses", " ".join(f"{loss:.4f}" for loss in first.losses + model.losses))

@@ -32,15 +32,19 @@ def _check(ran: dict[str, Any]) -> None:
     plain, data = ran["make_model"](), ran["data"].tensors
     batches = list(zip(*(tensor.split(8) for tensor in data), strict=True))
     truth = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    rate = torch.optim.lr_scheduler.ExponentialLR(truth, 0.95**2)  # Accelerate's is stepped once for each rank
+    truth.register_step_post_hook(lambda *_: rate.step())
     losses = reference.train(
         plain,
         truth,
-        lambda step: reference.mean_gradients(plain, _loss, batches[2 * step : 2 * step + 2]),
-        steps=4,
+        lambda step: reference.mean_gradients(plain, _loss, batches[2 * step % 8 : 2 * step % 8 + 2]),
+        steps=8,
         clip=0.5,
     )
     assert ran["losses"] == pytest.approx(losses, rel=1e-5)
-    same(whole(model), plain)  # after it was zeroed and loaded
+    assert ran["repeated"] == ran["losses"][4:]
+    same(whole(model), plain)
+    assert torch.equal(torch.cat(ran["right"]), plain(data[0]).argmax(1) == data[1])
     if ran["accelerator"].is_main_process:
         same(ran["whole"], plain)
         same(safetensors.load_file(f"{ran['folder'][0]}/model.safetensors"), plain)

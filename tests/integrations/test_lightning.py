@@ -26,15 +26,17 @@ def _loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
-def _truth(ran: dict[str, Any], shuffled: bool) -> tuple[nn.Module, list[float]]:
-    """Lightning deals samples out by torch's sampler; its Trainer has shuffled them before."""
+def _truth(ran: dict[str, Any], shuffled: bool, epochs: int = 1) -> tuple[nn.Module, list[float]]:
+    """Lightning deals samples out by torch's sampler; its Trainer has shuffled them before, in each epoch anew."""
     plain = ran["make_model"]()
 
-    def dealt(rank: int) -> list[tuple[torch.Tensor, ...]]:
-        order = list(DistributedSampler(ran["data"], num_replicas=2, rank=rank, shuffle=shuffled))
+    def dealt(rank: int, epoch: int) -> list[tuple[torch.Tensor, ...]]:
+        sampler = DistributedSampler(ran["data"], num_replicas=2, rank=rank, shuffle=shuffled)
+        sampler.set_epoch(epoch)
+        order = list(sampler)
         return list(zip(*(tensor[order].split(8) for tensor in ran["data"].tensors), strict=True))
 
-    batches = list(zip(dealt(0), dealt(1), strict=True))
+    batches = [both for epoch in range(epochs) for both in zip(dealt(0, epoch), dealt(1, epoch), strict=True)]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 
     def gradients(step: int) -> tuple[float, reference.Gradients]:
@@ -58,23 +60,16 @@ def test_the_example_of_the_trainer_equals_one_process() -> None:
 
 
 def _check_trainer(ran: dict[str, Any]) -> None:
-    plain, losses = _truth(ran, shuffled=True)
-    assert ran["model"].losses == pytest.approx(losses, rel=1e-5)
+    plain, losses = _truth(ran, shuffled=True, epochs=2)
+    assert ran["first"].losses + ran["model"].losses == pytest.approx(losses, rel=1e-5)
     same(whole(ran["model"].net), plain)
-    if dist.get_rank() == 0:
-        run = read_run(Path(ran["folder"]) / "metrics.jsonl")
-        assert [y for _, y in run.curve("loss")] == pytest.approx([losses[0], losses[-1]], rel=1e-5)
-        assert [x for x, _ in run.curve("gathered_bytes_per_step")] == [1, 4]
-    saved = ran["trainer"].checkpoint_callback.best_model_path
     with torch.no_grad():
-        for parameter in ran["model"].parameters():
-            parameter.zero_()
-    ran["trainer"].strategy.load_checkpoint(saved)
-    same(whole(ran["model"].net), plain)
+        validated = _loss(plain, ran["data"].tensors).item()
+    assert ran["validated"]["val_loss"] == pytest.approx(validated, rel=1e-5)
     if dist.get_rank() == 0:
-        run = read_run(Path(ran["folder"]) / "metrics.jsonl")
-        assert [y for _, y in run.curve("loss")] == pytest.approx([losses[0], losses[-1]], rel=1e-5)
-        assert [x for x, _ in run.curve("gathered_bytes_per_step")] == [1, 4]
+        run = read_run(Path(ran["folder"]) / "metrics.jsonl")  # of two runs, the second of which resumed
+        assert run.curve("loss")[-1] == (8, pytest.approx(losses[-1], rel=1e-5))
+        assert {x for x, _ in run.curve("gathered_bytes_per_step")} == {1, 4, 5, 8}
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,25 @@ from torch import nn
 
 import yafsdp_cc
 from tests import reference
-from tests.integrations.examples import on_example, same, whole
+from tests.integrations.examples import as_launched, on_example, same, whole
+from tests.ranks import ranks
 from tests.twins import refusal
 
-pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 peft = pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def _make_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
 
 def test_the_example_equals_one_process() -> None:
@@ -76,3 +86,44 @@ def _check_saved(plain: nn.Module, ran: dict[str, Any]) -> None:
     base = ran["make_model"]().unload()
     loaded = peft.PeftModel.from_pretrained(base, ran["folder"], is_trainable=True)
     same(dict(loaded.named_parameters()), plain)
+
+
+@ranks(2)
+def test_the_trainer_of_transformers_checkpoints_resumes_evaluates_and_saves_adapters(tmp_path: Path) -> None:
+    from yafsdp_cc.integrations.transformers import accept_sharded_model
+
+    pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'accelerate')")
+    as_launched()
+    plain, model = _make_model(), yafsdp_cc.shard(_make_model())
+    tokens = torch.randint(128, (32, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        save_steps=2,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = accept_sharded_model(transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data))
+    trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
+    optimizer.register_step_post_hook(lambda *_: rate.step())
+    batches = tokens.split(4)
+
+    def gradients(step: int) -> tuple[float, reference.Gradients]:
+        return reference.mean_gradients(plain, _loss, batches[2 * step : 2 * step + 2])
+
+    reference.train(plain, optimizer, gradients, steps=4, clip=1.0)
+    same(whole(model), plain)
+    with torch.no_grad():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(_loss(plain, tokens).item(), rel=1e-5)
+    trainer.save_model(str(tmp_path / "adapters"))
+    if dist.get_rank() == 0:
+        _check_saved(plain, {"make_model": _make_model, "folder": str(tmp_path / "adapters")})

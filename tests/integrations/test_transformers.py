@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
@@ -56,9 +57,21 @@ def _check(ran: dict[str, Any]) -> None:
     assert ran["trainer"].model_wrapped is model  # nothing around it
     prompt = ran["make_data"]()[0]["input_ids"][None, :4]
     told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.eval().generate(prompt, **told), plain.eval().generate(prompt, **told))
+    generated = plain.eval().generate(prompt, **told)
+    assert torch.equal(model.eval().generate(prompt, **told), generated)
+    _check_ends(model, prompt, told, int(generated[0, 4]))
     with pytest.raises(NotImplementedError, match=r"call .full_tensor\(\)"):
         model.save_pretrained(f"{ran['folder'][0]}/parts")  # would write this rank's parts as if they were the model
+
+
+def _check_ends(model: Any, prompt: torch.Tensor, told: dict[str, Any], first: int) -> None:
+    """Rank 0 is done after one token, and goes on calling the model until rank 1 is."""
+    rank, calls = dist.get_rank(), []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    generated = model.generate(prompt, **told | {"eos_token_id": first if rank == 0 else None})
+    hook.remove()
+    assert generated.shape[1] == (5 if rank == 0 else 8)
+    assert len(calls) == 4
 
 
 @ranks(2)

@@ -71,6 +71,7 @@ class ShardedModule(FSDPModule, nn.Module):
     """
 
     _orig_cls_mro_index = 3  # [Sharded<Own>, ShardedModule, FSDPModule, Own, ...]
+    _is_fsdp_managed_module = True  # Transformers' generate() calls the model until all ranks are done
 
     # Weights -----------------------------------------------------------------------------------------------------
 
