@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "docs" / "examples"
 
 def on_example(name: str, check: Callable[[dict[str, Any]], Any], world: int = 2) -> list[Any]:
     """Run the example on ``world`` ranks, and ``check`` of its variables after it, on every rank."""
-    return on_ranks(world, _run, name, check)
+    return on_ranks(world, _run, name, check, timeout=280.0)
 
 
 def as_launched() -> None:
