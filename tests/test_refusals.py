@@ -134,7 +134,7 @@ def test_mistaken_arguments(case: str) -> None:
     arguments, said = MISTAKEN[case]
     with pytest.raises(TypeError, match=said):
         yafsdp_cc.shard(model, **arguments)
-    assert not any(type(module).__name__.startswith("Sharded") for module in model.modules())
+    assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
 
 @ranks(1)

@@ -77,11 +77,14 @@ sft.train(resume_from_checkpoint=f"{folder[0]}/sft/checkpoint-2")  # the last tw
 sft.save_model(f"{folder[0]}/tuned")  # full weights, for from_pretrained
 losses = [entry["loss"] for entry in sft.state.log_history if "loss" in entry]
 
+dist.barrier()
+model = yafsdp_cc.shard(LlamaForCausalLM.from_pretrained(f"{folder[0]}/tuned"))
 arguments = GRPOConfig(
     f"{folder[0]}/grpo",
     per_device_train_batch_size=4,
     num_generations=4,
     max_completion_length=8,
+    beta=0.04,  # against a reference model, which TRL loads from the same folder
     max_steps=1,
     learning_rate=0.1,
     optim="sgd",

@@ -54,6 +54,7 @@ def _check(ran: dict[str, Any]) -> None:
     assert min(y for key in ("forward_s", "backward_s", "optimizer_s") for _, y in run.curve(key)) > 0
     saved = transformers.LlamaForCausalLM.from_pretrained(f"{ran['folder'][0]}/whole")
     same(dict(saved.named_parameters()), plain)
+    assert saved.config.architectures == ["LlamaForCausalLM"]
     assert ran["trainer"].model_wrapped is model  # nothing around it
     prompt = ran["make_data"]()[0]["input_ids"][None, :4]
     told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

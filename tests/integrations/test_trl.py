@@ -65,6 +65,7 @@ def _check_grpo_step(ran: dict[str, Any], plain: nn.Module) -> None:
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(torch.stack([batch["advantages"].view(4) for batch in batches]), expected)
     tokens = sum(batch["completion_mask"].sum() for batch in batches)
+    assert ran["grpo"].state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)  # from the reference model: no step yet
     plain.zero_grad()
     for batch in batches:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

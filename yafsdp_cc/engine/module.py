@@ -70,7 +70,7 @@ class ShardedModule(FSDPModule, nn.Module):
     A subclass of FSDP2's, because frameworks recognise sharded modules by that.
     """
 
-    _orig_cls_mro_index = 3  # [Sharded<Own>, ShardedModule, FSDPModule, Own, ...]
+    _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
     _is_fsdp_managed_module = True  # Transformers' generate() calls the model until all ranks are done
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def make_sharded(module: nn.Module) -> None:
     """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
-        sharded = type(f"Sharded{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
+        sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
     hooks = install_hooks(module, current_state)
