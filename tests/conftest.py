@@ -22,6 +22,8 @@ FIRST = (
     "tests/cli/test_demo.py",
     "tests/cli/test_bench.py",
     "tests/checkpoint/test_exchange.py",
+    "tests/integrations/test_titan.py",
+    "tests/integrations/test_trl.py",
 )
 """Files of few tests that take long: of two workers, the one that ended with such a file would leave the other idle."""
 
