@@ -71,7 +71,6 @@ class ShardedModule(FSDPModule, nn.Module):
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
-    _is_fsdp_managed_module = True  # Transformers' generate() calls the model until all ranks are done
 
     # Weights -----------------------------------------------------------------------------------------------------
 

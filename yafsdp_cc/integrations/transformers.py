@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,8 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     It then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
     ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
-    for ``from_pretrained``. Call it before ``trainer.train()``; returns the same object.
+    for ``from_pretrained``. ``generate`` of the model goes on until all ranks are done, unless it is passed
+    ``synced_gpus=False``. Call it before ``trainer.train()``; returns the same object.
 
     Raises:
         ValueError: the trainer's model is not sharded.
@@ -37,8 +39,9 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
         """Undo what the Trainer does to ``generate`` for FSDP2's sake: it would go by FSDP2's own state."""
 
         def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
-            model.__dict__.pop("generate", None)
+            _generate_together(model)
 
+    _generate_together(trainer.model)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
@@ -53,6 +56,13 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     trainer.save_model = save_model
     return trainer
+
+
+def _generate_together(model: Any) -> None:
+    """Have ``model.generate`` call the model as often on every rank, as its all-gathers need."""
+    model.__dict__.pop("generate", None)
+    if hasattr(model, "generate"):
+        model.__dict__["generate"] = functools.partial(model.generate, synced_gpus=True)
 
 
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
