@@ -3,9 +3,9 @@
     python -m tests.fully_shard.public CHECKOUT [WORD ...]
 
 runs the tests of ``test/distributed/_composable/fsdp/test_fully_shard_*.py`` whose names have one of the words in them,
-and prints what passes. Needs expecttest, as torch's own tests do; nothing is downloaded. Copies of the files are changed
-as little as it takes: they run on CPUs, with gloo, on as many ranks as on a machine with four GPUs; and ``fully_shard``
-is yafsdp_cc's in the second run.
+and prints what passes. It needs expecttest, as torch's own tests do, and downloads nothing. Copies of the files are
+changed as little as it takes: they run on CPUs, with gloo, on as many ranks as on a machine with four GPUs; and
+``fully_shard`` is yafsdp_cc's in the second run.
 """
 
 from __future__ import annotations
