@@ -370,7 +370,7 @@ def make_sharded(module: nn.Module) -> None:
     # torch's replicate, DDP around parts that are sharded, leaves out what this names.
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
-    _undo_later(module, functools.partial(registry.pop, "fully_shard", None))
+    _undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += follow_assignments(spec)
@@ -392,6 +392,13 @@ def make_plain(module: nn.Module) -> None:
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
     module.__class__ = class_of(module)
+
+
+def _unregister(module: nn.Module) -> None:
+    registry = module.__dict__[REGISTRY_KEY]
+    registry.pop("fully_shard", None)
+    if not registry:
+        del module.__dict__[REGISTRY_KEY]
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
