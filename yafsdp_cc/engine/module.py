@@ -623,7 +623,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     state = require_state(model)
     check_at_rest(state, "unshard_model")
     if state.model is not model:
-        raise ValueError(f"this {type(model).__name__} is a part of a sharded model: unshard the whole of it")
+        raise ValueError(f"this {class_of(model).__name__} is a part of a sharded model: unshard the whole of it")
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
         plain = _unsharded_parameter(param, whole, device)
         plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})
