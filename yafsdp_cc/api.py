@@ -685,9 +685,8 @@ def _check_placement(one: OwnedParameter, placement: object) -> None:
         return
     if type(placement) is not Shard:
         raise NotImplementedError(
-            f"shard_placement_fn returns {placement} for '{one.name}': it may return None or Shard(dim). For "
-            "parameters on a mesh of their own, call fully_shard(module, mesh=...) on the module with them, before "
-            "this call"
+            f"shard_placement_fn returns {placement} for '{one.name}': it may return None or Shard(dim). Parameters on "
+            "a mesh of their own take a call of their own before: fully_shard(module, mesh=...) on what holds them"
         )
     ndim = one.parameter.ndim
     if not -ndim <= placement.dim < ndim:

@@ -176,7 +176,7 @@ def test_on_one_rank():
 @ranks(2)
 def test_what_cannot_be_made_plain():
     model, _ = job("ours")
-    with pytest.raises(ValueError, match=r"this ShardedAttention is a part of a sharded model: unshard the whole"):
+    with pytest.raises(ValueError, match=r"this Attention is a part of a sharded model: unshard the whole"):
         yafsdp_cc.unshard_model(model.blocks[0])
     with pytest.raises(ValueError, match=r"this Transformer is not sharded"):
         yafsdp_cc.unshard_model(plain())

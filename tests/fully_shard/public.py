@@ -3,8 +3,9 @@
     python -m tests.fully_shard.public CHECKOUT [WORD ...]
 
 runs the tests of ``test/distributed/_composable/fsdp/test_fully_shard_*.py`` whose names have one of the words in them,
-and prints a table. Nothing is downloaded. Copies of the files are changed as little as it takes: they run on CPUs, with
-gloo, on as many ranks as on a machine with four GPUs; and ``fully_shard`` is yafsdp_cc's in the second run.
+and prints what passes. It needs expecttest, as torch's own tests do, and downloads nothing. Copies of the files are
+changed as little as it takes: they run on CPUs, with gloo, on as many ranks as on a machine with four GPUs; and
+``fully_shard`` is yafsdp_cc's in the second run.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def main() -> None:
             left = {name: found.get(name, "not run") for name in passed if found.get(name) != "passed"}
             counts = len(passed), len(passed) - len(left)
             total = [before + count for before, count in zip(total, counts, strict=True)]
-            print(f"{source.name}: {counts[0]} of {len(truth)} pass with FSDP2, {counts[1]} of these with yafsdp_cc")
+            summary = f"{counts[0]} of {len(truth)} pass with FSDP2, {counts[1]} of these with yafsdp_cc"
+            print(f"{source.name}: {summary}", flush=True)
             for name, outcome in left.items():
                 print(f"    {name}: {outcome}", flush=True)
     print(f"in all {total[0]} with FSDP2, {total[1]} with yafsdp_cc")

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a placement on a mesh of its own": (
         lambda: yafsdp_cc.fully_shard(seeded(Transformer), shard_placement_fn=on_a_mesh_of_its_own),
         NotImplementedError,
-        r"call fully_shard\(module, mesh=...\)",
+        r"fully_shard\(module, mesh=...\) on what holds them",
     ),
 }
 

@@ -107,5 +107,5 @@ def test_refused() -> None:
     with yafsdp_cc.uneven(hides) as batches:
         loop = batches(inputs()[:1] if dist.get_rank() else [])
         batch = next(loop)
-        with pytest.raises(RuntimeError, match="what ShardedHides returns, a Hidden"):
+        with pytest.raises(RuntimeError, match="what FSDPHides returns, a Hidden"):
             hides(batch)

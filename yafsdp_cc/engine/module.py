@@ -372,7 +372,7 @@ def make_sharded(module: nn.Module) -> None:
     # torch's replicate, DDP around parts that are sharded, leaves out what this names.
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
-    _undo_later(module, functools.partial(registry.pop, "fully_shard", None))
+    _undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += follow_assignments(spec)
@@ -394,6 +394,13 @@ def make_plain(module: nn.Module) -> None:
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
     module.__class__ = class_of(module)
+
+
+def _unregister(module: nn.Module) -> None:
+    registry = module.__dict__[REGISTRY_KEY]
+    registry.pop("fully_shard", None)
+    if not registry:
+        del module.__dict__[REGISTRY_KEY]
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -618,7 +625,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     state = require_state(model)
     check_at_rest(state, "unshard_model")
     if state.model is not model:
-        raise ValueError(f"this {type(model).__name__} is a part of a sharded model: unshard the whole of it")
+        raise ValueError(f"this {class_of(model).__name__} is a part of a sharded model: unshard the whole of it")
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
         plain = _unsharded_parameter(param, whole, device)
         plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})
