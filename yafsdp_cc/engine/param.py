@@ -266,9 +266,8 @@ class FlatParam:
     all_reduce: AllReduce | None = field(default=None, init=False)
     """Over replicas, of partial sums. All three are made at the first assembly."""
     reduce_context: Any = field(default=None, init=False)
-    """The ``CommContext`` of its reduces in the present assembly."""
     group: Any = field(default=None, init=False)
-    """Its ``ParamGroup`` in the present assembly."""
+    """The ``CommContext`` of its reduces, and its ``ParamGroup``, in the present assembly."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
     """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
 
