@@ -81,7 +81,7 @@ def new_store() -> dist.HashStore:
 
 def tries(store: dist.HashStore, rank: Any) -> str:
     comm = Communicator(rank, CPU)
-    _check_trial_exchange(comm, comm, None, refused_over_store(store, "trial", comm.rank, comm.world))
+    _check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
     comm.all_reduce(torch.ones(comm.world), False)  # what comes next: it hangs where some ranks alone have raised
     return "works"
 
@@ -169,7 +169,7 @@ def test_a_backend_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> N
         if comm.rank == 2:
             # One rank alone is to fail, before it meets the others.
             comm.all_gather = no_device  # type: ignore[method-assign]
-        _check_trial_exchange(comm, comm, None, refused_over_store(store, "trial", comm.rank, comm.world))
+        _check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
 
     def no_device(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such device")

@@ -198,7 +198,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def is_python_group(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` is written in Python, as torch's threaded one for tests: it has no backends."""
-    return type(group) is not dist.ProcessGroup and "allreduce" in vars(type(group))
+    kind = type(group)
+    return issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup and "allreduce" in vars(kind)
 
 
 class PythonGroup:
