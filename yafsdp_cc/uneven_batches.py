@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,23 +35,30 @@ class UnevenBatches:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
+        self._is_in_loop = False
         self.weight = 1.0
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's ``batches``, and its last one again, without a weight, until all ranks have had theirs.
 
         Each is a collective of one number. A rank without any batch is given another rank's first one.
+
+        Raises:
+            RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
         """
+        self.leave()  # an earlier loop
         own = iter(batches)
         last: Batch | None = None
         is_first = True
+        self._is_in_loop = True
         try:
             while True:
                 check_outside_of_block("the loop over uneven batches")
-                batch = next(own, _END)
+                batch = self._next_of(own)
                 has_data = batch is not _END
                 count = self._count(has_data)
                 if not count:
+                    self._is_in_loop = False
                     return
                 last = batch if has_data else last
                 if is_first and count < self._mesh.size():
@@ -62,11 +69,36 @@ class UnevenBatches:
         finally:
             self.weight = 1.0
 
-    def _count(self, has_data: bool) -> int:
-        """Return how many ranks have a batch."""
-        number = torch.tensor(float(has_data), device=self._mesh.device_type)
+    def leave(self) -> None:
+        """Tell the other ranks if this one has left a loop before its end; raise where they have not left it."""
+        if self._is_in_loop:
+            self._is_in_loop = False
+            self._count(False, has_left=True)
+
+    def _next_of(self, batches: Iterator[Any]) -> Any:
+        """Return the next of ``batches``, or ``_END``; the other ranks are told if there is an error instead."""
+        try:
+            return next(batches, _END)
+        except Exception:
+            self._is_in_loop = False
+            with suppress(RuntimeError):
+                self._count(False, has_left=True)
+            raise
+
+    def _count(self, has_data: bool, *, has_left: bool = False) -> int:
+        """Return how many ranks have a batch; raise if some have left the loop, but not all."""
+        ranks = self._mesh.size()
+        number = torch.tensor(has_data + (ranks + 1) * has_left, device=self._mesh.device_type)
         all_reduce_over(all_groups(self._mesh), number, dist.ReduceOp.SUM, self._mesh)
-        return int(number.item())
+        left, count = divmod(int(number.item()), ranks + 1)
+        if 0 < left < ranks:
+            self._is_in_loop = False
+            raise RuntimeError(
+                f"{left} of {ranks} ranks have left the loop over uneven batches, in which the others go on: by break "
+                "or return, which belong after the same batch on all ranks, or because what makes their batches has "
+                "raised"
+            )
+        return count
 
     def _first_of_others(self, batch: Any, has_data: bool) -> Any:
         """Return ``batch``, or where there is none, that of a rank that has one."""
@@ -97,8 +129,9 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
 
     A rank whose loader has ended goes on with its last batch, whose gradients are zeros, so that it takes part in
     collectives and updates its shards; the others' gradients are averaged over the ranks that had a batch. All ranks
-    leave the loop after the same number of batches. Gradients are weighted where they enter the outputs of ``model``:
-    what a loss adds of parameters themselves (weight decay, penalties) is not.
+    leave the loop after the same number of batches; ``break`` and ``return`` are for all of them together. Gradients
+    are weighted where they enter the outputs of ``model``: what a loss adds of parameters themselves (weight decay,
+    penalties) is not.
 
     Args:
         model: what was given to ``shard``.
@@ -108,7 +141,8 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
 
     Raises:
         ValueError: ``model`` is not sharded, or only a part of what is.
-        RuntimeError: on all ranks, in a forward: an output of the model cannot be looked into.
+        RuntimeError: on all ranks: an output of the model cannot be looked into (in a forward), or some ranks have left
+            the loop and others have not.
     """
     state = require_state(model)
     if state.model is not model:
@@ -140,5 +174,6 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
     hook = model.register_forward_hook(weigh)
     try:
         yield batches
+        batches.leave()
     finally:
         hook.remove()

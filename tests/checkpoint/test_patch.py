@@ -78,11 +78,11 @@ def reconstructed(form, dtype, steps, folder):
             if rank == dist.get_rank():
                 patch = yafsdp_cc.weight_patch(model, dtype=dtype)
                 assert patch.metadata["model_version"] == str(step + 1)
-                patch.save(f"{folder}/{rank}")
+                patch.save(f"{folder}/patches/{rank}")
             dist.barrier()
         written = 0
         for rank in range(dist.get_world_size()):
-            count, nbytes = received(weights, f"{folder}/{rank}")
+            count, nbytes = received(weights, f"{folder}/patches/{rank}")
             written, size = written + count, size + nbytes
         dist.barrier()
         truth = bits_of(model, dtype)
@@ -115,7 +115,7 @@ def test_refused():
         yafsdp_cc.weight_patch(model, dtype=torch.int8)
     with pytest.raises(ValueError, match="Transformer is not sharded"):
         yafsdp_cc.weight_patch(Transformer())
-    yafsdp_cc.weight_patch(model)
+    assert str(yafsdp_cc.weight_patch(model)).startswith("WeightPatch(0 of ")
     with pytest.raises(ValueError, match=r"float16\), but patches of this model were of torch.bfloat16"):
         yafsdp_cc.weight_patch(model, dtype=torch.float16)
     with yafsdp_cc.whole_parameters(model), pytest.raises(RuntimeError, match="weight_patch inside whole_parameters"):

@@ -109,3 +109,34 @@ def test_refused() -> None:
         batch = next(loop)
         with pytest.raises(RuntimeError, match="what FSDPHides returns, a Hidden"):
             hides(batch)
+
+
+def _decoded(fails: bool) -> Any:
+    yield inputs()[0]
+    if fails:
+        raise OSError("a sample cannot be decoded")
+    yield from inputs()[:2]
+
+
+def _loop(model: Any, leaves: bool = False, fails: bool = False) -> None:
+    with yafsdp_cc.uneven(model) as batches:
+        for _ in range(2):
+            for batch in batches(_decoded(fails)):
+                square(model, batch).backward()
+                if leaves:
+                    break
+
+
+@ranks(2)
+def test_leaving_the_loop() -> None:
+    """A rank that leaves alone, or whose data raises, ends the loop on all ranks; they may leave together."""
+    model, is_second, message = yafsdp_cc.shard(seeded(Mlp)), dist.get_rank() == 1, "1 of 2 ranks have left the loop"
+    _loop(model, leaves=True)
+    with pytest.raises(RuntimeError, match=message):
+        _loop(model, leaves=is_second)
+    error, text = (OSError, "cannot be decoded") if is_second else (RuntimeError, message)
+    with pytest.raises(error, match=text):
+        _loop(model, fails=is_second)
+    with pytest.raises(OSError, match="cannot be decoded"):
+        _loop(model, fails=True)
+    _loop(model)

@@ -6,6 +6,7 @@ steps below 1/256 of a weight are rounded away (Miahi and Belilovsky, 2026, arXi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,14 +40,19 @@ class WeightPatch(NamedTuple):
     metadata: dict[str, str]
     """Of the file's header: counts of this rank's weights, and how many patches there were before."""
 
+    def __repr__(self) -> str:
+        counts = "{total_changed_elements} of {total_elements} elements changed".format_map(self.metadata)
+        return f"WeightPatch({counts}, in {len(self.tensors) // 2} parameters)"
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; each rank its own.
+        """Write a safetensors file, and its folder if there is none; each rank its own.
 
         Raises:
             ImportError: safetensors is not installed.
         """
         from safetensors.torch import save_file
 
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_file(self.tensors, path, metadata=self.metadata)
 
 

@@ -65,7 +65,9 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         raise TypeError(f"dp_mesh_dims takes torch.distributed.fsdp.DataParallelMeshDims(shard='dp'); got {dims!r}")
     names, shard, replicate = mesh.mesh_dim_names or (), dims.shard_names, dims.replicate_names
     if missing := [name for name in (*shard, *replicate) if name not in names]:
-        raise ValueError(f"dp_mesh_dims names '{missing[0]}', and the dimensions of the mesh are {list(names)}")
+        raise ValueError(
+            f"dp_mesh_dims names '{missing[0]}', and the dimensions of the mesh are {list(names) or 'unnamed'}"
+        )
     if not shard:
         raise ValueError("dp_mesh_dims without shard shards nothing: name the dimension to shard across")
     parts = [
