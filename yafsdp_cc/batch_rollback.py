@@ -134,8 +134,9 @@ class BatchRollback:
         """Save gradients of replicated parameters, and sums over the ranks of a shard, that are to be summed later."""
         replicated, context = state.replicated, state.context
         written = [param.written for param in replicated.params]
-        if any(written):
-            self._save_tensor(replicated._summands)
+        for param in replicated.params:
+            if param.written and param.unsharded_grad is not None:
+                self._save_tensor(param.unsharded_grad)
         reduced = [(flat, list(used)) for flat, used in context.reduced]
 
         def undo() -> None:

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
 from tests.checkpoint.jobs import job, same
+from tests.fully_shard.programs import with_experts_on_another_mesh
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
+from tests.twins import whole
 
 
 def plain(**kwargs):
@@ -81,6 +83,16 @@ class Peak:
     def _read(field):
         [kib] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(kib) * 1024
+
+
+@ranks(4)
+def test_of_experts_on_another_mesh():
+    """Whose small parameters, too, are divided between ranks that are not the first of the root's mesh."""
+    model = with_experts_on_another_mesh(yafsdp_cc).model
+    truth = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    full = yafsdp_cc.full_state_dict(model)
+    assert full.keys() == (truth.keys() if dist.get_rank() == 0 else set())
+    assert all(truth[name].equal(value) for name, value in full.items())
 
 
 def measured():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.fully_shard.programs import BF16, AsksInTheModel
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, WIDTH, Mlp
 from tests.ranks import ranks
-from tests.twins import seeded, whole
+from tests.subclasses import Float8Weight
+from tests.twins import numbers, seeded, square, whole
 
 
 class LooksAtItsEmbedding(AsksInTheModel):
@@ -35,3 +37,20 @@ def test_a_forward_finds_its_dtype_in_a_parameter_of_another_unit() -> None:
     (penalty + 0 * output.float().sum()).backward()
     gradient = whole(model.embed.weight.grad)
     assert torch.allclose(gradient, 2 * plain.float(), rtol=1e-2)
+
+
+class LooksAtItsBlocks(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {name: parameter.dtype for name, parameter in self.named_parameters()}
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_forward_finds_its_dtype_in_parameters_that_are_gathered_in_another() -> None:
+    for policy, dtype in ((MixedPrecisionPolicy(), torch.float32), (BF16, torch.bfloat16)):
+        model = seeded(LooksAtItsBlocks)
+        for block in model.blocks:
+            block[0].weight = nn.Parameter(Float8Weight(block[0].weight.detach()))
+        yafsdp_cc.shard(model, units=["blocks.*"], mp_policy=policy)
+        square(model, numbers(2, WIDTH)).backward()
+        assert set(model.seen.values()) == {dtype}, model.seen

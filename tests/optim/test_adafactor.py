@@ -171,3 +171,25 @@ def test_in_half_precision_and_refused() -> None:
         yafsdp_cc.optim.Adafactor(plain.parameters())
     with pytest.raises(NotImplementedError, match=r"torch.optim.Adafactor takes means .*yafsdp_cc.optim.Adafactor has"):
         torch.optim.Adafactor(model.parameters()).step()
+
+
+class Scores(nn.Module):
+    """Matrices of one row and of one column, whose means are of their own shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.column = nn.Parameter(torch.randn(1, 600)), nn.Parameter(torch.randn(600, 1))
+
+
+@ranks(2)
+def test_resumes_means_of_the_shape_of_their_parameter(tmp_path: Any) -> None:
+    model, plain = (seeded(Scores) for _ in range(2))
+    yafsdp_cc.fully_shard(model)
+    optimizer, truth = yafsdp_cc.optim.Adafactor(groups(model)), torch.optim.Adafactor(groups(plain))
+    train(model, optimizer, range(2))
+    yafsdp_cc.save(tmp_path / "state", model, optimizer)
+    resumed = yafsdp_cc.optim.Adafactor(groups(model))
+    yafsdp_cc.load(tmp_path / "state", model, resumed)
+    train(model, resumed, range(2, 4))
+    train(plain, truth, range(4))
+    compare(model, resumed, plain, truth)

@@ -414,6 +414,28 @@ def test_it_is_counted_and_logged_with_every_rank_that_failed(caplog: pytest.Log
         assert "; rank 1: MemoryError: of rank 1 (" in caplog.messages[1]
 
 
+@ranks(4)
+def test_units_of_several_meshes() -> None:
+    """Also with gradients kept of an earlier micro-batch, those of replicated parameters of each mesh among them."""
+    every, few = (init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)]) for shape in ((4,), (2, 2)))
+    models = [seeded(Frail), seeded(Frail)]
+    for model in models:
+        yafsdp_cc.fully_shard(model.blocks[1], mesh=few["b"])
+        yafsdp_cc.fully_shard(model, mesh=every)
+    for number, fails in enumerate((False, True, False, True, False)):
+        models[0].set_requires_gradient_sync(number == 4)
+        models[1].set_requires_gradient_sync(number == 4)
+        with yafsdp_cc.skip_together(models[0]) as attempt:
+            square(models[0], mine(inputs(step=number))).backward()
+            if fails and dist.get_rank() == number:
+                raise ValueError
+        assert attempt.skipped == fails
+        if not fails:
+            square(models[1], mine(inputs(step=number))).backward()
+    found, truth = ([each.grad.to_local() for each in model.parameters()] for model in models)
+    assert all(map(torch.equal, found, truth))
+
+
 @ranks(2)
 def test_too_many_in_a_row_raise_everywhere() -> None:
     model = frail()

@@ -217,6 +217,11 @@ class ExtensionFlatParam(FlatParam):
         return self.made.around(data)
 
 
+def forward_dtype(flat: FlatParam) -> torch.dtype:
+    """Return the dtype that the forward sees, whatever lies in the weight buffer."""
+    return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
+
+
 class UnshardedForm(NamedTuple):
     """What the unsharded tensor is made of, and where that lies in the weight buffer."""
 

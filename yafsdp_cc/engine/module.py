@@ -520,9 +520,9 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
         del buffer  # before there is another
-    receives = everywhere or (is_first_replica and info.shard_group.rank() == 0)
     for param in state.replicated.params:
-        yield param, param.local.detach() if receives else None
+        is_first = not any(param.spec.mesh.get_coordinate() or ())
+        yield param, param.local.detach() if everywhere or is_first else None
 
 
 def _unsharded_parameter(

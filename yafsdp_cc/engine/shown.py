@@ -10,6 +10,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.extensions import forward_dtype
 
 if TYPE_CHECKING:
     from collections.abc import ItemsView, ValuesView
@@ -43,8 +44,8 @@ class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
         for name, param in sharded.items():
             if name in self._attributes:
                 held[name] = self._attributes[name]
-            elif param.flat is not None and param.flat.compute_dtype != param.parameter.dtype:
-                held[name] = CastWhenUsed.of(param.parameter, param.flat.compute_dtype)
+            elif param.flat is not None and (dtype := forward_dtype(param.flat)) != param.parameter.dtype:
+                held[name] = CastWhenUsed.of(param.parameter, dtype)
         return held
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -91,10 +91,16 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process."""
+        """Go on from a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process.
+
+        A collective.
+        """
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
+            for name in ("row_var", "col_var"):
+                if isinstance(state.get(name), FlatDTensor):  # those of [m, 1] or [1, n] have the parameter's shape
+                    state[name] = state[name].full_tensor()
             variance = state.get("variance")
             if variance is not None and not isinstance(variance, FlatDTensor):
                 spec = cast("FlatDTensor", parameter).shard_spec

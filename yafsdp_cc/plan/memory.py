@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from yafsdp_cc.engine.extensions import ExtensionFlatParam
+from yafsdp_cc.engine.extensions import forward_dtype
 from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.plan.ownership import newton_schulz_flops
@@ -165,18 +165,13 @@ def _dtypes(state: FSDPState) -> tuple[PlannedDtypes, ...]:
     for flat in state.flats:
         gathered = flat.all_gather.encoding() or _name(flat.compute_dtype)
         reduced = flat.reduce_scatter.encoding() or _name(flat.reduce_dtype)
-        row = (_name(flat.sharded.dtype), _name(_forward_dtype(flat)), gathered, reduced if flat.trainable else "none")
+        row = (_name(flat.sharded.dtype), _name(forward_dtype(flat)), gathered, reduced if flat.trainable else "none")
         tensors[row] += len(flat.params)
     for replicated in state.replicated.flats:
         reduced = _name(state.replicated.dtype) if replicated.trainable else "none"
         row = (_name(replicated.sharded.dtype), _name(replicated.compute_dtype), "none", reduced)
         tensors[row] += len(replicated.params)
     return tuple(PlannedDtypes(count, *row) for row, count in tensors.items())
-
-
-def _forward_dtype(flat: FlatParam) -> torch.dtype:
-    """Return the dtype that the forward sees, whatever lies in the weight buffer."""
-    return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -192,7 +187,7 @@ def _unit(state: FSDPState, group: ParamGroup) -> PlannedUnit:
         trainable=sum(param.parameter.requires_grad for param in group.params),
         elements=sum(param.extent.numel for param in group.params),
         padded=sum(flat.layout.numel for flat in group.flats),
-        dtypes=tuple(dict.fromkeys(_name(_forward_dtype(flat)) for flat in group.flats)),
+        dtypes=tuple(dict.fromkeys(_name(forward_dtype(flat)) for flat in group.flats)),
         buffer=pool.buffers.index(group.unsharded.buffer),
     )
 
