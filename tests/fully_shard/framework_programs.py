@@ -885,6 +885,15 @@ def materialises_module_by_module(api: Api) -> Run:
     return run
 
 
+def converts_after_sharding(api: Api) -> Run:
+    """``.to(dtype)`` of the sharded model, of which the optimizer was made before."""
+    run = Run(api)
+    run.model.to(torch.float64)
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float64}
+    run.steps()
+    return run
+
+
 def averages_its_weights(api: Api) -> Run:
     """An exponential moving average, which weights are exchanged with for an evaluation."""
     run = Run(api)
@@ -1074,6 +1083,7 @@ FRAMEWORKS: dict[str, list[Callable[[Api], Run]]] = {
         schedules_rates_of_groups,
         has_two_optimizers,
         logs_what_it_trains,
+        converts_after_sharding,
         averages_its_weights,
         looks_at_images,
         offloads_activations,

@@ -53,6 +53,12 @@ def sharded() -> Any:
     return yafsdp_cc.fully_shard(model)
 
 
+def used() -> Any:
+    model = sharded()
+    model(torch.zeros(1, 2, dtype=torch.long))
+    return model
+
+
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -73,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "save with yafsdp_cc.save",
     ),
-    "another dtype": (lambda: sharded().to(torch.bfloat16), RuntimeError, "do that before shard"),
+    "another dtype, after a forward": (lambda: used().to(torch.bfloat16), RuntimeError, "before the first forward"),
     "another device": (lambda: sharded().to("meta"), RuntimeError, "cannot be converted or moved"),
     "offsets of shards": (
         lambda: [

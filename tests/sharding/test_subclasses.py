@@ -257,6 +257,14 @@ class Growing(Float8Weight):
         return torch.zeros(self.size(0) * 2, self.size(1)), outputs
 
 
+class Forgetting(Float8Weight):
+    """One that is made again without its context, and as a plain tensor."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
+        return inner["master"]
+
+
 class Trained(nn.Parameter):
     """A class that says nothing of its own."""
 
@@ -265,6 +273,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
     "no extension": (Trained, {}, "Trained and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
     "half an extension": (Half, {}, "Half, which has fsdp_post_all_gather and no fsdp_pre_all_gather"),
     "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient.*has upper, lower"),
+    "not made again": (Forgetting, {}, "whose __tensor_unflatten__.* does not make one of its class again"),
     "compression": (Float8Weight, {"compression": "int8"}, "leave out compression"),
     "offload": (Float8Weight, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
     "ownership": (Float8Weight, {"ownership": ["1.weight"]}, "ownership would have it whole"),
@@ -293,6 +302,16 @@ def test_an_extension_that_changes_its_mind_is_refused_by_name() -> None:
     model[0].weight = nn.Parameter(Growing(model[0].weight.detach()))
     yafsdp_cc.shard(model)
     with pytest.raises(RuntimeError, match=r"fsdp_pre_all_gather of '0.weight' gave other tensors"):
+        model(torch.ones(2, 32))
+
+
+@ranks(2)
+def test_an_extension_of_a_local_tensor_is_refused_by_name() -> None:
+    """FSDP2 looks for it there; a flat range would never be handed to it."""
+    model: Any = yafsdp_cc.fully_shard(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    local = model[1].weight._local_tensor
+    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_, **__: None
+    with pytest.raises(ValueError, match=r"'1\.weight' was given fsdp_pre_all_gather on its local tensor"):
         model(torch.ones(2, 32))
 
 

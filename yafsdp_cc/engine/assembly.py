@@ -20,6 +20,7 @@ from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.dtensor import engines, sharded_as
+from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.loading import meta_params, take_back
 from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
@@ -84,7 +85,8 @@ def assemble(model: nn.Module) -> FSDPState:
     """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
 
     Raises:
-        ValueError: the meshes or the collectives of its parts do not go together.
+        ValueError: the meshes or the collectives of its parts do not go together, or a local tensor was given an
+            all-gather extension.
         RuntimeError: parameters are still on the meta device.
     """
     specs = specs_below(model)
@@ -153,6 +155,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
             spec.collectives.check_group(spec.name, spec.settings.keeps_unsharded or spec.role == "root")
         check_mesh(spec, specs[-1])
         for part in spec.parts:
+            check_local_tensors(part)
             if (waiting := next(meta_params(part), None)) is not None:
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "

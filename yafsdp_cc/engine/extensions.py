@@ -94,6 +94,17 @@ def check_subclasses(
             )
 
 
+def check_local_tensors(flat: FlatParam) -> None:
+    """Raise a ``ValueError`` where a local tensor was given an all-gather extension, which nothing would call."""
+    for param in flat.params:
+        if hasattr(param.local, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"'{param.spec.name}' was given fsdp_pre_all_gather on its local tensor after sharding, which would "
+                "never be called: a flat range has no rows to hand to it. Let the class of the parameter have the "
+                "extension, and make it one of that class before fully_shard()"
+            )
+
+
 class SubclassParam(FSDPParam):
     """A frozen parameter of a tensor subclass, sharded as bytes: forwards see its class around the weight buffer."""
 

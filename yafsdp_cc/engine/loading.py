@@ -24,6 +24,8 @@ from yafsdp_cc.engine.rows import flat_range_of, is_by_rows, is_flat_range
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.sharding import ParamGroupSpec
 
@@ -31,20 +33,40 @@ _parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.W
 """The flat buffer that each parameter, sharded or replicated, has its place in."""
 
 
-# Out of the meta device ----------------------------------------------------------------------------------------------
+# Out of the meta device, and to another dtype -------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def materialize_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give shards on the meta device the memory that ``fn`` (``torch.empty_like`` on a device) makes.
+def apply_to_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give shards on the meta device the memory, and all shards the dtype, that ``fn`` makes of them.
+
+    ``fn`` is what ``nn.Module._apply`` is given: ``torch.empty_like`` on a device, or ``Tensor.to`` a dtype. Another
+    dtype is for groups that have not been gathered or reduced yet, and have no gradients.
 
     Raises:
         RuntimeError: that is another device's, and the group's shards are to be in host memory.
     """
     for part in spec.parts:
+        if (converted := fn(part.sharded)).dtype != part.sharded.dtype:
+            _convert(part, converted, spec.policy)
         waiting = [param for param in part.params if param.local.is_meta]
         if waiting:
             _materialize(part, waiting, fn)
+
+
+def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -> None:
+    """Take ``converted`` for the shard, and what follows from its dtype where ``policy`` leaves that open."""
+    part.compute_dtype = policy.param_dtype or converted.dtype
+    part.reduce_dtype = policy.reduce_dtype or part.compute_dtype
+    part.sharded_grad = None
+    if isinstance(part, HostFlatParam) and not converted.is_meta:
+        converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)  # pinned, if it has to be
+    part.use_sharded(converted)
+    for param in part.params:
+        is_waiting = param.local.is_meta  # and stays so: it has no values
+        param.local = param.local_range(converted)
+        param.local = param.local.to("meta") if is_waiting else param.local
+        _show(param.parameter, param)
 
 
 def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Tensor], Tensor]) -> None:

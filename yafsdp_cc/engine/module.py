@@ -25,12 +25,12 @@ from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import in_class_of
-from yafsdp_cc.engine.loading import follow_assignments, materialize_shards
+from yafsdp_cc.engine.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
-from yafsdp_cc.engine.sharding import SPEC, spec_of, specs_below
+from yafsdp_cc.engine.sharding import SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
-from yafsdp_cc.plan.subclasses import SUBCLASS
+from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -243,19 +243,14 @@ class ShardedModule(FSDPModule, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Let ``.to()`` and its like move buffers and ignored parameters, and ``to_empty`` make what was on meta.
 
-        Sharded parameters stay where and what they are.
+        Sharded parameters stay where they are, and from the first forward on what they are.
         """
         for name, parameter in self.named_parameters(recurse=recurse):
-            if not isinstance(parameter, FlatDTensor) or parameter._local_tensor.is_meta:
-                continue
-            if not _is_unchanged(parameter._local_tensor, fn):
-                raise RuntimeError(
-                    f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: "
-                    "do that before shard(), or choose the dtype of the forward with mp_policy"
-                )
+            if isinstance(parameter, FlatDTensor):
+                _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
         for inner in self.modules() if recurse else (self,):
             if (spec := spec_of(inner)) is not None:
-                materialize_shards(spec, fn)
+                apply_to_shards(spec, fn)
             for ignored in inner._parameters.values():
                 if ignored is not None and not isinstance(ignored, FlatDTensor):
                     with torch.no_grad():
@@ -285,6 +280,10 @@ class ShardedModule(FSDPModule, nn.Module):
     def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:
         own = spec_of(self)
         return specs_below(self) if recurse else [] if own is None else [own]
+
+    def _is_assembled(self) -> bool:
+        """Return whether the engine has been made of something that is sharded in here."""
+        return any(state_of(module) is not None for spec in specs_below(self) for module in spec.modules)
 
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
         for spec in self._specs(recurse):
@@ -336,12 +335,23 @@ for _name, _why in _REFUSED.items():
     setattr(ShardedModule, _name, _refusing(_name, _why))
 
 
-def _is_unchanged(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    after = fn(tensor)
-    if after is tensor:
-        return True
+def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_assembled: bool) -> None:
+    """Raise a ``RuntimeError`` where ``fn`` would move the parameter ``name``, or convert what cannot be any more."""
+    local, after = parameter._local_tensor, fn(parameter._local_tensor)
+    if after is local or (local.is_meta and after.dtype == local.dtype):
+        return
     # Frameworks pass "cpu:0", which copies what lies on "cpu".
-    return after.dtype == tensor.dtype and after.device == tensor.device and torch.equal(after, tensor)
+    is_here = local.is_meta or after.device == local.device
+    if is_here and after.dtype == local.dtype and torch.equal(after, local):
+        return
+    is_plain = local.dtype in TRAINED_IN and after.dtype in TRAINED_IN and subclass_of(parameter) is None
+    if is_here and after.dtype != local.dtype and is_plain and not is_assembled and parameter.grad is None:
+        return
+    raise RuntimeError(
+        f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: do that "
+        "before shard(), or choose the dtype of the forward with mp_policy. (After fully_shard(), .to(dtype) of the "
+        "whole module is for plain parameters without gradients, before the first forward.)"
+    )
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -218,14 +218,15 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
             f"sharded. {_REMEDY}"
         )
     is_master = [part.shape == parameter.shape and part.dtype == parameter.dtype for part in parts]
-    layout: tuple[Part, ...] = ()
-    if extends and is_master == [True] and parameter.is_floating_point() and parameter.ndim:
-        values = parts[0]
-    elif parameter.requires_grad:
-        raise ValueError(_cannot_be_trained(name, parameter, form, extends))
-    else:
-        extends = False
-        values, layout = _bytes_of(name, parameter, form, parts)
+    extends = extends and is_master == [True] and parameter.is_floating_point() and parameter.ndim > 0
+    if parameter.requires_grad and not extends:
+        raise ValueError(_cannot_be_trained(name, parameter, form))
+    if form.names and not _is_restored(parameter, form, parts):
+        raise ValueError(
+            f"{_described(name, parameter)}, whose __tensor_unflatten__(inner_tensors, metadata, outer_size, "
+            f"outer_stride) does not make one of its class again: {_REMEDY}"
+        )
+    values, layout = (parts[0], ()) if extends else _bytes_of(name, parameter, form, parts)
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
     if not form.names:  # state dicts have what it shows beside its elements: torch finds that by name
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
@@ -263,9 +264,17 @@ def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
     return all(has)
 
 
-def _cannot_be_trained(name: str, parameter: nn.Parameter, form: Form, extends: bool) -> str:
+def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bool:
+    """Return whether the class makes a tensor of itself again from what it tells."""
+    try:
+        return type(form.made_of(parts, parameter.size(), parameter.stride())) is form.kind
+    except (AttributeError, TypeError):
+        return False
+
+
+def _cannot_be_trained(name: str, parameter: nn.Parameter, form: Form) -> str:
     described = _described(name, parameter)
-    if not extends:
+    if not hasattr(parameter, "fsdp_pre_all_gather"):
         return (
             f"{described} and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, "
             "FSDP2's all-gather extension, which would tell what to gather: freeze it with requires_grad_(False), or "
