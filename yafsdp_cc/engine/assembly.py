@@ -24,7 +24,7 @@ from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.loading import meta_params, take_back
 from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
-from yafsdp_cc.engine.meshes import ReplicatedParamsOfMeshes, check_mesh
+from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
@@ -457,7 +457,7 @@ def _make_replicated(
     own, *others = (
         ReplicatedParams(
             flats,
-            count + CollectiveFingerprint.WIDTH if mesh is context.info.mesh else 0,
+            count + CollectiveFingerprint.WIDTH if mesh is context.info.mesh else len(NO_FLAGS),
             contexts[mesh][1],
             context.reduce_stream,
             replicas,

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.sharding import ParamGroupSpec
 
 
+NO_FLAGS = (0.0,)
+"""What the other meshes carry in the place of what ranks exchange: a number that nobody reads."""
+
+
 def check_mesh(spec: ParamGroupSpec, root: ParamGroupSpec) -> None:
     """Raise a ``ValueError`` where a unit cannot be run in the forwards of ``root``, for its mesh."""
     mesh, outer = spec.info.mesh, root.info.mesh
@@ -81,7 +85,7 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
     def all_reduce(self, flags: Sequence[float]) -> Tensor:
         totals = self._own.all_reduce(flags)
         for other in self._others:
-            other.all_reduce(())
+            other.all_reduce(NO_FLAGS)
         return totals
 
     def add_to_grads(self) -> None:

@@ -108,9 +108,7 @@ class ReplicatedParams:
         sizes = [flat.sharded.numel() for flat in flats]
         self._elements = sum(sizes)
         self._flags = array("d", bytes(8 * flags))
-        self._flags_tensor = (
-            torch.frombuffer(self._flags, dtype=torch.float64) if flags else torch.empty(0, device="cpu")
-        )
+        self._flags_tensor = torch.frombuffer(self._flags, dtype=torch.float64)
         size = align(self._elements + flags, VECTOR * self._comm.world)
         dtype = torch.float64 if any(flat.sharded.dtype == torch.float64 for flat in flats) else torch.float32
         self._summands = torch.zeros(size, dtype=dtype, device=self._comm.device)
