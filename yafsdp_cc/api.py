@@ -384,7 +384,7 @@ def shard(
         broadcast_values(buffers, mesh)
     assemble(model)
     if given.compression is not None:
-        _warn_of_residuals(plan_of(model))
+        _warn_of_residuals(plan_of(model), given.compression)
     mark_optimizer_steps()
     patch_torch()
     return model
@@ -748,15 +748,15 @@ def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
         )
 
 
-def _warn_of_residuals(plan: Plan) -> None:
+def _warn_of_residuals(plan: Plan, compression: Compression) -> None:
     """Warn where what is kept for error feedback outweighs what sharding saves."""
     sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
     if plan.residual_bytes > sharded:
-        least = plan.choices[0].residual["int8"]
+        shorter = f"residual='int8' takes {plan.choices[0].residual['int8']:,}; "
         warnings.warn(
             f"residuals take {plan.residual_bytes:,} bytes per rank, more than the {sharded:,} of the shards and an "
-            f"AdamW: residual='int8' takes {least:,}; a mesh (replicate, shard) divides them by the size of its second "
-            "dimension; int8 and int4 with feedback=False need none",
+            f"AdamW: {'' if compression.sends_differences else shorter}a mesh (replicate, shard) divides them by the "
+            "size of its second dimension; int8 and int4 with feedback=False need none",
             stacklevel=4,
         )
 
