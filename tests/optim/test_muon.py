@@ -323,7 +323,7 @@ def test_messages_of_differences_approach_gradients() -> None:
 def test_nothing_is_recommended_that_messages_of_differences_cannot_be() -> None:
     for compression, is_named in ((INT4, False), (Compression("int4", residual="fp32"), True)):
         with pytest.warns(UserWarning, match=r"residuals take .* AdamW: .*a mesh") as caught:
-            yafsdp_cc.shard(Mlp(2), zero_stage=2, compression=compression)
+            yafsdp_cc.shard(Mlp(2).bfloat16(), zero_stage=2, compression=compression)
         assert any("residual='int8' takes" in str(each.message) for each in caught) is is_named
 
 
