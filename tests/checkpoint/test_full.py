@@ -95,6 +95,25 @@ def test_of_experts_on_another_mesh():
     assert all(truth[name].equal(value) for name, value in full.items())
 
 
+@ranks(4)
+def test_of_experts_that_were_divided_by_hand(tmp_path):
+    """Ranks 0 and 2 have other values under a name than 1 and 3: nothing may keep one of them for all."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
+    few = init_device_mesh("cpu", (2, 2), mesh_dim_names=("e", "ep"))
+    yafsdp_cc.fully_shard(model[1], mesh=few["e"])
+    yafsdp_cc.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    others = r"\[1, 3\]" if dist.get_rank() in (0, 2) else r"\[0, 2\]"
+    said = rf"'1.0.weight' is sharded across .*, and ranks {others} have another tensor of that name"
+    for call in (
+        lambda: yafsdp_cc.save(tmp_path / "saved", model),
+        lambda: yafsdp_cc.save_safetensors(tmp_path / "files", model),
+        lambda: yafsdp_cc.full_state_dict(model),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def measured():
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)])

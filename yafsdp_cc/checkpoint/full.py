@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, model_part, read_into
-from yafsdp_cc.checkpoint.ranks import check_arguments, place_in, ranks_of
+from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import MODEL
 from yafsdp_cc.engine.dtensor import FlatDTensor
@@ -56,6 +56,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ValueError: ``model`` is not sharded.
         RuntimeError: called inside a forward or a backward.
     """
+    check_is_one_model("full_state_dict()", model)
     full: dict[str, Tensor] = {}
     for names, tensor in _whole_tensors(model):
         full.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
@@ -79,6 +80,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
     check_arguments("save_safetensors", path, model)
+    check_is_one_model("save_safetensors()", model)
     for param in require_state(model).params if dtype is not None else ():
         if holds_bytes(param) and param.parameter.is_floating_point() and param.parameter.dtype != dtype:
             raise ValueError(

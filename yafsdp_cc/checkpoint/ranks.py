@@ -60,6 +60,25 @@ def check_arguments(call: str, path: object, model: object) -> None:
     raise TypeError(f"{call}(path, model) takes the path of a folder and then a model, and was given ({found})")
 
 
+def check_is_one_model(call: str, model: nn.Module) -> None:
+    """Raise a ``ValueError`` where ranks may have other values of a parameter than those that it is sharded across.
+
+    Plain tensors on a mesh with fewer ranks than the model's, such as experts that were divided by hand, have one name
+    for several of them: a checkpoint would keep one, and give it to all.
+    """
+    if not isinstance(model, ShardedModule):
+        return
+    state = require_state(model)
+    everybody = set(state.context.info.mesh.mesh.flatten().tolist())
+    for param in state.params:
+        if missing := sorted(everybody - set(param.spec.global_mesh.mesh.flatten().tolist())):
+            raise ValueError(
+                f"{call}: '{param.spec.name}' is sharded across {param.spec.global_mesh}, and ranks {missing} have "
+                "another tensor of that name, of which a checkpoint would keep one. Make it a DTensor of the whole "
+                "before it is sharded, DTensor.from_local(part, mesh['ep'], [Shard(0)]), or give it a name for each"
+            )
+
+
 def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:
     """Return the ranks that ``call`` together, after comparing the arguments that each was given. A collective.
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files
-from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.engine.mesh import all_gather_objects
@@ -75,6 +75,7 @@ def save(
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
     check_arguments("save", path, model)
+    check_is_one_model("save()", model)
     optimizers = as_sequence(optimizer)
     target = files.place(path)
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
