@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
 
-from tests.fully_shard.run import Api, Figures, Run
+from tests.fully_shard.run import Api, Run
 from tests.models import VOCABULARY, WIDTH, Attention, Transformer
 from tests.test_tensor_parallel import Net as DividedNet
 from tests.test_tensor_parallel import divided
@@ -247,12 +247,7 @@ def shards_experts_by_columns(api: Api) -> Run:
     run.optimizer.register_step_pre_hook(balance)
     run.steps(2)
     run.figures |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    run.done = lambda: run.figures | weights_of(model)  # type: ignore[method-assign]
     return run
-
-
-def weights_of(model: nn.Module) -> Figures:
-    return {f"weight {name}": full(p) for name, p in model.named_parameters()}
 
 
 def shards_experts_apart(api: Api) -> Run:
@@ -266,7 +261,6 @@ def shards_experts_apart(api: Api) -> Run:
     run.model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[1][1].experts])
     run.model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0], model.blocks[0][1].experts])
     run.steps(2)
-    run.done = lambda: run.figures | weights_of(model)  # type: ignore[method-assign]
     return run
 
 
@@ -618,11 +612,8 @@ def puts_weights_back(api: Api) -> Run:
 def keeps_local_tensors(api: Api) -> Run:
     """Each rank's shards in host memory, and back into ``_local_tensor``."""
     run = Run(api)
-    kept = {
-        name: (p._local_tensor.detach().cpu().clone(), p._spec)  # type: ignore[attr-defined]
-        for name, p in run.model.named_parameters()
-        if isinstance(p, DTensor)
-    }
+    named: dict[str, Any] = dict(run.model.named_parameters())
+    kept = {name: (p._local_tensor.detach().cpu().clone(), p._spec) for name, p in named.items()}
     run.steps(2)
     for name, parameter in run.model.named_parameters():
         local, spec = kept[name]
@@ -996,15 +987,15 @@ def loads_module_by_module(api: Api) -> Run:
 def updates_on_the_host(api: Api) -> Run:
     """Gradients are taken over as they come, and copies of the parameters updated, whose local tensors are others."""
     run = Run(api)
-    masters = {}
+    masters: dict[Tensor, Any] = {}
     for parameter in run.model.parameters():
         masters[parameter] = copy.copy(parameter.data.detach())
         masters[parameter]._local_tensor = parameter.data.to_local().clone()
         masters[parameter].grad = copy.copy(masters[parameter])
         masters[parameter].grad._local_tensor = torch.zeros_like(parameter.data.to_local())
 
-    def take(parameter: Tensor) -> None:
-        masters[parameter].grad._local_tensor.add_(parameter.grad.to_local())  # type: ignore[union-attr]
+    def take(parameter: Any) -> None:
+        masters[parameter].grad._local_tensor.add_(parameter.grad.to_local())
         parameter.grad = None
 
     for parameter in run.model.parameters():

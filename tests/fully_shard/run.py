@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.models import VOCABULARY, Transformer
 from tests.twins import seeded, whole
@@ -75,7 +76,7 @@ class Run:
 
     def done(self) -> Figures:
         for name, value in self.model.state_dict().items():
-            self.figures[f"weight {name}"] = whole(value).clone()
+            self.figures[f"weight {name}"] = (whole(value) if isinstance(value, DTensor) else value).clone()
         return self.figures
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,7 +18,7 @@ from tests.twins import numbers, seeded, square, whole
 
 
 class LooksAtItsEmbedding(AsksInTheModel):
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, tokens: Tensor) -> Any:  # a weight comes out beside the logits
         weight = dict(self.named_parameters())["embed.weight"]
         assert isinstance(weight, nn.Parameter)
         assert isinstance(weight, DTensor)

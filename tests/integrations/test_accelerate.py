@@ -14,7 +14,7 @@ from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
 
-pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'accelerate')")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra 'frameworks')")
 
 

@@ -18,7 +18,7 @@ from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
 from yafsdp_cc.report.page import read_run
 
-pytest.importorskip("lightning", reason="lightning is not installed (extra 'frameworks')")
+pytest.importorskip("lightning", reason="lightning is not installed (extra 'lightning')")
 
 
 def _loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

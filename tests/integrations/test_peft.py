@@ -18,7 +18,7 @@ from tests.ranks import ranks
 from tests.twins import refusal
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
-peft = pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")
+peft = pytest.importorskip("peft", reason="peft is not installed (extra 'peft')")
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

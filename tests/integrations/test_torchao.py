@@ -12,11 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import yafsdp_cc
+from tests.integrations.adapters import WIDTH, LowRank, train_as_in_one_process
 from tests.ranks import ranks
 from tests.reference import mean_gradients
 from tests.twins import numbers, refusal, square, trains_on, whole
 
-pytest.importorskip("torchao", reason="torchao is not installed (extra 'frameworks')")
+pytest.importorskip("torchao", reason="torchao is not installed (extra 'torchao')")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.optim import AdamW8bit
@@ -120,45 +121,20 @@ def test_8_bit_optimizers_step_the_shards() -> None:
     assert any(isinstance(each["exp_avg"], OptimState8bit) for each in optimizers[0].state.values())
 
 
-class LowRank(nn.Module):
-    """A frozen NF4 layer with an adapter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width, bias=False)
-        weight = NF4Tensor.from_tensor(self.base.weight.detach(), 64, 256)
-        self.base.weight = nn.Parameter(weight, requires_grad=False)
-        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+def nf4_layer() -> nn.Module:
+    base = nn.Linear(WIDTH, WIDTH, bias=False)
+    base.weight = nn.Parameter(NF4Tensor.from_tensor(base.weight.detach(), 64, 256), requires_grad=False)
+    return LowRank(base)
 
 
 @ranks(2)
 def test_adapters_of_nf4_weights_train_as_in_one_process() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(LowRank(128) for _ in range(3)))
+        return nn.Sequential(*(nf4_layer() for _ in range(3)))
 
-    model, plain = yafsdp_cc.shard(build(), units=[LowRank], reshard_after_forward=False), build()
-    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0) for each in (model, plain)]
-    sent = [0]
-    for step in range(3):
-        batches = [numbers(8, 128, seed=10 * step + rank) for rank in range(2)]
-        square(model, batches[dist.get_rank()]).backward()
-        torch.stack([square(plain, each) for each in batches]).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        sent.append(yafsdp_cc.counters_of(model).gathered_bytes)
-    for name, parameter in plain.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(whole(model.get_parameter(name).detach()), parameter, rtol=1e-6, atol=1e-7)
-    alone = build()
-    ignored = [layer.base.weight for layer in alone]
-    yafsdp_cc.shard(alone, units=[LowRank], ignored_params=ignored, reshard_after_forward=False)
-    square(alone, numbers(8, 128)).backward()
-    adapters = yafsdp_cc.counters_of(alone).gathered_bytes
-    assert sent[3] - sent[2] == sent[2] - sent[1] == adapters < sent[1]
+    model, plain = train_as_in_one_process(build)
+    sharded: Any = model
+    one: Any = plain
     with yafsdp_cc.whole_parameters(model):
-        assert torch.equal(model[0].base.weight.get_original_weight(), plain[0].base.weight.get_original_weight())
+        assert torch.equal(sharded[0].base.weight.get_original_weight(), one[0].base.weight.get_original_weight())

@@ -17,7 +17,7 @@ from tests.ranks import ranks
 from yafsdp_cc.report.page import read_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
-pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'frameworks')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'accelerate')")
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

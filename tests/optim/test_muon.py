@@ -406,10 +406,11 @@ def stacks(folder: Path, work: int) -> None:
             yafsdp_cc.load(folder / str(turn - 1), model, optimizer)
         for _ in range(2):
             _, found = mean_gradients(plain, lambda net, x: net(x).square().mean(), batches)
+            exact: dict[str, Any] = dict(found)
             grads = [
                 part
                 for index in range(2)
-                for whole in (found[f"{index}.qkv.weight"].split(rows), found[f"{index}.experts"])  # type: ignore[union-attr]
+                for whole in (exact[f"{index}.qkv.weight"].split(rows), exact[f"{index}.experts"])
                 for part in whole
             ]
             for each, grad in zip(apart, grads, strict=True):
