@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc import optim as optim
     from yafsdp_cc import pipelining as pipelining
     from yafsdp_cc import profiling as profiling
+    from yafsdp_cc import replicas as replicas
     from yafsdp_cc.api import UnshardHandle as UnshardHandle
     from yafsdp_cc.api import counters_of as counters_of
     from yafsdp_cc.api import fully_shard as fully_shard
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.metrics import Metrics as Metrics
+    from yafsdp_cc.replicas.sync import join_replicas as join_replicas
+    from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
     from yafsdp_cc.skipped_batches import PeerFailedError as PeerFailedError
     from yafsdp_cc.skipped_batches import skip_together as skip_together
     from yafsdp_cc.uneven_batches import uneven as uneven
@@ -50,6 +53,7 @@ _MODULE_OF = {
     "follow_scaler": "yafsdp_cc.compression.schedule",
     "full_state_dict": "yafsdp_cc.checkpoint.full",
     "fully_shard": "yafsdp_cc.api",
+    "join_replicas": "yafsdp_cc.replicas.sync",
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.full",
     "Metrics": "yafsdp_cc.metrics",
@@ -63,6 +67,7 @@ _MODULE_OF = {
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.api",
     "skip_together": "yafsdp_cc.skipped_batches",
+    "synchronize_replicas": "yafsdp_cc.replicas.sync",
     "uneven": "yafsdp_cc.uneven_batches",
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",
@@ -71,7 +76,7 @@ _MODULE_OF = {
     "WeightPatch": "yafsdp_cc.checkpoint.patch",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
-_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling")
+_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling", "replicas")
 _RENAMED = {"GradientWire": "CompressionHookState"}
 """Names of earlier versions, and what they are called now."""
 

@@ -80,6 +80,8 @@ from yafsdp_cc.plan.parameters import check_shardable, find_parameters
 from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling import mark_optimizer_steps
+from yafsdp_cc.replicas.overlap import Overlap
+from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.sharding import Collectives
@@ -257,6 +259,7 @@ def shard(
     separate_reduce_group: bool = False,
     compression: Compression | str | None = None,
     ownership: Ownership = "flat",
+    sync: ReplicaSync | Literal["overlap"] | None = None,
 ) -> Model:
     """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
 
@@ -296,6 +299,9 @@ def shard(
             optimizer state, as ``yafsdp_cc.optim.Muon`` needs it; other parameters as before. Ranks own as much as
             balances Newton-Schulz iterations over the model, so the chunks of a unit differ in length. A list of ``*``
             patterns over parameter names: the parameters that lie whole.
+        sync: how the replicas of a mesh (replicate, shard) are kept together, where links between them are slow.
+            ``"overlap"``: by sums that are hidden behind the next step; others are in ``yafsdp_cc.replicas``. None: by
+            a sum over all ranks in every backward.
 
     Returns:
         The same object.
@@ -307,6 +313,10 @@ def shard(
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
     mesh = all_ranks() if mesh is None else mesh
+    if sync is not None:
+        everywhere, synchronizes = mesh, Overlap() if sync == "overlap" else sync
+        with refused_together(*_everybody(mesh)):
+            mesh = _mesh_of_replica(everywhere, synchronizes)
     with refused_together(*_everybody(mesh)):
         check_types(
             model=(model, nn.Module, "an nn.Module"),
@@ -342,7 +352,8 @@ def shard(
         for unit in division.units:
             if unit.modules != (model,):
                 given.collectives.check_group(unit.name, keeps)
-    _warn_of_whole_model(mesh, division)
+    if sync is None:
+        _warn_of_whole_model(mesh, division)
     info, across = given.info, all_groups(mesh)
     settings = {
         "mp_policy": mp_policy,
@@ -387,6 +398,8 @@ def shard(
         _warn_of_residuals(plan_of(model), given.compression)
     mark_optimizer_steps()
     patch_torch()
+    if sync is not None:
+        join_replicas(model, everywhere[_names_of(everywhere)[0]], synchronizes)
     return model
 
 
@@ -649,6 +662,28 @@ def _check_arguments(
     host = HostMemory.of(offload_policy, info.device)
     keeps, secondary = _after_forward(reshard_after_forward, mesh)
     return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored_params or ()))
+
+
+def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
+    """Return the mesh of this rank's replica, of a mesh (replicate, shard).
+
+    Raises:
+        TypeError: ``sync`` is no ``ReplicaSync``.
+        ValueError: the mesh is not of two dimensions with names.
+    """
+    if not isinstance(sync, ReplicaSync):
+        raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"sync keeps replicas together, and mesh is {mesh}: pass init_device_mesh(..., (replicas, ranks of each), "
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    return mesh[_names_of(mesh)[1]]
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:

@@ -1,0 +1,89 @@
+"""Sums over replicas hidden behind the next step, against the same steps in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.models import WIDTH, Mlp
+from tests.ranks import ranks
+from tests.twins import numbers, seeded, square, whole
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+STEPS = 6
+
+
+def sharded(replicas: int, shards: int, sync: Any, build: Any = Mlp) -> Any:
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return yafsdp_cc.shard(seeded(build), mesh=mesh, sync=sync)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return numbers(4, WIDTH, seed=100 * step + rank)
+
+
+def replica_gradient(model: nn.Module, step: int, members: Sequence[int]) -> list[Tensor]:
+    model.zero_grad()
+    for rank in members:
+        (square(model, batch(step, rank)) / len(members)).backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def in_one_process(replicas: int, shards: int, steps: int) -> nn.Module:
+    """Local prediction as its definition has it; returns the weights once the last gradient is committed."""
+    committed = seeded(Mlp)
+    optimizer = torch.optim.AdamW(committed.parameters(), **ADAMW)
+    predicted: list[nn.Module] = [copy.deepcopy(committed) for _ in range(replicas)]
+    for step in range(steps):
+        found = [
+            replica_gradient(predicted[each], step, range(shards * each, shards * (each + 1)))
+            for each in range(replicas)
+        ]
+        if step > 0:
+            optimizer.step()
+        predicted = [stepped(committed, optimizer, each) for each in found]
+        for parameter, *grads in zip(committed.parameters(), *found, strict=True):
+            parameter.grad = torch.stack(grads).sum(0) / replicas
+    optimizer.step()
+    return committed
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[Tensor]) -> nn.Module:
+    twin = copy.deepcopy(model)
+    its = torch.optim.AdamW(twin.parameters(), **ADAMW)
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter, grad in zip(twin.parameters(), grads, strict=True):
+        parameter.grad = grad
+    its.step()
+    return twin
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        square(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 1), (2, 2)])
+def test_is_local_prediction(replicas: int, shards: int) -> None:
+    _check_prediction(world=replicas * shards, replicas=replicas, shards=shards)
+
+
+@ranks("world")
+def _check_prediction(world: int, replicas: int, shards: int) -> None:
+    model = sharded(replicas, shards, "overlap")
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train(model, optimizer, range(STEPS))
+    yafsdp_cc.synchronize_replicas(model)
+    expected = dict(in_one_process(replicas, shards, STEPS).named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.detach()), expected[name], rtol=1e-5, atol=1e-6, msg=name)

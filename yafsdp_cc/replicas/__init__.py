@@ -1,0 +1,6 @@
+"""Replicas of a model that are joined by links too slow or too uneven for a sum in every step."""
+
+from yafsdp_cc.replicas.overlap import Overlap
+from yafsdp_cc.replicas.sync import ReplicaSync
+
+__all__ = ["Overlap", "ReplicaSync"]

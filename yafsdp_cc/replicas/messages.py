@@ -1,0 +1,95 @@
+"""Sums over replicas that run in the background while a training step goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.replicas.sync import LocalBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from yafsdp_cc.compression.codec import Codec
+    from yafsdp_cc.engine.communicator import Communicator, Works
+
+BLOCK = 256
+"""Elements that share a scale."""
+
+
+class BackgroundSum:
+    """Sums a buffer over replicas, one sum at a time, exactly or by messages of a codec with error feedback.
+
+    Encoded, every rank sends its message to all others, and all decode the same messages in rank order: they hold the
+    same bits. What a message loses is added to the next one (Seide et al., 2014; Karimireddy et al., 2019).
+
+    Args:
+        comm: the ranks, one in each replica.
+        like: tensors like those that are summed.
+        flags: [n] fp32, small numbers that are summed exactly beside them, in place.
+        codec: name of a codec; None: exact sums.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+
+    def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
+        self.total = LocalBuffer(like, 1 if codec is None else BLOCK)
+        """What is summed, in place."""
+        total = self.total.data
+        self._comm, self._flags = comm, flags
+        self._stream = comm_stream(total.device)
+        self._handle = self._stream.handle()
+        self.is_pending = False
+        self._codec: Codec | None = None
+        if codec is not None:
+            self._codec = codec_of(codec, BLOCK)
+            size = self._codec.message_bytes(total.numel())
+            self._messages = torch.zeros(comm.world, size, dtype=torch.uint8, device=total.device)
+            self._counts = self.total.counts()
+            self.residual = Residual.zeros(1, total.numel(), torch.float32, BLOCK, total.device)
+
+    def start(self) -> None:
+        """Begin the sum; its buffers are not to be touched before ``wait``."""
+        self.is_pending = True
+        self._stream.wait_for_caller()
+        self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
+
+    def wait(self) -> None:
+        """Complete the sum."""
+        self._handle.wait()
+        self.is_pending = False
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sends per sum."""
+        flags = self._comm.all_reduce_bytes(self._flags.nbytes)
+        if self._codec is None:
+            return flags + self._comm.all_reduce_bytes(self.total.nbytes)
+        return flags + (self._comm.world - 1) * self._messages[0].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers."""
+        encoded = 0 if self._codec is None else self._messages.nbytes + self.residual.nbytes + self._counts.nbytes
+        return self.total.nbytes + encoded
+
+    def _issue(self, async_op: bool) -> Works:
+        works = self._comm.all_reduce(self._flags, async_op)
+        if self._codec is None:
+            return [*works, *self._comm.all_reduce(self.total.data, async_op)]
+        own = self._messages.narrow(0, self._comm.rank, 1)
+        values = self.total.data.unsqueeze(0)
+        error_feedback.encode(self._codec, values, own, counts=self._counts, residual=self.residual)
+        return [*works, *self._comm.all_gather(self._messages.view(-1), own.view(-1), async_op)]
+
+    def _decode(self) -> None:
+        assert self._codec is not None
+        total = self.total.data
+        error_feedback.decode_sum(self._codec, self._messages, total.numel(), None, 0, total)

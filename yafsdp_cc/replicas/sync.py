@@ -1,0 +1,317 @@
+"""What replicas of a model exchange, and when: the base of ``Overlap``, ``Outer`` and ``Gossip``.
+
+A replica is a whole model, sharded across ranks with fast links among them. Synchronous data parallelism sums gradients
+over all ranks in every backward. Here a backward sums them over the ranks of its replica alone, and a ``ReplicaSync``
+exchanges gradients or weights with the ranks that hold the same shard in other replicas, around the optimizer's step:
+
+    replica 0    | shard 0 | shard 1 |     reduce-scatter among the ranks of a row, in every backward
+                      │         │
+    replica 1    | shard 0 | shard 1 |     whatever a ReplicaSync sends along a column, before and after a step
+
+The engine knows nothing of it: it works on the local tensors of the parameters, and so for any sharded or plain model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from yafsdp_cc.engine.communicator import Communicator
+from yafsdp_cc.engine.mesh import broadcast_over, shard_group
+from yafsdp_cc.optim.matrix import MatrixOptimizer
+from yafsdp_cc.optim.one_bit import OneBitOptimizer
+from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+_REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
+"""Optimizers whose steps are more than an update of each element by its own gradient and state."""
+
+_bound: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter, the ``ReplicaSync`` of its model."""
+
+
+class ReplicaSync(ABC):
+    """Settings and state of the synchronization of one model's replicas. Each method is a subclass.
+
+    An instance serves one model: pass it as ``sync`` to ``shard``, or to ``join_replicas``.
+    """
+
+    finishes_alone: ClassVar[bool] = False
+    """Whether ``finish`` issues no collective: state dicts then call it by themselves."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        """By full name, those that are trained."""
+        self.comm: Communicator
+        """Of the ranks that hold this shard, one in each replica."""
+        self.device: torch.device
+        self._optimizer: weakref.ref[Optimizer] | None = None
+
+    # What a method defines
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Before the optimizer's step: ``.grad`` has the replica's mean gradient."""
+
+    @abstractmethod
+    def after_step(self, optimizer: Optimizer) -> None:
+        """After it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete what is under way, so that all replicas hold the same weights and optimizer state."""
+
+    @abstractmethod
+    def planned_bytes(self) -> int:
+        """Return the bytes that this rank sends to other replicas per step, on average."""
+
+    @abstractmethod
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of its buffers by name, for the memory plan. Those made at the first step count."""
+
+    def prepare(self) -> None:
+        """Make buffers: ``parameters`` and ``comm`` are known, and all replicas hold the same weights."""
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return what is saved beside model and optimizer, by name: a tensor like each of ``locals()``, in their order.
+
+        Called after ``finish``: the same on all replicas.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Go on from weights that were just loaded, with what ``state`` returned when they were saved, if anything."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise a ``ValueError`` where this optimizer cannot be used."""
+
+    # What all share
+
+    def bind(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
+
+        Args:
+            model: sharded, or plain.
+            mesh: 1D, the ranks that hold the same shard, one in each replica.
+        """
+        if self.parameters:
+            raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
+        group = shard_group(mesh)
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        taken = next((name for name, each in named.items() if each in _bound), None)
+        if taken is not None:
+            raise ValueError(f"the replicas of this {type(model).__name__} are synchronized already ('{taken}' is)")
+        self.parameters = named
+        if not named:
+            raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
+        self.device = local_of(next(iter(named.values()))).device
+        self.comm = Communicator(group, self.device)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                local = local_of(tensor)
+                carried = local.contiguous()
+                broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+                if carried is not local:
+                    local.copy_(carried)
+        for parameter in named.values():
+            _bound[parameter] = self
+        self.prepare()
+        if self.finishes_alone:
+            model.register_state_dict_pre_hook(lambda *_: self.finish())
+        _watch_optimizers()
+
+    def locals(self) -> list[Tensor]:
+        """Return this rank's elements of each parameter, the tensors that hold them."""
+        return [local_of(each) for each in self.parameters.values()]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Check an optimizer before its first step here.
+
+        Raises:
+            ValueError: its steps cannot be synchronized in this way, or another one steps this model, too.
+        """
+        known = None if self._optimizer is None else self._optimizer()
+        if known is optimizer:
+            return
+        name = type(optimizer).__name__
+        if known is not None:
+            raise ValueError(
+                f"two optimizers, a {type(known).__name__} and a {name}, step this model, whose replicas exchange "
+                "something once per step: make one optimizer with several parameter groups"
+            )
+        self.check(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        if self.finishes_alone:
+            optimizer.register_state_dict_pre_hook(lambda _: self.finish())
+
+
+def elementwise(optimizer: Optimizer, method: str) -> None:
+    """Raise a ``ValueError`` unless the optimizer updates each element by its own gradient and state."""
+    if isinstance(optimizer, _REFUSED):
+        raise ValueError(
+            f"{method} makes steps of its own with an optimizer of torch.optim that treats each element by itself "
+            f"(AdamW, SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
+        )
+
+
+def join_replicas(model: nn.Module, mesh: DeviceMesh, sync: ReplicaSync) -> None:
+    """Synchronize the replicas of a model in another way than by a sum in every backward. A collective.
+
+    ``shard(model, mesh=mesh, sync=...)`` does it by itself. After ``fully_shard`` with ``mesh["shard"]``, or for plain
+    models on single ranks, call this, before the optimizer's first step.
+
+    Args:
+        model: this rank's; sharded across the ranks of its replica alone, or plain. Takes the first replica's weights.
+        mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``.
+        sync: ``Overlap()``, ``Outer(...)`` or ``Gossip(...)`` of ``yafsdp_cc.replicas``.
+
+    Raises:
+        ValueError: the replicas of ``model`` are synchronized already, or ``sync`` serves another model.
+    """
+    sync.bind(model, mesh)
+
+
+def sync_of(model: nn.Module) -> ReplicaSync | None:
+    """Return what synchronizes the replicas of ``model``; None where nothing does."""
+    return next((_bound[each] for each in model.parameters() if each in _bound), None)
+
+
+def synchronize_replicas(model: nn.Module) -> None:
+    """Let all replicas of ``model`` hold the same weights and optimizer state. A collective; ``save`` calls it.
+
+    Call it between steps, before the model is evaluated or its state dict is taken. What has not been exchanged yet
+    is, and what is on its way is waited for. Nothing where replicas are not synchronized by a ``ReplicaSync``.
+    """
+    sync = sync_of(model)
+    if sync is not None:
+        sync.finish()
+
+
+# Around an optimizer's step ----------------------------------------------------------------------------------------
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Call the ``ReplicaSync`` of a model around every step of an optimizer of it, from now on."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    sync = _sync_of(optimizer)
+    if sync is None:
+        return
+    if any(each is not None for each in (*args[1:], *kwargs.values())):  # the first is the optimizer
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() was given a closure, which would compute gradients in the middle of "
+            "an exchange between replicas: compute them before, and call step()"
+        )
+    sync.adopt(optimizer)
+    with torch.no_grad():
+        sync.before_step(optimizer)
+
+
+def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    sync = _sync_of(optimizer)
+    if sync is not None:
+        with torch.no_grad():
+            sync.after_step(optimizer)
+
+
+def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _bound:
+                found: ReplicaSync = _bound[parameter]
+                return found
+    return None
+
+
+def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Run the optimizer's own step on some of its parameters, those that have a ``.grad``; no hook is called."""
+    chosen = set(parameters)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, as they are now: learning rates and the like."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+@contextmanager
+def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Have ``settings`` of parameter groups for a while."""
+    before = settings_of(optimizer)
+    _set(optimizer, settings)
+    try:
+        yield
+    finally:
+        _set(optimizer, before)
+
+
+def _set(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+
+
+# Local tensors -----------------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return this rank's elements of a parameter, gradient or state, the tensor that holds them."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+class LocalBuffer:
+    """A flat fp32 buffer with room for this rank's elements of each of some tensors.
+
+    Args:
+        like: tensors on one device, of any shapes.
+        align: each begins at a multiple of so many elements; what is between them is zero.
+    """
+
+    def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
+        sizes = [each.numel() for each in like]
+        rooms = [-(-size // align) * align for size in sizes]
+        self.align, self._sizes = align, sizes
+        self.data = torch.zeros(sum(rooms), dtype=torch.float32, device=like[0].device)
+        parts = zip(self.data.split(rooms), like, strict=True)
+        self.views = [part[: each.numel()].view(each.shape) for part, each in parts]
+
+    def counts(self) -> Tensor:
+        """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
+        found = [min(self.align, size - start) for size in self._sizes for start in range(0, size, self.align)]
+        return torch.tensor([found], dtype=torch.int32).to(self.data.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
