@@ -81,7 +81,7 @@ from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.plan.units import is_small
 from yafsdp_cc.profiling import mark_optimizer_steps
 from yafsdp_cc.replicas.overlap import Overlap
-from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas
+from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.sharding import Collectives
@@ -536,7 +536,11 @@ def plan_of(model: nn.Module) -> Plan:
     Raises:
         ValueError: ``model`` is not sharded.
     """
-    return replace(plan_for(require_state(model)), arguments=_origins.get(model, ()))
+    plan = replace(plan_for(require_state(model)), arguments=_origins.get(model, ()))
+    if (sync := sync_of(model)) is not None:
+        sent = replace(plan.communication, replicas=sync.planned_bytes())
+        plan = replace(plan, communication=sent, replicas=sync.comm.world, sync_bytes=sync.memory())
+    return plan
 
 
 def counters_of(model: nn.Module) -> Counters:

@@ -87,3 +87,32 @@ def _check_prediction(world: int, replicas: int, shards: int) -> None:
     expected = dict(in_one_process(replicas, shards, STEPS).named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(whole(parameter.detach()), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@ranks(4)
+def test_the_plan_has_its_buffers_and_bytes() -> None:
+    model = sharded(2, 2, "overlap")
+    plan = yafsdp_cc.plan_of(model)
+    elements = sum(local.numel() for local in local_shards(model))
+    assert plan.replicas == 2
+    assert plan.sync_bytes["own gradients"] == plan.sync_bytes["committed weights"] == 4 * elements
+    assert plan.communication.replicas == 4 * (elements + 2 + len(list(model.parameters())))
+    assert plan.owned_bytes == sum(plan.memory.values())
+    assert "own gradients" in str(plan)
+
+
+def local_shards(model: Any) -> list[Tensor]:
+    return [parameter.to_local() for parameter in model.parameters()]
+
+
+@ranks(2)
+def test_what_cannot_be_synchronized_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(TypeError, match=r"sync takes 'overlap', or an object .*got 'gossip'"):
+        yafsdp_cc.shard(Mlp(), mesh=mesh, sync="gossip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pass init_device_mesh\(..., \(replicas, ranks of each\)"):
+        yafsdp_cc.shard(Mlp(), mesh=init_device_mesh("cpu", (2,)), sync="overlap")
+    model = sharded(2, 1, "overlap")
+    square(model, batch(0, 0)).backward()
+    with pytest.raises(ValueError, match=r"treats each element by itself .*; LBFGS does not"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
@@ -95,6 +95,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
         extra = files.read_extra(folder, *place_in(group), reader.extra_sums)
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
+    state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
     if tied := aliases(model):  # what is stored under each of their names, before one overwrites the other
         values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
@@ -123,6 +124,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         ) from error
     set_model_state_dict(model, weights[MODEL])
     compression.load_state(model, state, extra, group)
+    replicas.load_state(model, state)
     return extra
 
 

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from yafsdp_cc.engine.mesh import all_gather_objects, check_settings, group_once, new_group, timeout_of
 from yafsdp_cc.engine.module import ShardedModule, ranks_of_model, require_state
+from yafsdp_cc.replicas.sync import sync_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,9 @@ def ranks_of(model: nn.Module) -> Ranks:
     if not dist.is_initialized():
         return Ranks((), ())
     members = list(range(dist.get_world_size()))
-    if isinstance(model, ShardedModule):
+    if (sync := sync_of(model)) is not None:
+        members = sync.members
+    elif isinstance(model, ShardedModule):
         members = ranks_of_model(require_state(model))
     world = dist.group.WORLD
     assert world is not None

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.engine.mesh import all_gather_objects
+from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Group
@@ -80,7 +81,8 @@ def save(
     target = files.place(path)
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
     ranks = meet("save()", model, settings)
-    compressed = compression.sharded_state(model)  # before any rank may fail by itself
+    synchronize_replicas(model)
+    compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}  # before a rank fails by itself
     with together(ranks.front):
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +198,8 @@ class Plan(RenamedFields):
     replicas: int = 1
     """How often the ``world`` ranks of one shard are there."""
     replica_bytes: int = 0
+    sync_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What a ``ReplicaSync`` keeps of the shard, by name."""
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
     """What error feedback keeps of encoded gradients."""
@@ -246,6 +248,7 @@ class Plan(RenamedFields):
             "sums over replicas": self.replica_bytes,
             "encoded weights": self.delta_bytes,
             "host transfers": self.transfer_bytes,
+            **self.sync_bytes,
         }
         return always | {name: size for name, size in sometimes.items() if size}
 

@@ -74,6 +74,26 @@ class BackgroundSum:
             return flags + self._comm.all_reduce_bytes(self.total.nbytes)
         return flags + (self._comm.world - 1) * self._messages[0].nbytes
 
+    def mean_residual(self) -> list[Tensor]:
+        """Have every rank keep the mean of what all have lost so far, and return it for each tensor. A collective.
+
+        Empty without a codec. No sum is under way.
+        """
+        if self._codec is None:
+            return []
+        values = self.residual.values
+        for work in self._comm.all_reduce(values, async_op=False):
+            work.wait()
+        values.div_(self._comm.world)
+        return self.total.split(values[0])
+
+    def load_residual(self, residual: Sequence[Tensor]) -> None:
+        """Keep what ``mean_residual`` returned; nothing if it is empty."""
+        if self._codec is not None:
+            self.residual.clear()
+            for view, values in zip(self.total.split(self.residual.values[0]), residual, strict=False):
+                view.copy_(values)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers."""

@@ -46,6 +46,9 @@ _RUN = 1 << 22
 """Elements whose optimizer state is copied at a time."""
 
 
+_RESIDUAL = "residual"
+
+
 @dataclass
 class _Step:
     """A step whose sum is on its way."""
@@ -59,9 +62,9 @@ class _Step:
 class Overlap(ReplicaSync):
     """Hide the sum over replicas behind the next step (local prediction).
 
-    What trains is unchanged: ``loss.backward()``, ``optimizer.step()``. ``.grad`` is the replica's own mean gradient, so
-    ``clip_grad_norm_`` clips that. Between steps parameters have predicted values; ``synchronize_replicas``, ``save``
-    and ``state_dict()`` of model and optimizer commit what is on its way first.
+    The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. ``.grad`` is the replica's own mean gradient,
+    so ``clip_grad_norm_`` clips that. Between steps parameters have predicted values. ``synchronize_replicas``,
+    ``save`` and ``state_dict()`` of model and optimizer commit what is on its way first.
 
     Buffers, for each element of a shard: the sum under way and the own gradient (4 bytes each), the committed weights.
 
@@ -144,7 +147,7 @@ class Overlap(ReplicaSync):
         self._sum.start()
 
     def _restore(self, step: _Step) -> None:
-        """Wait for the sum of a step, and have it, divided, in ``.grad``, and the weights that it is to be committed to."""
+        """Wait for the sum of a step: have its mean in ``.grad``, and the weights that it is to be committed to."""
         self._sum.wait()
         used = self._used_somewhere(step)
         for parameter, total, is_used in zip(self.parameters.values(), self._sum.total.views, used, strict=True):
@@ -203,6 +206,16 @@ class Overlap(ReplicaSync):
                 step_on(optimizer, members)
             for parameter, grad in zip(members, shown, strict=True):
                 parameter.grad = grad
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        residual = self._sum.mean_residual()
+        return {_RESIDUAL: residual} if residual else {}
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        if self._pending is not None:
+            self._sum.wait()
+            self._pending = None
+        self._sum.load_residual(state.get(_RESIDUAL, ()))
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -21,6 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
@@ -28,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_cc.engine.communicator import Communicator
-from yafsdp_cc.engine.mesh import broadcast_over, shard_group
+from yafsdp_cc.engine.mesh import all_gather_objects, broadcast_over, shard_group
+from yafsdp_cc.engine.module import ShardedModule, ranks_of_model, require_state
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
@@ -60,6 +62,8 @@ class ReplicaSync(ABC):
         self.comm: Communicator
         """Of the ranks that hold this shard, one in each replica."""
         self.device: torch.device
+        self.members: list[int] = []
+        """Global ranks of all replicas."""
         self._optimizer: weakref.ref[Optimizer] | None = None
 
     # What a method defines
@@ -90,7 +94,8 @@ class ReplicaSync(ABC):
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         """Return what is saved beside model and optimizer, by name: a tensor like each of ``locals()``, in their order.
 
-        Called after ``finish``: the same on all replicas.
+        A collective, called after ``finish``. The same on all replicas, and what training goes on with here, too: so a
+        run that goes on and one that resumes make the same steps.
         """
         return {}
 
@@ -121,6 +126,8 @@ class ReplicaSync(ABC):
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
         self.comm = Communicator(group, self.device)
+        own = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else [dist.get_rank()]
+        self.members = sorted({rank for ranks in all_gather_objects(own, [group]) for rank in ranks})
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 local = local_of(tensor)
@@ -216,12 +223,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     sync = _sync_of(optimizer)
     if sync is None:
         return
+    sync.adopt(optimizer)
     if any(each is not None for each in (*args[1:], *kwargs.values())):  # the first is the optimizer
         raise ValueError(
             f"{type(optimizer).__name__}.step() was given a closure, which would compute gradients in the middle of "
             "an exchange between replicas: compute them before, and call step()"
         )
-    sync.adopt(optimizer)
     with torch.no_grad():
         sync.before_step(optimizer)
 
@@ -300,16 +307,20 @@ class LocalBuffer:
     """
 
     def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
-        sizes = [each.numel() for each in like]
-        rooms = [-(-size // align) * align for size in sizes]
-        self.align, self._sizes = align, sizes
-        self.data = torch.zeros(sum(rooms), dtype=torch.float32, device=like[0].device)
-        parts = zip(self.data.split(rooms), like, strict=True)
-        self.views = [part[: each.numel()].view(each.shape) for part, each in parts]
+        self.align, self._shapes = align, [each.shape for each in like]
+        self._rooms = [-(-each.numel() // align) * align for each in like]
+        self.data = torch.zeros(sum(self._rooms), dtype=torch.float32, device=like[0].device)
+        self.views = self.split(self.data)
+
+    def split(self, data: Tensor) -> list[Tensor]:
+        """Return the part of each tensor in a buffer like this one."""
+        parts = zip(data.split(self._rooms), self._shapes, strict=True)
+        return [part[: shape.numel()].view(shape) for part, shape in parts]
 
     def counts(self) -> Tensor:
         """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
-        found = [min(self.align, size - start) for size in self._sizes for start in range(0, size, self.align)]
+        sizes = [shape.numel() for shape in self._shapes]
+        found = [min(self.align, size - start) for size in sizes for start in range(0, size, self.align)]
         return torch.tensor([found], dtype=torch.int32).to(self.data.device)
 
     @property

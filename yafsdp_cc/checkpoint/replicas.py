@@ -1,0 +1,56 @@
+"""What replicas that are synchronized by a ``ReplicaSync`` have in a checkpoint beside the model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from yafsdp_cc.checkpoint.state import plain_name
+from yafsdp_cc.replicas.sync import local_of, sync_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+REPLICAS = "replicas"
+"""In files: as it is, or checkpoints of earlier versions would not load."""
+
+
+@torch.no_grad()
+def sharded_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the checkpoint's state holds of it, sharded like the parameters. A collective."""
+    sync = sync_of(model)
+    if sync is None:
+        return {}
+    found: dict[str, Any] = {}
+    for kind, tensors in sync.state().items():
+        found[kind] = {}
+        for (name, parameter), local in zip(sync.parameters.items(), tensors, strict=True):
+            whole = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+            local_of(whole).copy_(local)
+            found[kind][plain_name(name)] = whole
+    return {REPLICAS: found} if found else {}
+
+
+def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
+    """Return what torch loads the checkpoint's ``sharded_state`` into: what all parameters of the model have in it."""
+    sync = sync_of(model)
+    if sync is None:
+        return {}
+    saved = {path[1:] for path in (contents.planner_data or {}).values() if path[0] == REPLICAS}
+    named = {plain_name(name): each for name, each in sync.parameters.items()}
+    found = {
+        kind: {name: torch.zeros_like(each, dtype=torch.float32, requires_grad=False) for name, each in named.items()}
+        for kind in {kind for kind, _ in saved}
+        if all((kind, name) in saved for name in named)
+    }
+    return {REPLICAS: found} if found else {}
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, loaded: dict[str, Any]) -> None:
+    """Go on from weights that were just loaded, with what was loaded into ``empty_state``."""
+    if (sync := sync_of(model)) is not None:
+        saved = loaded.get(REPLICAS, {})
+        sync.load_state({kind: [local_of(each) for each in tensors.values()] for kind, tensors in saved.items()})
