@@ -109,3 +109,15 @@ EXCHANGES = {
     "ours gather exact": _gathers("all_gather"),
     "ours gather int8": _gathers("all_gather", codec="int8"),
 }
+
+
+def _replicas(maker: str, **settings: Any) -> Contestant:
+    return Contestant(maker, settings, baseline="synchronous")
+
+
+REPLICAS = {
+    "synchronous": _replicas("synchronous"),
+    "overlap": _replicas("Overlap"),
+    "overlap int8": _replicas("Overlap", codec="int8"),
+}
+"""Contestants of the suite ``replicas``: classes of ``yafsdp_cc.replicas``."""

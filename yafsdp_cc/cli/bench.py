@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from yafsdp_cc.bench.common import about, names, save
-from yafsdp_cc.bench.contestants import EXCHANGES, PIPELINE, SLOW, TRAINING
+from yafsdp_cc.bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
 from yafsdp_cc.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-CONTESTANTS = {"train": list(TRAINING), "slow": list(SLOW), "exchanges": list(EXCHANGES), "pipeline": list(PIPELINE)}
+CONTESTANTS = {
+    "train": list(TRAINING),
+    "slow": list(SLOW),
+    "exchanges": list(EXCHANGES),
+    "pipeline": list(PIPELINE),
+    "replicas": list(REPLICAS),
+}
 OF_TRAINING = ("bandwidths", "delay_ms", "steps")
 """Options that are not for the suite ``exchanges``."""
 PICTURES = (".svg", ".png")
@@ -26,6 +32,7 @@ train: the demo's model trains over links of the given bandwidth, each rank in a
 Shows tokens per second and the bytes sent. slow: the same for whole runs of as many tokens, as loss against
 wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback. Shows processor and
 wall milliseconds. pipeline: stages send each other activations and gradients, exactly or encoded, forward / backward.
+replicas: whole replicas, each in a namespace of its own, are summed over in every backward, or synchronized otherwise.
 Contestants take turns: what slows one down slows all."""
 
 
@@ -51,13 +58,16 @@ def main(argv: list[str]) -> int:
         _check(parser, name, "contestant", CONTESTANTS[suite])
     given = {option: value for option, value in asked.items() if value is not None}
     if suite == "exchanges" and given.keys() & set(OF_TRAINING):
-        parser.error("--bandwidth, --delay-ms and --steps are for --suite train, slow and pipeline")
+        parser.error("--bandwidth, --delay-ms and --steps are for --suite train, slow, pipeline and replicas")
     for option in ("picture", "learnt"):
         if suite != "slow" and option in given:
             parser.error(f"--{option} is for --suite slow")
     for option in ("epochs", "seeds"):
         if suite != "pipeline" and option in given:
             parser.error(f"--{option} is for --suite pipeline")
+    for option in ("shards", "slowdown"):
+        if suite != "replicas" and option in given:
+            parser.error(f"--{option} is for --suite replicas")
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{option} {file}: there is no such folder")
@@ -93,9 +103,13 @@ def _parser() -> _Parser:
     parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train, pipeline: 2, others: 2,4)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
-    training = parser.add_argument_group("of train, slow and pipeline")
+    training = parser.add_argument_group("of train, slow, pipeline and replicas")
     training.add_argument(
-        "--bandwidth", dest="bandwidths", type=names, metavar="RATES", help="of links, 100mbit,1gbit,unshaped"
+        "--bandwidth",
+        dest="bandwidths",
+        type=names,
+        metavar="RATES",
+        help="of links, 100mbit,1gbit,unshaped; replicas: or matched",
     )
     training.add_argument("--delay-ms", type=float, metavar="MS", help="one way; an answer takes twice that (0)")
     steps = "of each contestant (in each turn: 2; slow, in all: 300)"
@@ -106,6 +120,10 @@ def _parser() -> _Parser:
     training.add_argument("--learnt", type=Path, metavar="FILE", help=learnt)
     epochs = "pipeline: that each contestant learns, for its loss, in its whole run (0)"
     training.add_argument("--epochs", type=positive, metavar="N", help=epochs)
+    shards = "replicas: ranks of each, without a slow link among them (1)"
+    training.add_argument("--shards", type=positive, metavar="N", help=shards)
+    slowdown = "replicas: how many times as long the last one computes (1)"
+    training.add_argument("--slowdown", type=float, metavar="X", help=slowdown)
     training.add_argument("--seeds", type=positive, metavar="N", help="pipeline: runs of --epochs each (1)")
     return parser
 
