@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 TUTORIALS = ["loop", "lora", "slow-network", "machines", "sparse-attention"]
-GUIDES = ["using", "migrating", "compression", "one-bit", "muon", "launch", "profiling", "pipelines"]
+GUIDES = ["using", "migrating", "compression", "one-bit", "muon", "launch", "profiling", "pipelines", "replicas"]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/tutorials/{name}.md" for name in TUTORIALS)]
 
 
@@ -48,7 +48,7 @@ ELSEWHERE = (
     "source ",
     "srun ",
     "yafsdp-cc launch --nnodes=2",
-    *(f"yafsdp-cc bench --suite {name}" for name in ("slow", "train", "pipeline")),
+    *(f"yafsdp-cc bench --suite {name}" for name in ("slow", "train", "pipeline", "replicas")),
 )
 """Begins of commands that need an installation of their own, Slurm, a second machine or hours."""
 COMMANDS = ["README.md", *(f"docs/{name}.md" for name in ("launch", "estimate", "frameworks", "netlab"))]

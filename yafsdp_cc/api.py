@@ -313,8 +313,10 @@ def shard(
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
     mesh = all_ranks() if mesh is None else mesh
-    if sync is not None:
-        everywhere, synchronizes = mesh, Overlap() if sync == "overlap" else sync
+    everywhere, synchronizes = mesh, Overlap() if sync == "overlap" else sync
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        check_settings({"sync": None if sync is None else repr(synchronizes)}, _everybody(mesh))
+    if synchronizes is not None:
         with refused_together(*_everybody(mesh)):
             mesh = _mesh_of_replica(everywhere, synchronizes)
     with refused_together(*_everybody(mesh)):
@@ -352,7 +354,7 @@ def shard(
         for unit in division.units:
             if unit.modules != (model,):
                 given.collectives.check_group(unit.name, keeps)
-    if sync is None:
+    if synchronizes is None:
         _warn_of_whole_model(mesh, division)
     info, across = given.info, all_groups(mesh)
     settings = {
@@ -398,7 +400,7 @@ def shard(
         _warn_of_residuals(plan_of(model), given.compression)
     mark_optimizer_steps()
     patch_torch()
-    if sync is not None:
+    if synchronizes is not None:
         join_replicas(model, everywhere[_names_of(everywhere)[0]], synchronizes)
     return model
 

@@ -95,6 +95,9 @@ class ShardSection(BaseModel):
     ownership: Literal["flat", "matrix"] | Annotated[list[Text], Field(min_length=1)] = "flat"
     """What ranks own of a parameter: flat, a range of its elements; matrix, whole matrices of the blocks, for Muon; or
     patterns of the names of parameters that lie whole. Not with fully_shard."""
+    sync: Literal["overlap"] | None = None
+    """How replicas are kept together: overlap, by sums that are hidden behind the next step; null: by a sum in every
+    backward. Not with fully_shard."""
     reshard_after_forward: bool | Positive | None = None
     """false keeps unsharded weights until they change; a number reshards them across so many neighbouring ranks."""
     cpu_offload: bool = False
@@ -110,6 +113,8 @@ class ShardSection(BaseModel):
             raise ValueError(
                 f"zero_stage {self.zero_stage} keeps weights whole, and reshard_after_forward does not: leave one out"
             )
+        if self.sync is not None and self.replicate == 1:
+            raise ValueError(f"sync {self.sync} keeps replicas together, and there is one: set replicate to 2 or more")
         return self
 
 

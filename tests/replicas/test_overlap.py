@@ -112,6 +112,8 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync="gossip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pass init_device_mesh\(..., \(replicas, ranks of each\)"):
         yafsdp_cc.shard(Mlp(), mesh=init_device_mesh("cpu", (2,)), sync="overlap")
+    with pytest.raises(ValueError, match="sync differs between ranks"):
+        yafsdp_cc.shard(Mlp(), mesh=mesh, sync=None if dist.get_rank() else "overlap")
     model = sharded(2, 1, "overlap")
     square(model, batch(0, 0)).backward()
     with pytest.raises(ValueError, match=r"treats each element by itself .*; LBFGS does not"):

@@ -83,6 +83,9 @@ class Overlap(ReplicaSync):
         self._pending: _Step | None = None
         self._steps = 0
 
+    def __repr__(self) -> str:
+        return f"Overlap(codec={self.codec!r})"
+
     def prepare(self) -> None:
         like = self.locals()
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
