@@ -682,7 +682,7 @@ def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
         raise ValueError(
             f"sync keeps replicas together, and mesh is {mesh}: pass init_device_mesh(..., (replicas, ranks of each), "
-            'mesh_dim_names=("replicate", "shard"))'
+            'mesh_dim_names=("replicate", "shard")), or in a run file shard.replicate'
         )
     return mesh[_names_of(mesh)[1]]
 

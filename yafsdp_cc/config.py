@@ -113,8 +113,6 @@ class ShardSection(BaseModel):
             raise ValueError(
                 f"zero_stage {self.zero_stage} keeps weights whole, and reshard_after_forward does not: leave one out"
             )
-        if self.sync is not None and self.replicate == 1:
-            raise ValueError(f"sync {self.sync} keeps replicas together, and there is one: set replicate to 2 or more")
         return self
 
 

@@ -45,6 +45,7 @@ from yafsdp_cc.engine import reductions, streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -553,13 +554,14 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
         What became of the batch, known behind the block.
 
     Raises:
-        ValueError: a model is not sharded, or only a part of what is; or meshes differ.
+        ValueError: a model is not sharded, only a part of what is, or sharded with ``sync``; or meshes differ.
         NotImplementedError: a part of a model makes collectives of its own: tensor parallelism, ``SyncBatchNorm``.
         RuntimeError: entered within another block, a forward or a backward; and on all ranks, behind the block: weights
             have changed in it, or more than ``limit`` batches in a row were skipped.
         OutsideOnlyError: the block reads a norm, a sum or a ``full_tensor()`` of sharded tensors: collectives.
         StopIteration: raised in the block; this is no failure, and the other ranks raise a ``RuntimeError``.
     """
+    refuse_sync("skip_together", model, *others)
     block = _Block((model, *others))
     block.open()
     error: Exception | None = None

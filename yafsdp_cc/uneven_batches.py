@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from yafsdp_cc.engine.autograd import map_tensors
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.skipped_batches import check_outside_of_block
 
 if TYPE_CHECKING:
@@ -140,11 +141,12 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
         What makes of this rank's batches those of the loop, and knows the ``weight`` of each.
 
     Raises:
-        ValueError: ``model`` is not sharded, or only a part of what is.
+        ValueError: ``model`` is not sharded, only a part of what is, or sharded with ``sync``.
         RuntimeError: on all ranks: an output of the model cannot be looked into (in a forward), or some ranks have left
             the loop and others have not.
     """
     state = require_state(model)
+    refuse_sync("uneven", model)
     if state.model is not model:
         raise ValueError(f"uneven takes the whole sharded model; this {type(model).__name__} is a part of one")
     batches = UnevenBatches(state.context.info.mesh)

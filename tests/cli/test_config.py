@@ -376,6 +376,11 @@ def test_replicas_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = yafsdp_cc.plan_of(model)
     assert (plan.world, plan.replicas) == (1, 2)
     assert plan.host_bytes > 0
+    left(monkeypatch, shard__replicate=2, shard__sync="overlap")
+    assert yafsdp_cc.plan_of(yafsdp_cc.shard(blocks())).sync_bytes
+    left(monkeypatch, shard__sync="overlap")
+    with pytest.raises(ValueError, match=r"or in a run file shard.replicate"):
+        yafsdp_cc.shard(blocks())
     left(monkeypatch, shard__replicate=3)
     with pytest.raises(ValueError, match=r"shard.replicate=3 \(run.yaml:0\) does not divide the 2 ranks of this run"):
         yafsdp_cc.shard(blocks())

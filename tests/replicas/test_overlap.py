@@ -118,3 +118,24 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     square(model, batch(0, 0)).backward()
     with pytest.raises(ValueError, match=r"treats each element by itself .*; LBFGS does not"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train(model, optimizer, range(1))
+    for call in (yafsdp_cc.uneven, yafsdp_cc.skip_together):
+        with pytest.raises(ValueError, match=f"{call.__name__} settles .* and Overlap needs"), call(model):
+            pass
+    with torch.no_grad():
+        model.get_parameter("leave.weight").zero_()
+    with pytest.raises(RuntimeError, match=r"'enter.bias', or .* changed between two steps .* synchronize_"):
+        train(model, optimizer, range(1, 2))
+
+
+@ranks(2)
+def test_weights_may_be_changed_once_replicas_are_synchronized() -> None:
+    model = sharded(2, 1, "overlap")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    train(model, optimizer, range(2))
+    yafsdp_cc.synchronize_replicas(model)
+    with torch.no_grad():
+        model.get_parameter("leave.weight").fill_(3.0)
+    train(model, optimizer, range(2, 4))
+    assert bool((whole(model.get_parameter("leave.weight").detach()) == 3).all())

@@ -37,6 +37,7 @@ from yafsdp_cc.engine.module import (
     require_state,
     whole_params_by_group,
 )
+from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -57,6 +58,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         RuntimeError: called inside a forward or a backward.
     """
     check_is_one_model("full_state_dict()", model)
+    synchronize_replicas(model)
     full: dict[str, Tensor] = {}
     for names, tensor in _whole_tensors(model):
         full.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
@@ -87,6 +89,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                 f"save_safetensors(dtype={dtype}) would cast '{param.spec.name}', whose {param.parameter.dtype} are "
                 "bytes of a quantised weight: leave dtype out"
             )
+    synchronize_replicas(model)
     group = ranks_of(model).front
     is_first = place_in(group)[0] == 0
     target = files.place(path)
@@ -118,6 +121,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         ValueError: names or shapes differ, or the values of a tied weight under its names, by full names; on all ranks.
         RuntimeError: called inside ``whole_parameters``.
     """
+    synchronize_replicas(model)  # or what is on its way would be committed to the weights of before
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)

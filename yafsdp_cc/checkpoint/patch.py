@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.engine.module import check_at_rest, check_shows_shards, require_state
+from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
     import os
@@ -84,7 +85,8 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
 
     The patches of all ranks together are that of the model; where ranks hold the same weights, the first one has them.
     The first call takes note of the weights and returns an empty patch: give receivers whole ones at that time, as of
-    ``save_safetensors``. Not a collective. It keeps this rank's shards in ``dtype``, and casts one parameter at a time.
+    ``save_safetensors``. It keeps this rank's shards in ``dtype``, and casts one parameter at a time. Not a collective;
+    with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
 
     Args:
         model: what was given to ``shard``; its floating-point parameters are looked at, not its buffers.
@@ -99,6 +101,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
         raise TypeError(f"weight_patch takes a floating-point dtype, such as torch.bfloat16; got {dtype!r}")
     state = require_state(model)
     check_at_rest(state, "weight_patch")
+    synchronize_replicas(model)
     check_shows_shards(model, "weight_patch")
     sent = _sent.setdefault(state.model, _Sent(dtype))
     if sent.dtype != dtype:

@@ -81,6 +81,8 @@ class Overlap(ReplicaSync):
         super().__init__()
         self.codec = codec
         self._pending: _Step | None = None
+        self._versions: list[int] = []
+        """Of the parameters, as they were predicted."""
         self._steps = 0
 
     def __repr__(self) -> str:
@@ -124,6 +126,7 @@ class Overlap(ReplicaSync):
                 parameter.grad = None
             torch._foreach_copy_(self._committed, self.locals())
         else:
+            self._check_unchanged()
             self._restore(arrived)
             for group, settings in zip(optimizer.param_groups, arrived.settings, strict=True):
                 group.update(settings)
@@ -141,6 +144,16 @@ class Overlap(ReplicaSync):
                 local_of(grad).copy_(view)
         self._grads = []
         self._predict(optimizer)
+        self._versions = [each._version for each in self.locals()]
+
+    def _check_unchanged(self) -> None:
+        """Raise where somebody has changed the predicted weights, which the committed ones are about to overwrite."""
+        for name, local, version in zip(self.parameters, self.locals(), self._versions, strict=True):
+            if local._version != version:
+                raise RuntimeError(
+                    f"'{name}', or a parameter that shares its buffer, was changed between two steps of an optimizer, "
+                    "where both hold predicted weights: the change would be lost. Call yafsdp_cc.synchronize_replicas(model) on all ranks before it"
+                )
 
     def _start(self, own: _Step) -> None:
         torch._foreach_copy_(self._sum.total.views, self._own.views)

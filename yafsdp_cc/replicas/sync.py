@@ -209,6 +209,16 @@ def synchronize_replicas(model: nn.Module) -> None:
         sync.finish()
 
 
+def refuse_sync(call: str, *models: nn.Module) -> None:
+    """Raise a ``ValueError`` where ``call`` would let replicas of a model make different numbers of steps."""
+    for model in models:
+        if (sync := sync_of(model)) is not None:
+            raise ValueError(
+                f"{call} settles among the ranks of one replica which batches count, and {type(sync).__name__} needs "
+                "all replicas to make the same steps: leave it out, or shard without sync"
+            )
+
+
 # Around an optimizer's step ----------------------------------------------------------------------------------------
 
 
