@@ -152,7 +152,8 @@ class Overlap(ReplicaSync):
             if local._version != version:
                 raise RuntimeError(
                     f"'{name}', or a parameter that shares its buffer, was changed between two steps of an optimizer, "
-                    "where both hold predicted weights: the change would be lost. Call yafsdp_cc.synchronize_replicas(model) on all ranks before it"
+                    "where both hold predicted weights: the change would be lost. Call "
+                    "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
                 )
 
     def _start(self, own: _Step) -> None:
