@@ -817,11 +817,6 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
 def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
     """Return what a reduction over all elements of a sharded tensor is made of."""
     spec = flat.shard_spec
-    if type(flat._local_tensor) not in PLAIN:
-        raise NotImplementedError(
-            f"a norm, sum or extreme of {spec}, whose local tensor is a {type(flat._local_tensor).__name__}: take it of "
-            "what .full_tensor() gives, on every rank"
-        )
     counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 

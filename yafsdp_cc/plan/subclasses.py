@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,12 @@ class Part(NamedTuple):
         """Return it as a view of ``data``, uint8."""
         own = data.narrow(0, self.offset, self.nbytes).view(self.dtype)
         return own.as_strided(self.shape, self.stride)
+
+    def beginning_within(self, data: Tensor) -> Tensor:
+        """Return the same as a tensor whose storage begins with it, as that of a tensor of its own."""
+        bytes_ = from_dlpack(to_dlpack(data.narrow(0, self.offset, self.nbytes)))
+        own: Tensor = bytes_.view(self.dtype).as_strided(self.shape, self.stride)
+        return own
 
 
 @dataclass(frozen=True)
