@@ -22,9 +22,12 @@ from tests.ranks import ranks
 from tests.subclasses import (
     Codes,
     Float8Weight,
+    Halves,
+    HalvesLinear,
     LowRank,
     PackedBytes,
     PaddedWeight,
+    Pair,
     RoundedLinear,
     RowScaledWeight,
     row_scale,
@@ -216,6 +219,105 @@ def test_extensions_in_checkpoints(world: int, tmp_path: Path) -> None:
     same_weights(third, plain)
 
 
+# Classes around two tensors ------------------------------------------------------------------------------------------
+
+
+def wide(width: int) -> nn.Module:
+    """Blocks without biases: in FSDP2, ``foreach`` steps beside such a class change plain parameters twice."""
+    model = seeded(partial(Mlp, width=width))
+    model.leave = nn.Linear(width, width)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.bias = None
+    return model
+
+
+def parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a sharded one is made of, whole."""
+    whole_one = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return [whole_one.one, whole_one.other] if isinstance(whole_one, Pair) else [whole_one]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
+    """Values, gradients and optimizer state, to the bit on two ranks; shards of the class and plain gradients."""
+    cases: list[tuple[Any, int, dict[str, Any]]] = [
+        (Pair, WIDTH, {}),
+        (Pair, WIDTH, {"reshard_after_forward": False, "mp_policy": BF16}),
+        (Halves, 33, {}),
+    ]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        cases.append((Pair, WIDTH, {"mesh": mesh}))
+    for kind, width, options in cases:
+        found: list[list[Tensor]] = []
+        norms: list[Tensor] = []
+        for apply in (yafsdp_cc.fully_shard, fsdp2):
+            model = by_blocks(apply, extended(wide(width), kind.of), **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            held: list[Tensor] = []
+            for step in range(4):
+                square(model, numbers(3, width, seed=10 * step + dist.get_rank())).backward()
+                if step % 2:  # after two micro-batches
+                    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e3).full_tensor())
+                    optimizer.step()
+                    held += [whole(p.grad) for p in model.parameters()]
+                    assert all(type(p.grad.to_local()) is Tensor for p in model.parameters())
+                    optimizer.zero_grad()
+            for parameter in model.parameters():
+                assert type(parameter.to_local()) is kind
+                held += parts(parameter) + parts(optimizer.state[parameter]["exp_avg"])
+                assert parameter.to_local().shape[1:] == parameter.shape[1:]
+            found.append(held)
+        for one, other in zip(*found, strict=True):
+            within = 0 if world == 2 else 1e-5  # which of four summands are added first differs
+            torch.testing.assert_close(one, other, rtol=within, atol=within, msg=f"{kind.__name__} {options}")
+        torch.testing.assert_close(norms[:2], norms[2:])
+
+
+class HalvesMlp(Mlp):
+    """One whose weights are ``Halves``, in one process and without a class."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.__class__ = HalvesLinear
+                module.other = nn.Parameter(module.weight.detach() / 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_two_tensors_train_as_in_one_process(world: int) -> None:
+    """To the bit, also where FSDP2 raises, or steps of other parameters are made twice; by a loop, foreach and fused."""
+    for width, options, way in (
+        (33, {"reshard_after_forward": world // 2}, {}),
+        (38, {"reshard_after_forward": False}, {"foreach": False}),
+        (3, {}, {"fused": True}),  # of four ranks, one has no rows
+    ):
+        model = extended(seeded(partial(Mlp, width=width)), Halves.of)
+        by_blocks(yafsdp_cc.fully_shard, model, **options)
+        plain = seeded(partial(HalvesMlp, width))
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2, **way) for each in (model, plain)]
+        for step in range(3):
+            batches = [numbers(3, width, seed=10 * step + rank) for rank in range(world)]
+            model.set_requires_gradient_sync(step > 0)
+            square(model, mine(batches)).backward()
+            gradients = [torch.autograd.grad(square(plain, each), list(plain.parameters())) for each in batches]
+            for parameter, *each in zip(plain.parameters(), *gradients, strict=True):
+                mean = torch.stack(each).sum(0) / world
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+            if step:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            for suffix, found in zip(("weight", "other"), parts(parameter.detach()), strict=False):
+                truth = plain.get_parameter(name.replace("weight", suffix)).detach()
+                torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6, msg=f"{name} {width}")
+
+
 class Half(Float8Weight):
     """One with a half of the extension: what it inherits of the other half is not to be found."""
 
@@ -265,15 +367,25 @@ class Forgetting(Float8Weight):
         return inner["master"]
 
 
+class Bare(Pair):
+    """One around two tensors, without an extension."""
+
+    fsdp_pre_all_gather: Any = property()
+    fsdp_post_all_gather: Any = property()
+
+
 class Trained(nn.Parameter):
     """A class that says nothing of its own."""
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
-    "no extension": (Trained, {}, "Trained and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
+    "no extension": (Trained, {}, "Trained of.* and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
     "half an extension": (Half, {}, "Half, which has fsdp_post_all_gather and no fsdp_pre_all_gather"),
-    "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient.*has upper, lower"),
-    "not made again": (Forgetting, {}, "whose __tensor_unflatten__.* does not make one of its class again"),
+    "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient: one around upper, lower is sharded"),
+    "two tensors, no extension": (Bare.of, {}, "Bare and requires a gradient, but its class has no fsdp_pre_all_gather"),
+    "two tensors, compression": (Pair.of, {"compression": "int8"}, "leave out compression"),
+    "two tensors, offload": (Pair.of, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
+    "not made again": (lambda weight: nn.Parameter(Forgetting(weight), requires_grad=False), {}, "whose __tensor_unflatten__.* does not make one of its class again"),
     "compression": (Float8Weight, {"compression": "int8"}, "leave out compression"),
     "offload": (Float8Weight, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
     "ownership": (Float8Weight, {"ownership": ["1.weight"]}, "ownership would have it whole"),
@@ -287,13 +399,13 @@ def test_refused_by_name_on_all_ranks(case: str) -> None:
     kind, options, said = REFUSED[case]
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     odd = kind(model[1].weight.detach().clone())
-    model[1].weight = nn.Parameter(odd) if type(odd) is not Trained else odd
+    model[1].weight = odd if isinstance(odd, nn.Parameter) else nn.Parameter(odd)
     wrong = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) if dist.get_rank() and not options else model
     with pytest.raises(ValueError, match=rf"'1\.weight' is a tests[a-z._]+\.(\w+, .*)?{said}"):
         yafsdp_cc.shard(wrong, **options)
-    assert model[1].weight is odd or type(model[1].weight) is kind
+    assert type(model[1].weight) is type(odd)
     yafsdp_cc.shard(model, ignored_params=[model[1].weight])
-    assert type(model[1].weight) is kind
+    assert type(model[1].weight) is type(odd)
 
 
 @ranks(2)
