@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -316,6 +323,81 @@ def test_two_tensors_train_as_in_one_process(world: int) -> None:
             for suffix, found in zip(("weight", "other"), parts(parameter.detach()), strict=False):
                 truth = plain.get_parameter(name.replace("weight", suffix)).detach()
                 torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6, msg=f"{name} {width}")
+
+
+@ranks(2)
+def test_two_tensors_in_checkpoints(tmp_path: Path) -> None:
+    """Of ours, of torch's to and from FSDP2, and in full state dicts: values and optimizer state of both tensors."""
+    torch.serialization.add_safe_globals([Halves])  # as torch.load asks of checkpoints that FSDP2 writes, too
+    width = 33
+
+    def fresh(apply: Any = yafsdp_cc.fully_shard) -> Any:
+        return by_blocks(apply, extended(wide(width), Halves.of))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        square(model, numbers(3, width, seed=seed + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def same(one: nn.Module, other: nn.Module) -> None:
+        for parameter, again in zip(one.parameters(), other.parameters(), strict=True):
+            for found, truth in zip(parts(parameter.detach()), parts(again.detach()), strict=True):
+                torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    models = [fresh(), fresh(fsdp2), fresh()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    ours, theirs, third = models
+    step(ours, optimizers[0], 0)
+    yafsdp_cc.save(tmp_path / "ours", ours, optimizers[0])
+    yafsdp_cc.load(tmp_path / "ours", third, optimizers[2])
+    same(third, ours)
+    step(ours, optimizers[0], 10)
+    dcp.save(state(ours, optimizers[0]), checkpoint_id=tmp_path / "dcp")
+    for place in (1, 2):
+        loaded = state(models[place], optimizers[place])
+        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+        set_state_dict(
+            models[place],
+            optimizers[place],
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        same(models[place], ours)
+        step(models[place], optimizers[place], 20)
+    step(ours, optimizers[0], 20)
+    same(theirs, ours)
+    same(third, ours)
+    # Whole: on the first rank, from there to all, by copies and by assignments.
+    full = yafsdp_cc.full_state_dict(ours)
+    assert not full or {type(value) for value in full.values()} == {Halves}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    everywhere = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    again = fresh()
+    set_model_state_dict(again, dict(everywhere), options=options)
+    same(again, ours)
+    with torch.device("meta"):
+        meta = extended(Mlp(width=width), Halves.of)
+        meta.leave = nn.Linear(width, width)
+        meta.leave.weight = nn.Parameter(Halves.of(meta.leave.weight.detach()))
+        for module in meta.modules():
+            if isinstance(module, nn.Linear):
+                module.bias = None
+    by_blocks(yafsdp_cc.fully_shard, meta).load_state_dict(dict(everywhere), assign=True)
+    same(meta, ours)
+    with yafsdp_cc.whole_parameters(ours, write=True):
+        assert type(ours.enter.weight) is Halves
+        assert torch.equal(ours.enter.weight.other, everywhere["enter.weight"].other)
+        with torch.no_grad():
+            ours.enter.weight.other.zero_()
+    assert not parts(ours.enter.weight.detach())[1].any()
+    plain = yafsdp_cc.unshard_model(third)
+    assert type(plain.enter.weight) is Halves and isinstance(plain.enter.weight, nn.Parameter)
+    same(meta, again)
+    assert torch.equal(plain.enter.weight.other, everywhere["enter.weight"].other)
 
 
 class Half(Float8Weight):
