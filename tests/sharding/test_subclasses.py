@@ -233,7 +233,7 @@ class Twice(Mlp):
     """One whose blocks are called twice, or so many times, with as many outputs as inputs."""
 
     def __init__(self, width: int, times: int = 2) -> None:
-        super().__init__(width=width)
+        super().__init__(1, width)
         self.leave, self.times = nn.Linear(width, width), times
 
     def forward(self, x: Tensor) -> Tensor:
@@ -503,12 +503,68 @@ def test_an_extension_that_changes_its_mind_is_refused_by_name() -> None:
 
 @ranks(2)
 def test_an_extension_of_a_local_tensor_is_refused_by_name() -> None:
-    """FSDP2 looks for it there; a flat range would never be handed to it."""
+    """Where that is a flat range, which would never be handed to it; and so is a class that has none by then."""
     model: Any = yafsdp_cc.fully_shard(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     local = model[1].weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_, **__: None
     with pytest.raises(ValueError, match=r"'1\.weight' was given fsdp_pre_all_gather on its local tensor"):
         model(torch.ones(2, 32))
+    model = yafsdp_cc.fully_shard(extended(nn.Sequential(nn.Linear(32, 32)), Bare.of))
+    with pytest.raises(ValueError, match=r"'0\.weight' is a tests.*Bare and requires a gradient.*may be given them"):
+        model(torch.ones(2, 32))
+
+
+@ranks(2)
+def test_local_tensors_of_a_class_are_given_extensions() -> None:
+    """As FSDP2's users do it after ``fully_shard``, where rows have to be padded, too; the same numbers to the bit."""
+
+    def fsdp_pre_all_gather(self: Pair, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        rows = -(-size[0] // mesh.size()) - self.size(0)
+        return (nn.functional.pad(self.one - self.other, (0, 0, 0, rows)).bfloat16(),), None
+
+    def fsdp_post_all_gather(
+        self: Pair, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        whole_weight = outputs[0].to(dtype)
+        if out is None:
+            return whole_weight, (whole_weight,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole_weight[: out.size(0)])
+        return None
+
+    found = []
+    for apply in (yafsdp_cc.fully_shard, fsdp2):
+        model = by_blocks(apply, extended(seeded(partial(Twice, 33)), Bare.of), reshard_after_forward=False)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                local = parameter._local_tensor
+                local.fsdp_pre_all_gather = fsdp_pre_all_gather.__get__(local)
+                local.fsdp_post_all_gather = fsdp_post_all_gather.__get__(local)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for step in range(3):
+            square(model, numbers(3, 33, seed=10 * step + dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():  # what is written past the parameter is gathered, too
+                model.enter.weight.to_local().other.mul_(0.5)
+        found.append([part for parameter in model.parameters() for part in parts(parameter.detach())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@ranks(2)
+def test_what_takes_plain_tensors_refuses_classes_by_name(tmp_path: Path) -> None:
+    model = yafsdp_cc.shard(extended(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), Pair.of))
+    square(model, numbers(2, 32)).backward()
+    optimizer = yafsdp_cc.optim.Adafactor(model.parameters())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for act, what in {
+        optimizer.step: "Adafactor",
+        partial(yafsdp_cc.weight_patch, model): "weight_patch",
+        partial(yafsdp_cc.save_safetensors, tmp_path / "model", model): "a safetensors file",
+        partial(set_model_state_dict, model, model.state_dict(), options=options): "broadcast_from_rank0=True",
+    }.items():
+        with pytest.raises(NotImplementedError, match=rf"{what} takes plain tensors, and what .*'0\.weight'.* is a .*Pair"):
+            act()
 
 
 # Frozen bytes --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from yafsdp_cc.engine.mesh import (
 )
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.engine.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
-from yafsdp_cc.plan.subclasses import PLAIN, as_plain, tensors_of
+from yafsdp_cc.plan.subclasses import PLAIN, as_plain, check_plain, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1014,13 +1014,18 @@ def check_optimizers() -> None:
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         refusal, dims = _refusal_of(optimizer)
+        name = type(optimizer).__name__
+        is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in type(optimizer).__mro__)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
                     raise NotImplementedError(refusal.format(parameter.shard_spec))
+                if is_ours and isinstance(parameter, FlatDTensor):
+                    spec, local = parameter.shard_spec, parameter._local_tensor
+                    check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
+                        f"this {name} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
         if optimizer not in seen:

@@ -165,7 +165,7 @@ class TensorSubclass:
     @property
     def name(self) -> str:
         """Full name of the class."""
-        return f"{self.form.kind.__module__}.{self.form.kind.__qualname__}"
+        return _name_of(self.form.kind)
 
 
 def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
@@ -216,6 +216,14 @@ def as_plain(tensor: Tensor) -> Tensor:
     if type(tensor) in PLAIN:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def check_plain(name: object, local: Tensor, what: str, instead: str) -> None:
+    """Raise a ``NotImplementedError`` where a local tensor is of a class, and ``what`` takes plain ones."""
+    if type(local) not in PLAIN:
+        raise NotImplementedError(
+            f"{what} takes plain tensors, and what this rank has of {name} is a {_name_of(type(local))}: {instead}"
+        )
 
 
 def subclass_of(parameter: Tensor) -> TensorSubclass | None:
@@ -290,8 +298,11 @@ _REMEDY = "pass it in ignored_params, which leaves it whole on every rank"
 
 
 def _described(name: str, parameter: nn.Parameter) -> str:
-    kind = type(parameter)
-    return f"{name!r} is a {kind.__module__}.{kind.__qualname__}"
+    return f"{name!r} is a {_name_of(type(parameter))}"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
