@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from typing_extensions import Self
 
 T = TypeVar("T", bound=Tensor)
 aten = torch.ops.aten
@@ -207,10 +208,10 @@ class Codes(Tensor):
         return (self.levels[nibbles] * self.scales[:, None]).view(self.size())
 
 
-class Pair(Tensor):
-    """A weight around two tensors that every operation runs on, as torch's ``TwoTensor``; forwards see it as it is."""
+class Bare(Tensor):
+    """A weight around two tensors that every operation runs on, as torch's ``TwoTensor``, without an extension."""
 
-    def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+    def __new__(cls, one: Tensor, other: Tensor) -> Self:
         return _wrapper(cls, one, one.dtype)
 
     def __init__(self, one: Tensor, other: Tensor) -> None:
@@ -218,7 +219,7 @@ class Pair(Tensor):
         self.one, self.other = one, other
 
     @classmethod
-    def of(cls, weight: Tensor) -> Pair:
+    def of(cls, weight: Tensor) -> Self:
         """Make one whose two tensors differ."""
         return cls(weight.clone(), weight / 2)
 
@@ -226,7 +227,7 @@ class Pair(Tensor):
         return ["one", "other"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Pair:
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Self:
         return cls(inner["one"], inner["other"])
 
     @classmethod
@@ -240,6 +241,10 @@ class Pair(Tensor):
         pairs = zip(leaves, pytree.tree_leaves(both[1]), strict=True)
         made = [cls(*pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs]
         return return_and_correct_aliasing(func, args, kwargs or {}, pytree.tree_unflatten(made, tree))
+
+
+class Pair(Bare):
+    """The same with an extension: forwards see it as it is."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
