@@ -305,7 +305,7 @@ class HalvesMlp(Mlp):
 @pytest.mark.parametrize("world", [2, 4])
 @ranks("world")
 def test_two_tensors_train_as_in_one_process(world: int) -> None:
-    """To the bit, also where FSDP2 raises, or steps of other parameters are made twice; by a loop, foreach and fused."""
+    """Also where FSDP2 raises, or makes steps of other parameters twice: by loops, foreach and fused steps."""
     for width, options, way in (
         (33, {"reshard_after_forward": world // 2}, {}),
         (38, {"reshard_after_forward": False}, {"foreach": False}),
@@ -398,7 +398,8 @@ def test_two_tensors_in_checkpoints(tmp_path: Path) -> None:
             ours.enter.weight.other.zero_()
     assert not parts(ours.enter.weight.detach())[1].any()
     plain = yafsdp_cc.unshard_model(third)
-    assert type(plain.enter.weight) is Halves and isinstance(plain.enter.weight, nn.Parameter)
+    assert type(plain.enter.weight) is Halves
+    assert isinstance(plain.enter.weight, nn.Parameter)
     same(meta, again)
     assert torch.equal(plain.enter.weight.other, everywhere["enter.weight"].other)
 
@@ -460,10 +461,18 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
     "no extension": (Trained, {}, "Trained of.* and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
     "half an extension": (Half, {}, "Half, which has fsdp_post_all_gather and no fsdp_pre_all_gather"),
     "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient: one around upper, lower is sharded"),
-    "two tensors, no extension": (Bare.of, {}, "Bare and requires a gradient, but its class has no fsdp_pre_all_gather"),
+    "two tensors, no extension": (
+        Bare.of,
+        {},
+        "Bare and requires a gradient, but its class has no fsdp_pre_all_gather",
+    ),
     "two tensors, compression": (Pair.of, {"compression": "int8"}, "leave out compression"),
     "two tensors, offload": (Pair.of, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
-    "not made again": (lambda weight: nn.Parameter(Forgetting(weight), requires_grad=False), {}, "whose __tensor_unflatten__.* does not make one of its class again"),
+    "not made again": (
+        lambda weight: nn.Parameter(Forgetting(weight), requires_grad=False),
+        {},
+        "whose __tensor_unflatten__.* does not make one of its class again",
+    ),
     "compression": (Float8Weight, {"compression": "int8"}, "leave out compression"),
     "offload": (Float8Weight, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
     "ownership": (Float8Weight, {"ownership": ["1.weight"]}, "ownership would have it whole"),
@@ -562,7 +571,9 @@ def test_what_takes_plain_tensors_refuses_classes_by_name(tmp_path: Path) -> Non
         partial(yafsdp_cc.save_safetensors, tmp_path / "model", model): "a safetensors file",
         partial(set_model_state_dict, model, model.state_dict(), options=options): "broadcast_from_rank0=True",
     }.items():
-        with pytest.raises(NotImplementedError, match=rf"{what} takes plain tensors, and what .*'0\.weight'.* is a .*Pair"):
+        with pytest.raises(
+            NotImplementedError, match=rf"{what} takes plain tensors, and what .*'0\.weight'.* is a .*Pair"
+        ):
             act()
 
 

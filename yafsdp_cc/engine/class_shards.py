@@ -20,7 +20,7 @@ import torch
 
 from yafsdp_cc.engine.extensions import ExtensionFlatParam, ExtensionParam
 from yafsdp_cc.engine.param import ShardedGrad
-from yafsdp_cc.plan.subclasses import PLAIN, tensors_of
+from yafsdp_cc.plan.subclasses import PLAIN, nbytes_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,10 +40,24 @@ class ClassParam(ExtensionParam):
 class ClassFlatParam(ExtensionFlatParam):
     """One parameter whose shard is of its class, [rows, ...], as many rows on each rank."""
 
+    _versions = 0
+
     @property
-    def version(self) -> int:
-        local = self.params[0].local
-        return sum(each._version for each in (self.sharded, *tensors_of(self.sharded), *tensors_of(local)))
+    def sharded(self) -> Tensor:
+        """Its version changes with those of its tensors, which users may write to by themselves."""
+        wrapped = (*tensors_of(self._sharded), *tensors_of(self.params[0].local))
+        if (versions := sum(each._version for each in wrapped)) != self._versions:
+            self._versions = versions
+            torch._C._increment_version((self._sharded,))
+        return self._sharded
+
+    @sharded.setter
+    def sharded(self, sharded: Tensor) -> None:
+        self._sharded = sharded
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes - self.sharded.nbytes + nbytes_of(self.sharded)
 
     @property
     def rows(self) -> Tensor:

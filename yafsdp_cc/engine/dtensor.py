@@ -686,7 +686,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         specs = [_spec_of_result(row) for row in zip(*columns, strict=True)]
     if RowShardSpec in map(type, specs) and len(kinds := _places_by_class(columns)) > 1:
-        return _foreach_by_class(func, args, kwargs, len(specs), list(kinds.values()))
+        found = {places[0]: _foreach_at(func, args, kwargs, places, len(specs)) for places in kinds}
+        results = {place: one for places in kinds for place, one in zip(places, found[places[0]] or (), strict=False)}
+        return [results[place] for place in sorted(results)] or None
 
     def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
@@ -707,33 +709,27 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result and [x if spec is None else _wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
 
 
-def _places_by_class(columns: Sequence[Sequence[Any]]) -> dict[type, list[int]]:
-    """Return the places in lists of tensors by the tensor subclass that the local tensors there are of, if any."""
+def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Return the places in lists of tensors, those together whose local tensors are of one tensor subclass, or none."""
     places: dict[type, list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         kinds = (type(x._local_tensor) for x in row if type(x) is FlatDTensor)
         places.setdefault(next((kind for kind in kinds if kind not in PLAIN), torch.Tensor), []).append(place)
-    return places
+    return list(places.values())
 
 
-def _foreach_by_class(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, groups: Sequence[Sequence[int]]
-) -> Any:
-    """Each class by itself: one around several tensors has an operation on all of a list run for each of them."""
-    results: dict[int, Any] = {}
-    for places in groups:
+def _foreach_at(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], count: int) -> Any:
+    """``_foreach`` at some places of lists of ``count``: an operation on a list with a class around several tensors in
+    it runs for each of them, on all of the list."""
 
-        def chosen(value: Any, places: Sequence[int] = places) -> Any:
-            is_list = isinstance(value, (list, tuple)) and len(value) == count
-            return [value[place] for place in places] if is_list else value
+    def at_places(value: Any, name: str) -> Any:
+        if name == "scalars" and isinstance(value, torch.Tensor):
+            return value[list(places)]
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[place] for place in places] if is_list else value
 
-        packed = [
-            value[torch.tensor(places, device=value.device)] if each.name == "scalars" and torch.is_tensor(value) else
-            chosen(value) for each, value in zip(func._schema.arguments, args, strict=False)
-        ]
-        found = _foreach(func, tuple(packed), {name: chosen(value) for name, value in kwargs.items()})
-        results.update(zip(places, found or (), strict=False))
-    return [results[place] for place in range(count)] if results else None
+    chosen = [at_places(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
+    return _foreach(func, tuple(chosen), {name: at_places(value, name) for name, value in kwargs.items()})
 
 
 def _is_tensor_list(value: Any) -> bool:

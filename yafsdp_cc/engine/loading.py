@@ -229,8 +229,10 @@ def patch_torch() -> None:
         scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
         for sharded in (x for x in local.values() if type(x) is FlatDTensor):
             check_plain(
-                sharded.shard_spec, sharded._local_tensor, "broadcast_from_rank0=True", "leave that out, and load the "
-                "full state dict on every rank"
+                sharded.shard_spec,
+                sharded._local_tensor,
+                "broadcast_from_rank0=True",
+                "leave that out, and load the full state dict on every rank",
             )
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():

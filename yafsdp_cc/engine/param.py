@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
-from yafsdp_cc.plan.subclasses import as_plain, nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -115,7 +114,7 @@ class FSDPParam:
             if (target := self.unsharded_grad) is None:  # not wanted: torch.autograd.grad, on its way to an input
                 return
         if grad.is_sparse or (self.written and type(grad) is not Tensor):
-            grad = grad.to_dense() if grad.is_sparse else as_plain(grad)
+            grad = grad.to_dense() if grad.is_sparse else torch.empty_like(target).copy_(grad)
         (target.add_ if self.written else target.copy_)(grad)
         self.written = True
 
@@ -304,7 +303,7 @@ class FlatParam:
     @property
     def device_bytes(self) -> int:
         """Bytes of shard and gradient on the device of the forward."""
-        return nbytes_of(self.sharded) + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
+        return self.sharded.nbytes + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
 
     @property
     def host_bytes(self) -> int:

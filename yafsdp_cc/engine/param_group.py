@@ -236,7 +236,7 @@ class ParamGroup:
 
     def versions(self) -> tuple[int, ...]:
         """Return what changes whenever a shard does, by ``FlatParam``."""
-        return tuple([flat.version for flat in self.flats])
+        return tuple([flat.sharded._version for flat in self.flats])
 
     def is_in(self, buffer: Buffer) -> bool:
         """Return whether ``buffer`` holds, or is being filled with, this group's present weights."""

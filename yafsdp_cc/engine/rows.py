@@ -54,13 +54,13 @@ def is_by_rows(tensor: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
-    """Return whether the local tensor of ``tensor`` is one of ``spec``, as of ``DTensor.from_local(p.to_local(), ...)``.
+    """Return whether the local tensor of ``tensor`` is that of ``spec``, as of ``DTensor.from_local(p.to_local())``.
 
     Rows have as many dimensions as the whole tensor. (Those of a vector have as many as a flat range, and are rows.)
     """
     local = tensor._local_tensor
-    is_sharded = spec.bounds is not None and len(spec.shape) > 1
-    return (is_sharded or isinstance(spec, RowShardSpec)) and tensor.device_mesh == spec.mesh and local.shape == spec.local_shape
+    is_known = isinstance(spec, RowShardSpec) or (spec.bounds is not None and len(spec.shape) > 1)
+    return is_known and tensor.device_mesh == spec.mesh and local.shape == spec.local_shape
 
 
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:

@@ -34,7 +34,8 @@ def materialize(
     for module, name in owners.items():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                torch.utils.swap_tensors(parameter, empty_like(parameter, device))  # remains the object that everybody knows
+                fresh = empty_like(parameter, device)
+                torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
         _fill(module, name, model, device, initialize)
     for each in owned:
         if each.parameter.is_meta:

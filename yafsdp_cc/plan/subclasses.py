@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +64,8 @@ class Part(NamedTuple):
 
     def beginning_within(self, data: Tensor) -> Tensor:
         """Return the same as a tensor whose storage begins with it, as that of a tensor of its own."""
-        bytes_ = from_dlpack(to_dlpack(data.narrow(0, self.offset, self.nbytes)))
-        own: Tensor = bytes_.view(self.dtype).as_strided(self.shape, self.stride)
-        return own
+        own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
+        return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -335,10 +334,11 @@ def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
             "fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather extension, which would tell what to "
             f"gather: freeze it with requires_grad_(False), or {_REMEDY}"
         )
-    rows: Tensor | None = None
+    firsts: list[tuple[int, ...]] = []
     with suppress(Exception):  # whatever its operations raise
-        rows = parameter.new_zeros((2, *parameter.shape[1:])).narrow(0, 0, 1)
-    if not parameter.ndim or type(rows) is not form.kind or any(not each.ndim or each.size(0) != 1 for each in tensors_of(rows)):
+        row = parameter.new_zeros((2, *parameter[0].shape)).narrow(0, 0, 1)
+        firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
+    if set(firsts) != {(1,)}:
         raise ValueError(
             f"{described}: one around {', '.join(form.names)} is sharded by rows, which its new_zeros(...).narrow(0, "
             "start, length) would have to give as one of the class whose tensors have as many rows each. Freeze it "
