@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from typing_extensions import Self
 
 T = TypeVar("T", bound=Tensor)
 aten = torch.ops.aten
@@ -204,6 +206,107 @@ class Codes(Tensor):
         """The weight in fp32."""
         nibbles = torch.stack([self.codes >> 4, self.codes & 15], 1).view(-1, 32).long()
         return (self.levels[nibbles] * self.scales[:, None]).view(self.size())
+
+
+class Bare(Tensor):
+    """A weight around two tensors that every operation runs on, as torch's ``TwoTensor``, without an extension."""
+
+    def __new__(cls, one: Tensor, other: Tensor) -> Self:
+        return _wrapper(cls, one, one.dtype)
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        assert one.storage_offset() == other.storage_offset()  # as TwoTensor wants it
+        self.one, self.other = one, other
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """Make one whose two tensors differ."""
+        return cls(weight.clone(), weight / 2)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["one", "other"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Self:
+        return cls(inner["one"], inner["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        both = [
+            func(*own[0], **own[1])
+            for name in ("one", "other")
+            for own in [pytree.tree_map_only(cls, lambda each, name=name: getattr(each, name), (args, kwargs or {}))]
+        ]
+        leaves, tree = pytree.tree_flatten(both[0])
+        pairs = zip(leaves, pytree.tree_leaves(both[1]), strict=True)
+        made = [cls(*pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs]
+        return return_and_correct_aliasing(func, args, kwargs or {}, pytree.tree_unflatten(made, tree))
+
+
+class Pair(Bare):
+    """The same with an extension: forwards see it as it is."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        rows = -(-outer_size[0] // mesh.size()) - self.size(0)  # those that FSDP2 has the extension pad
+        return tuple(nn.functional.pad(each, (0, 0, 0, rows)) for each in (self.one, self.other)), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if out is None:
+            return type(self)(*outputs).to(dtype), outputs
+        assert isinstance(out, Pair)
+        for own, gathered in zip((out.one, out.other), outputs, strict=True):
+            if own.dtype != gathered.dtype:
+                own.copy_(gathered)
+        return None
+
+
+class Halves(Pair):
+    """The same, as a plain weight in the forward: the mean of its two tensors, the second gathered in bf16."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        (one, other), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return (one, other.bfloat16()), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        one, other = outputs
+        whole = (one + other.to(one.dtype)).to(dtype) / 2
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole[: out.size(0)])
+        return None
+
+
+class HalvesLinear(nn.Linear):
+    """What one process computes with such a weight, ``weight`` and ``other``, without any tensor subclass."""
+
+    other: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, _mean_of_halves(self.weight, self.other), self.bias)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of two weights, one rounded to bf16; the gradient of each is that of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return (one + other.bfloat16().float()) / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+_mean_of_halves: Callable[[Tensor, Tensor], Tensor] = _Mean.apply
 
 
 class PackedBytes(nn.Parameter):

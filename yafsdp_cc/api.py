@@ -116,10 +116,12 @@ class _Arguments(NamedTuple):
     secondary_ranks: int
     ignored: frozenset[nn.Parameter]
 
-    def check_subclasses(self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = ()) -> None:
+    def check_subclasses(
+        self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = (), *, is_complete: bool
+    ) -> None:
         """Raise a ``ValueError`` where a parameter of a tensor subclass, or one to lie ``whole``, cannot be sharded."""
-        compresses, offloads = self.compression is not None, self.host is not None
-        check_subclasses(owned, self.info, compresses=compresses, offloads=offloads, whole=whole)
+        given = {"compresses": self.compression is not None, "offloads": self.host is not None}
+        check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
 
     def plan(
         self,
@@ -350,7 +352,7 @@ def shard(
         keeps, world = given.keeps_after_forward or zero_stage < 3, given.info.shard_group.size()
         alignment = given.collectives.alignment
         owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps)
-        given.check_subclasses(owned, owners)
+        given.check_subclasses(owned, owners, is_complete=True)
         for unit in division.units:
             if unit.modules != (model,):
                 given.collectives.check_group(unit.name, keeps)
@@ -486,7 +488,7 @@ def fully_shard(
             keeps_unsharded=given.keeps_after_forward,
             work=_work.setdefault(mesh, Counter()),
         )
-        given.check_subclasses(owned, owners)
+        given.check_subclasses(owned, owners, is_complete=False)
     info = given.info
     settings = {
         "compression": (given.compression, FORMAT),

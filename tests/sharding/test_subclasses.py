@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -20,11 +27,15 @@ import yafsdp_cc
 from tests.models import WIDTH, Checkpointed, Mlp
 from tests.ranks import ranks
 from tests.subclasses import (
+    Bare,
     Codes,
     Float8Weight,
+    Halves,
+    HalvesLinear,
     LowRank,
     PackedBytes,
     PaddedWeight,
+    Pair,
     RoundedLinear,
     RowScaledWeight,
     row_scale,
@@ -216,6 +227,183 @@ def test_extensions_in_checkpoints(world: int, tmp_path: Path) -> None:
     same_weights(third, plain)
 
 
+# Classes around two tensors ------------------------------------------------------------------------------------------
+
+
+class Twice(Mlp):
+    """One whose blocks are called twice, or so many times, with as many outputs as inputs."""
+
+    def __init__(self, width: int, times: int = 2) -> None:
+        super().__init__(1, width)
+        self.leave, self.times = nn.Linear(width, width), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            for _ in range(self.times):
+                x = x + block(x)
+        out: Tensor = self.leave(x)
+        return out
+
+
+def parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a sharded one is made of, whole."""
+    whole_one = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return [whole_one.one, whole_one.other] if isinstance(whole_one, Bare) else [whole_one]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
+    """Values, gradients and optimizer state, to the bit on two ranks; shards of the class and plain gradients."""
+    cases: list[tuple[Any, int, dict[str, Any]]] = [
+        (Pair, WIDTH, {}),
+        (Pair, WIDTH, {"reshard_after_forward": False, "mp_policy": BF16}),
+        (Halves, 33, {}),
+    ]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        cases.append((Pair, WIDTH, {"mesh": mesh}))
+    for kind, width, options in cases:
+        times = 1 if "mp_policy" in options else 2  # FSDP2 adds what two calls bring in bf16
+        found: list[list[Tensor]] = []
+        norms: list[Tensor] = []
+        for apply in (yafsdp_cc.fully_shard, fsdp2):
+            model = by_blocks(apply, extended(seeded(partial(Twice, width, times)), kind.of), **options)
+            # In FSDP2, foreach steps beside such a class change plain parameters twice.
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=apply is not fsdp2)
+            held: list[Tensor] = []
+            for step in range(4):
+                square(model, numbers(3, width, seed=10 * step + dist.get_rank())).backward()
+                if step % 2:  # after two micro-batches
+                    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e3).full_tensor())
+                    optimizer.step()
+                    held += [whole(p.grad) for p in model.parameters()]
+                    assert all(type(p.grad.to_local()) is Tensor for p in model.parameters())
+                    optimizer.zero_grad()
+            for parameter in model.parameters():
+                assert type(parameter.to_local()) is (kind if parameter.ndim == 2 else Tensor)
+                held += parts(parameter.detach()) + parts(optimizer.state[parameter]["exp_avg"])
+            found.append(held)
+        for one, other in zip(*found, strict=True):
+            within = 0 if world == 2 else 1e-5  # which of four summands are added first differs
+            torch.testing.assert_close(one, other, rtol=within, atol=within, msg=f"{kind.__name__} {options}")
+        torch.testing.assert_close(norms[:2], norms[2:])
+
+
+class HalvesMlp(Mlp):
+    """One whose weights are ``Halves``, in one process and without a class."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.__class__ = HalvesLinear
+                module.other = nn.Parameter(module.weight.detach() / 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_two_tensors_train_as_in_one_process(world: int) -> None:
+    """Also where FSDP2 raises, or makes steps of other parameters twice: by loops, foreach and fused steps."""
+    for width, options, way in (
+        (33, {"reshard_after_forward": world // 2}, {}),
+        (38, {"reshard_after_forward": False}, {"foreach": False}),
+        (3, {}, {"fused": True}),  # of four ranks, one has no rows
+    ):
+        model = extended(seeded(partial(Mlp, width=width)), Halves.of)
+        by_blocks(yafsdp_cc.fully_shard, model, **options)
+        plain = seeded(partial(HalvesMlp, width))
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2, **way) for each in (model, plain)]
+        for step in range(3):
+            batches = [numbers(3, width, seed=10 * step + rank) for rank in range(world)]
+            model.set_requires_gradient_sync(step > 0)
+            square(model, mine(batches)).backward()
+            gradients = [torch.autograd.grad(square(plain, each), list(plain.parameters())) for each in batches]
+            for parameter, *each in zip(plain.parameters(), *gradients, strict=True):
+                mean = torch.stack(each).sum(0) / world
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+            if step:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            for suffix, found in zip(("weight", "other"), parts(parameter.detach()), strict=False):
+                truth = plain.get_parameter(name.replace("weight", suffix)).detach()
+                torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6, msg=f"{name} {width}")
+
+
+@ranks(2)
+def test_two_tensors_in_checkpoints(tmp_path: Path) -> None:
+    """Of ours, of torch's to and from FSDP2, and in full state dicts: values and optimizer state of both tensors."""
+    torch.serialization.add_safe_globals([Halves])  # as torch.load asks of checkpoints that FSDP2 writes, too
+    width = 33
+
+    def fresh(apply: Any = yafsdp_cc.fully_shard) -> Any:
+        return by_blocks(apply, extended(seeded(partial(Twice, width)), Halves.of))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        square(model, numbers(3, width, seed=seed + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def same(one: nn.Module, other: nn.Module) -> None:
+        for parameter, again in zip(one.parameters(), other.parameters(), strict=True):
+            for found, truth in zip(parts(parameter.detach()), parts(again.detach()), strict=True):
+                torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    models = [fresh(), fresh(fsdp2), fresh()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    ours, theirs, third = models
+    step(ours, optimizers[0], 0)
+    yafsdp_cc.save(tmp_path / "ours", ours, optimizers[0])
+    yafsdp_cc.load(tmp_path / "ours", third, optimizers[2])
+    same(third, ours)
+    step(ours, optimizers[0], 10)
+    dcp.save(state(ours, optimizers[0]), checkpoint_id=tmp_path / "dcp")
+    for place in (1, 2):
+        loaded = state(models[place], optimizers[place])
+        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+        set_state_dict(
+            models[place],
+            optimizers[place],
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        same(models[place], ours)
+        step(models[place], optimizers[place], 20)
+    step(ours, optimizers[0], 20)
+    same(theirs, ours)
+    same(third, ours)
+    # Whole: on the first rank, from there to all, by copies and by assignments.
+    full = yafsdp_cc.full_state_dict(ours)
+    assert all(type(value) is (Halves if value.ndim == 2 else Tensor) for value in full.values())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    everywhere = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    again = fresh()
+    set_model_state_dict(again, dict(everywhere), options=options)
+    same(again, ours)
+    with torch.device("meta"):
+        meta = extended(Twice(width), Halves.of)
+    by_blocks(yafsdp_cc.fully_shard, meta).load_state_dict(dict(everywhere), assign=True)
+    same(meta, ours)
+    with yafsdp_cc.whole_parameters(ours, write=True):
+        assert type(ours.enter.weight) is Halves
+        assert torch.equal(ours.enter.weight.other, everywhere["enter.weight"].other)
+        with torch.no_grad():
+            ours.enter.weight.other.zero_()
+    assert not parts(ours.enter.weight.detach())[1].any()
+    plain = yafsdp_cc.unshard_model(third)
+    assert type(plain.enter.weight) is Halves
+    assert isinstance(plain.enter.weight, nn.Parameter)
+    same(meta, again)
+    assert torch.equal(plain.enter.weight.other, everywhere["enter.weight"].other)
+
+
 class Half(Float8Weight):
     """One with a half of the extension: what it inherits of the other half is not to be found."""
 
@@ -270,10 +458,21 @@ class Trained(nn.Parameter):
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
-    "no extension": (Trained, {}, "Trained and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
+    "no extension": (Trained, {}, "Trained of.* and requires a gradient.*no fsdp_pre_all_gather.*requires_grad_.False"),
     "half an extension": (Half, {}, "Half, which has fsdp_post_all_gather and no fsdp_pre_all_gather"),
-    "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient.*has upper, lower"),
-    "not made again": (Forgetting, {}, "whose __tensor_unflatten__.* does not make one of its class again"),
+    "two tensors, trained": (Cut, {}, r"Cut of \[64, 32\] and requires a gradient: one around upper, lower is sharded"),
+    "two tensors, no extension": (
+        Bare.of,
+        {},
+        "Bare and requires a gradient, but its class has no fsdp_pre_all_gather",
+    ),
+    "two tensors, compression": (Pair.of, {"compression": "int8"}, "leave out compression"),
+    "two tensors, offload": (Pair.of, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
+    "not made again": (
+        lambda weight: nn.Parameter(Forgetting(weight), requires_grad=False),
+        {},
+        "whose __tensor_unflatten__.* does not make one of its class again",
+    ),
     "compression": (Float8Weight, {"compression": "int8"}, "leave out compression"),
     "offload": (Float8Weight, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
     "ownership": (Float8Weight, {"ownership": ["1.weight"]}, "ownership would have it whole"),
@@ -287,13 +486,13 @@ def test_refused_by_name_on_all_ranks(case: str) -> None:
     kind, options, said = REFUSED[case]
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     odd = kind(model[1].weight.detach().clone())
-    model[1].weight = nn.Parameter(odd) if type(odd) is not Trained else odd
+    model[1].weight = odd if isinstance(odd, nn.Parameter) else nn.Parameter(odd)
     wrong = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) if dist.get_rank() and not options else model
     with pytest.raises(ValueError, match=rf"'1\.weight' is a tests[a-z._]+\.(\w+, .*)?{said}"):
         yafsdp_cc.shard(wrong, **options)
-    assert model[1].weight is odd or type(model[1].weight) is kind
+    assert type(model[1].weight) is type(odd)
     yafsdp_cc.shard(model, ignored_params=[model[1].weight])
-    assert type(model[1].weight) is kind
+    assert type(model[1].weight) is type(odd)
 
 
 @ranks(2)
@@ -307,12 +506,75 @@ def test_an_extension_that_changes_its_mind_is_refused_by_name() -> None:
 
 @ranks(2)
 def test_an_extension_of_a_local_tensor_is_refused_by_name() -> None:
-    """FSDP2 looks for it there; a flat range would never be handed to it."""
+    """Where that is a flat range, which would never be handed to it; and so is a class that has none by then."""
     model: Any = yafsdp_cc.fully_shard(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     local = model[1].weight._local_tensor
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_, **__: None
     with pytest.raises(ValueError, match=r"'1\.weight' was given fsdp_pre_all_gather on its local tensor"):
         model(torch.ones(2, 32))
+    model = yafsdp_cc.fully_shard(extended(nn.Sequential(nn.Linear(32, 32)), Bare.of))
+    with pytest.raises(ValueError, match=r"'0\.weight' is a tests.*Bare and requires a gradient.*may be given them"):
+        model(torch.ones(2, 32))
+
+
+class Difference(Bare):
+    """One whose two tensors differ by the weight, which is gathered in bf16."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        rows = -(-size[0] // mesh.size()) - self.size(0)
+        return (nn.functional.pad(self.one - self.other, (0, 0, 0, rows)).bfloat16(),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        whole_weight = outputs[0].to(dtype)
+        if out is None:
+            return whole_weight, (whole_weight,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole_weight[: out.size(0)])
+        return None
+
+
+@ranks(2)
+def test_local_tensors_of_a_class_are_given_extensions() -> None:
+    """As FSDP2's users do it after ``fully_shard``: to the bit as there, and as if the class had it."""
+    for width, others in ((32, (Bare, fsdp2)), (33, (Difference, yafsdp_cc.fully_shard))):  # FSDP2 forgets uneven ones
+        found = []
+        for kind, apply in ((Bare, yafsdp_cc.fully_shard), others):
+            model = extended(seeded(partial(Twice, width)), kind.of)
+            by_blocks(apply, model, reshard_after_forward=False)
+            for parameter in model.parameters():
+                if parameter.ndim == 2 and kind is Bare:
+                    local = parameter._local_tensor
+                    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+                        setattr(local, name, getattr(Difference, name).__get__(local))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+            for step in range(3):
+                square(model, numbers(3, width, seed=10 * step + dist.get_rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():  # what is written past the parameter is gathered, too
+                    model.enter.weight.to_local().other.mul_(0.5)
+            found.append([part for parameter in model.parameters() for part in parts(parameter.detach())])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), width
+
+
+@ranks(2)
+def test_what_takes_plain_tensors_refuses_classes_by_name(tmp_path: Path) -> None:
+    model = yafsdp_cc.shard(extended(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), Pair.of))
+    square(model, numbers(2, 32)).backward()
+    optimizer = yafsdp_cc.optim.Adafactor(model.parameters())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for act, what in {
+        optimizer.step: "Adafactor",
+        partial(yafsdp_cc.weight_patch, model): "weight_patch",
+        partial(yafsdp_cc.save_safetensors, tmp_path / "model", model): "a safetensors file",
+        partial(set_model_state_dict, model, model.state_dict(), options=options): "broadcast_from_rank0=True",
+    }.items():
+        with pytest.raises(
+            NotImplementedError, match=rf"{what} takes plain tensors, and what .*'0\.weight'.* is a .*Pair"
+        ):
+            act()
 
 
 # Frozen bytes --------------------------------------------------------------------------------------------------------

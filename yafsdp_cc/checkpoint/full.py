@@ -37,6 +37,7 @@ from yafsdp_cc.engine.module import (
     require_state,
     whole_params_by_group,
 )
+from yafsdp_cc.plan.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
@@ -83,8 +84,14 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     """
     check_arguments("save_safetensors", path, model)
     check_is_one_model("save_safetensors()", model)
-    for param in require_state(model).params if dtype is not None else ():
-        if holds_bytes(param) and param.parameter.is_floating_point() and param.parameter.dtype != dtype:
+    for param in require_state(model).params:
+        check_plain(f"'{param.spec.name}'", param.local, "a safetensors file", "save it with yafsdp_cc.save")
+        if (
+            dtype is not None
+            and holds_bytes(param)
+            and param.parameter.is_floating_point()
+            and param.parameter.dtype != dtype
+        ):
             raise ValueError(
                 f"save_safetensors(dtype={dtype}) would cast '{param.spec.name}', whose {param.parameter.dtype} are "
                 "bytes of a quantised weight: leave dtype out"

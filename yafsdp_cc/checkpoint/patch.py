@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.engine.module import check_at_rest, check_shows_shards, require_state
+from yafsdp_cc.plan.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     sent = _sent.setdefault(state.model, _Sent(dtype))
     if sent.dtype != dtype:
         raise ValueError(f"weight_patch(dtype={dtype}), but patches of this model were of {sent.dtype}: pass that")
+    for param in state.params:
+        check_plain(f"'{param.spec.name}'", param.local, "weight_patch", "send what yafsdp_cc.full_state_dict gives")
     tensors: dict[str, Tensor] = {}
     changed = total = 0
     for param in (param for param in state.params if param.local.is_floating_point() and _sends(param)):

@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine import reductions
-from yafsdp_cc.engine.layout import TensorParallel
+from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.mesh import (
     all_gather_single,
     all_groups,
@@ -48,7 +48,8 @@ from yafsdp_cc.engine.mesh import (
     to_mesh_device,
 )
 from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.engine.rows import are_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
+from yafsdp_cc.engine.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
+from yafsdp_cc.plan.subclasses import PLAIN, as_plain, check_plain, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,8 +93,10 @@ def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype) -> DTensorSpec:
     known = spec.dtensor_specs.get(dtype)
     if known is not None:
         return known
-    placement: Replicate | FlatShard = Replicate()
-    if spec.bounds is not None:
+    placement: Replicate | Shard = Replicate()
+    if isinstance(spec, RowShardSpec):
+        placement = Shard(0)
+    elif spec.bounds is not None:
         placement = FlatShard(0)
         placement.spec = spec
     theirs = () if spec.tensor_parallel is None else spec.tensor_parallel.placements
@@ -171,19 +174,9 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
     def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
         """A new tensor of ``shard_spec.shape``, on the mesh's device."""
         spec, local = self.shard_spec, self._local_tensor
-        widths = [stop - start for start, stop in pairwise(bounds)]
-        widest = max(widths)
-        if widest == 0:
-            return local.new_empty(spec.shape)
-        # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
-        padding = (widest - local.numel()) * local.itemsize
-        padded = to_mesh_device(torch.nn.functional.pad(local.view(torch.uint8), (0, padding)), spec.mesh)
-        gathered = padded.new_empty((len(widths), padded.numel()))
-        all_gather_single(gathered.view(-1), padded, group=shard_group(spec.mesh))
-        rows = gathered.view(local.dtype)
-        whole = rows.new_empty(spec.shape)
-        torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
-        return whole  # no view, which users could not write to behind an autograd function
+        if type(local) not in PLAIN:
+            return gather_class(local, spec)
+        return all_gather_ranges(local, [stop - start for start, stop in pairwise(bounds)], spec.shape, spec.mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -281,10 +274,40 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         first = 0
         for chunk in self.shard_spec.chunks:
             numel = math.prod(chunk.sizes)
+            if index.offset == chunk.offsets and self._local_tensor.shape == chunk.sizes:
+                return self._local_tensor
             if index.offset == chunk.offsets:
                 return self._local_tensor.view(-1)[first : first + numel].view(chunk.sizes)
             first += numel
         raise ValueError(f"no chunk at {index.offset} on this rank: {self.shard_spec}")
+
+
+def all_gather_ranges(
+    local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
+) -> torch.Tensor:
+    """Return a new tensor of ``shape``, on the device of ``mesh``, of which each rank has ``widths`` elements."""
+    widest = max(widths)
+    if widest == 0:
+        return local.new_empty(shape)
+    # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
+    padding = (widest - local.numel()) * local.itemsize
+    padded = to_mesh_device(torch.nn.functional.pad(local.view(-1).view(torch.uint8), (0, padding)), mesh)
+    gathered = padded.new_empty((len(widths), padded.numel()))
+    all_gather_single(gathered.view(-1), padded, group=shard_group(mesh))
+    rows = gathered.view(local.dtype)
+    whole = rows.new_empty(shape)
+    torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
+    return whole  # no view, which users could not write to behind an autograd function
+
+
+def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the whole tensor, of the class of ``local``, that this is the rank's rows of. A collective."""
+    first = first_rows(spec.shape[0], len(spec.bounds or ()) - 1)
+    whole = local.new_zeros(spec.shape)
+    for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
+        widths = [(stop - start) * math.prod(part.shape[1:]) for start, stop in pairwise(first)]
+        part.copy_(all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
+    return whole
 
 
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -372,7 +395,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
         spec = ctx.spec
         holders = all_groups(spec.mesh)[0 if spec.bounds is None else 1 :]
-        return _wrap(_reduced(spec, grad, holders, ctx.reduction), spec), None
+        return _wrap(_reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
 
 
 class _FullTensor(torch.autograd.Function):
@@ -420,6 +443,7 @@ def _reduced(
 
 def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> torch.Tensor:
     """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
+    whole = as_plain(whole)
     part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
     groups = all_groups(spec.mesh)
     if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
@@ -433,7 +457,7 @@ def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) ->
         row[: stop - start] = flat[start:stop]
     own = padded.new_empty(widest)
     reduce_scatter_single(own, padded.view(-1), group=groups[0])
-    own = own[: spec.local_shape[0]]
+    own = own[: math.prod(spec.local_shape)].view(spec.local_shape)
     if reduction == "mean":
         own /= groups[0].size()
     return _reduced(spec, own, groups[1:], reduction).to(whole)
@@ -661,6 +685,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         specs = [x.shard_spec if type(x) is FlatDTensor else None for x in columns[0]]
     else:
         specs = [_spec_of_result(row) for row in zip(*columns, strict=True)]
+    if RowShardSpec in map(type, specs) and len(kinds := _places_by_class(columns)) > 1:
+        found = {places[0]: _foreach_at(func, args, kwargs, places, len(specs)) for places in kinds}
+        results = {place: one for places in kinds for place, one in zip(places, found[places[0]] or (), strict=False)}
+        return [results[place] for place in sorted(results)] or None
 
     def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
@@ -679,6 +707,29 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for i, name in written.items():
         increment_version(locals_[i] if i < len(args) else named[name])
     return result and [x if spec is None else _wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
+
+
+def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Return the places in lists of tensors, those together whose local tensors are of one tensor subclass, or none."""
+    places: dict[type, list[int]] = {}
+    for place, row in enumerate(zip(*columns, strict=True)):
+        kinds = (type(x._local_tensor) for x in row if type(x) is FlatDTensor)
+        places.setdefault(next((kind for kind in kinds if kind not in PLAIN), torch.Tensor), []).append(place)
+    return list(places.values())
+
+
+def _foreach_at(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], count: int) -> Any:
+    """``_foreach`` at some places of lists of ``count``: an operation on a list with a class around several tensors in
+    it runs for each of them, on all of the list."""
+
+    def at_places(value: Any, name: str) -> Any:
+        if name == "scalars" and isinstance(value, torch.Tensor):
+            return value[list(places)]
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[place] for place in places] if is_list else value
+
+    chosen = [at_places(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
+    return _foreach(func, tuple(chosen), {name: at_places(value, name) for name, value in kwargs.items()})
 
 
 def _is_tensor_list(value: Any) -> bool:
@@ -703,7 +754,8 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
 def _same_where_replicated(flat: FlatDTensor) -> None:
     """Give ranks that hold the same elements what the first of them has drawn: their seeds may differ."""
     local, spec = flat._local_tensor, flat.shard_spec
-    broadcast_from_first(local, spec.mesh, replicas_only=spec.bounds is not None)
+    for part in tensors_of(local):
+        broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
     if spec.tensor_parallel is not None:
         spec.tensor_parallel.broadcast_first(local)
 
@@ -958,13 +1010,18 @@ def check_optimizers() -> None:
 
     def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         refusal, dims = _refusal_of(optimizer)
+        name = type(optimizer).__name__
+        is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in type(optimizer).__mro__)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
                     raise NotImplementedError(refusal.format(parameter.shard_spec))
+                if is_ours and isinstance(parameter, FlatDTensor):
+                    spec, local = parameter.shard_spec, parameter._local_tensor
+                    check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} was made before '{spec.name}' was sharded and holds the "
+                        f"this {name} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
         if optimizer not in seen:

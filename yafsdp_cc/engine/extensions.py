@@ -28,7 +28,7 @@ from torch._prims_common import make_contiguous_strides_for
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, subclass_of
+from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -44,12 +44,20 @@ _ALIGNMENT = 64
 """Bytes: a multiple of it is where each tensor begins in a weight buffer."""
 
 
+NO_EXTENSION = (
+    "and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather "
+    "extension, which would tell what to gather: define both, freeze it with requires_grad_(False), or pass it in "
+    "ignored_params. After fully_shard(), the local tensor of the parameter may be given them before the first forward"
+)
+
+
 def check_subclasses(
     owned: Sequence[OwnedParameter],
     info: MeshInfo,
     *,
     compresses: bool,
     offloads: bool,
+    is_complete: bool,
     whole: Collection[OwnedParameter] = (),
 ) -> None:
     """Check that parameters of tensor subclasses can be sharded as asked.
@@ -59,6 +67,7 @@ def check_subclasses(
         info: across which ranks.
         compresses: whether weights or gradients are to be encoded.
         offloads: whether shards are to be in host memory.
+        is_complete: whether local tensors can be given nothing more before the first all-gather.
         whole: those that are to lie whole on one rank.
 
     Raises:
@@ -78,6 +87,8 @@ def check_subclasses(
             )
         if not subclass.extends_all_gather:
             continue
+        if is_complete and subclass.keeps_class and not hasattr(each.parameter, "fsdp_pre_all_gather"):
+            raise ValueError(f"{described} {NO_EXTENSION}")
         if compresses:
             raise ValueError(
                 f"{described}, whose all-gather extension decides what is sent of it: leave out compression, which "
@@ -95,9 +106,13 @@ def check_subclasses(
 
 
 def check_local_tensors(flat: FlatParam) -> None:
-    """Raise a ``ValueError`` where a local tensor was given an all-gather extension, which nothing would call."""
+    """Raise a ``ValueError`` where a local tensor lacks an all-gather extension, or has one that nothing would call."""
     for param in flat.params:
-        if hasattr(param.local, "fsdp_pre_all_gather"):
+        has = [hasattr(param.local, f"fsdp_{each}_all_gather") for each in ("pre", "post")]
+        if isinstance(flat, ExtensionFlatParam):
+            if flat.extension.subclass.keeps_class and not all(has):
+                raise ValueError(f"'{param.spec.name}' is a {flat.extension.subclass.name} {NO_EXTENSION}")
+        elif has[0]:
             raise ValueError(
                 f"'{param.spec.name}' was given fsdp_pre_all_gather on its local tensor after sharding, which would "
                 "never be called: a flat range has no rows to hand to it. Let the class of the parameter have the "
@@ -122,8 +137,8 @@ def holds_bytes(param: FSDPParam) -> bool:
 
 
 def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
-    """Return ``whole``, a plain parameter, as one of the class that ``param`` had; it shares memory with it."""
-    if not isinstance(param, SubclassParam):
+    """Return ``whole`` as one of the class that ``param`` had, unless it is; it shares memory with it."""
+    if not isinstance(param, SubclassParam) or param.subclass.keeps_class:
         return whole
     made: Any = param.subclass.restore(whole.detach())
     made.requires_grad_(whole.requires_grad)
@@ -150,7 +165,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, grad
+        return None, None if grad is None else as_plain(grad)
 
 
 _stand_in: Callable[[ExtensionFlatParam, Tensor], Tensor] = _StandIn.apply
@@ -207,6 +222,11 @@ class ExtensionFlatParam(FlatParam):
         chunk: Tensor = self.sharded.view(-1, *self.shape[1:])
         return chunk
 
+    def method(self, name: str) -> Callable[..., Any]:
+        """Return a method of the extension, of this rank's rows, those that pad the shard included."""
+        found: Callable[..., Any] = getattr(self.extension.subclass.around(self.rows), name)
+        return found
+
     def clear_padding(self) -> None:
         """Zero the rows that pad the shard: a scale is made from all of them."""
         _, end = self.params[0].span
@@ -244,7 +264,10 @@ class UnshardedForm(NamedTuple):
 
     def around(self, data: Tensor) -> Tensor:
         """Return the tensor whose parts are views of ``data``, uint8."""
-        return self.form.made_of([part.within(data) for part in self.parts], self.size, self.stride)
+        if len(self.parts) == 1:
+            return self.form.made_of([self.parts[0].within(data)], self.size, self.stride)
+        # A class may take only tensors that begin alike in their storages, as those of FSDP2 do.
+        return self.form.made_of([part.beginning_within(data) for part in self.parts], self.size, self.stride)
 
 
 class ExtensionAllGather(AllGather):
@@ -320,19 +343,19 @@ class ExtensionAllGather(AllGather):
 
     def _check_signature(self) -> int:
         """Return how many arguments ``fsdp_pre_all_gather`` takes; the first generation takes the mesh alone."""
-        extension = self.flat.extension.subclass.form.kind.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        count = len(inspect.signature(extension).parameters) - 1
+        signature = inspect.signature(self.flat.method("fsdp_pre_all_gather"))
+        count = len(signature.parameters)
         if count not in (1, 5):
             raise ValueError(
-                f"'{self.flat.name}': fsdp_pre_all_gather{inspect.signature(extension)} of its class takes {count} "
+                f"'{self.flat.name}': fsdp_pre_all_gather{signature} of its class takes {count} "
                 "arguments: FSDP2's takes (mesh), or (mesh, outer_size, outer_stride, module, mp_policy)"
             )
         return count
 
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
         """Return what is gathered of this rank's rows, contiguous, and what the extension keeps for afterwards."""
-        flat, (subclass, mesh, module, policy, _) = self.flat, self.flat.extension
-        extension: Any = subclass.around(flat.rows).fsdp_pre_all_gather  # type: ignore[attr-defined]
+        flat, (_, mesh, module, policy, _) = self.flat, self.flat.extension
+        extension = flat.method("fsdp_pre_all_gather")
         with torch.no_grad():
             if self._takes_mesh_only:
                 inputs, metadata = extension(mesh)
@@ -345,8 +368,7 @@ class ExtensionAllGather(AllGather):
         """Return the unsharded tensor, around what was gathered to ``output``."""
         flat, world = self.flat, self.flat.layout.world
         outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
-        extension: Any = flat.extension.subclass.around(flat.rows).fsdp_post_all_gather  # type: ignore[attr-defined]
-        made, _ = extension(outputs, metadata, flat.extension.dtype)
+        made, _ = flat.method("fsdp_post_all_gather")(outputs, metadata, flat.extension.dtype)
         if made.shape != flat.shape:  # padded
             made = torch.as_strided(made, flat.shape, self._stride, 0)
         if made.shape != flat.shape:
@@ -360,8 +382,8 @@ class ExtensionAllGather(AllGather):
 
     @staticmethod
     def _gathered(output: Tensor, part: Part, world: int) -> Tensor:
-        data = output.narrow(0, part.offset, world * part.nbytes).view(part.dtype)
-        return data.view(-1, *part.shape[1:])
+        whole = Part("", part.offset, (world * part.nbytes,), (1,), torch.uint8)
+        return whole.beginning_within(output).view(part.dtype).view(-1, *part.shape[1:])
 
     def _form_of(self, made: Tensor) -> tuple[Form, list[Tensor]]:
         form = Form.of(made)
@@ -376,9 +398,8 @@ class ExtensionAllGather(AllGather):
     @staticmethod
     def _part_within(output: Tensor, name: str, tensor: Tensor) -> Part | None:
         """Return where ``tensor`` is in ``output``; None if it has memory of its own."""
-        if tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
-            return None
-        return Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
+        part = Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
+        return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 
     def _changed(self, method: str, found: object) -> RuntimeError:
         return RuntimeError(

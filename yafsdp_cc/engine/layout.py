@@ -428,7 +428,7 @@ class ShardSpec:
 
     def matches(self, other: ShardSpec) -> bool:
         """Return whether local tensors of both hold the same elements of tensors of one shape."""
-        divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel")
+        divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel", "local_shape")
         return divided(self) == divided(other)
 
     def __str__(self) -> str:
@@ -439,3 +439,20 @@ class ShardSpec:
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self  # one for a parameter, its gradient and its optimizer state; a mesh has no second copy
+
+
+class RowShardSpec(ShardSpec):
+    """How a parameter is sharded whose local tensors are rows, in as many dimensions as it has.
+
+    The bounds are those of ``Shard(0)``. The local tensor of the parameter, and of optimizer state, may be of a tensor
+    subclass, whose operations take rows and not flat ranges of them.
+    """
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        start, stop = self.local_range()
+        return torch.Size(((stop - start) // max(math.prod(self.shape[1:]), 1), *self.shape[1:]))
+
+    def local_of(self, unsharded: Tensor) -> Tensor:
+        start, _ = self.local_range()
+        return unsharded.narrow(0, start // max(math.prod(self.shape[1:]), 1), self.local_shape[0])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.offload import HostFlatParam
 from yafsdp_cc.engine.rows import flat_range_of, is_by_rows, is_flat_range
+from yafsdp_cc.plan.subclasses import check_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -226,6 +227,13 @@ def patch_torch() -> None:
     @functools.wraps(broadcast)
     def broadcast_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         scalars = {key: x for key, x in local.items() if type(x) is FlatDTensor and x.dim() == 0}
+        for sharded in (x for x in local.values() if type(x) is FlatDTensor):
+            check_plain(
+                sharded.shard_spec,
+                sharded._local_tensor,
+                "broadcast_from_rank0=True",
+                "leave that out, and load the full state dict on every rank",
+            )
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():
             if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
+from yafsdp_cc.engine.class_shards import ClassFlatParam
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import in_class_of
@@ -30,7 +31,7 @@ from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
-from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of
+from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -524,6 +525,9 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     for flat in state.flats:
         group = flat.group.spec.info.shard_group
         takes_part = everywhere or is_first_replica
+        if isinstance(flat, ClassFlatParam):
+            yield flat.params[0], _gathered_class(flat, group, everywhere) if takes_part else None
+            continue
         shard = flat.sharded.to(state.context.device)
         buffer = _gathered(shard, flat.layout.chunks, group, everywhere) if takes_part else None
         for param in flat.params:
@@ -541,7 +545,7 @@ def _unsharded_parameter(
     """Return what ``param`` was before it was sharded, with a copy of ``whole``, or on the meta device without."""
     sharded, parallel = param.parameter, param.spec.tensor_parallel
     if whole is None:
-        values = torch.empty(param.spec.shape, dtype=sharded.dtype, device="meta")
+        values = param.local.new_zeros(param.spec.shape, device="meta")
     else:
         values = whole.to(device or sharded.device, copy=True)
     if parallel is not None:
@@ -593,6 +597,20 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
     for work in dist.batch_isend_irecv(receives) if receives else ():
         work.wait()
     return buffer
+
+
+def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
+    """Return the whole of a parameter that is sharded as one of its class."""
+    whole: Tensor | None = None
+    for place, own in enumerate(tensors_of(flat.sharded)):
+        part = _gathered(own.contiguous().view(-1), (own.numel(),) * group.size(), group, everywhere)
+        if part is None:
+            continue
+        if whole is None:
+            whole = flat.sharded.new_zeros(flat.shape, device=part.device)
+        target = tensors_of(whole)[place]
+        target.copy_(part[: target.numel()].view(target.shape))
+    return whole
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:

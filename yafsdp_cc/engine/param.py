@@ -113,8 +113,8 @@ class FSDPParam:
             self.acquire_grad_buffer()
             if (target := self.unsharded_grad) is None:  # not wanted: torch.autograd.grad, on its way to an input
                 return
-        if grad.is_sparse:
-            grad = grad.to_dense()
+        if grad.is_sparse or (self.written and type(grad) is not Tensor):
+            grad = grad.to_dense() if grad.is_sparse else torch.empty_like(target).copy_(grad)
         (target.add_ if self.written else target.copy_)(grad)
         self.written = True
 

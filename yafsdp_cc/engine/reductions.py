@@ -231,12 +231,19 @@ class Summand(NamedTuple):
 def reduce_lazily(
     summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[LazyReduction]:
-    """Return one lazy number, 0-d, for each tensor; ``of_locals`` makes 0-d tensors of tensors with elements."""
+    """Return one lazy number, 0-d, for each tensor; ``of_locals`` makes 0-d tensors of tensors with elements.
+
+    That of a tensor subclass is the number that its ``item()`` gives.
+    """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
     # Stacked, so that the number of kernels does not grow with the number of tensors.
-    rows = iter(kind.to_partial(torch.stack(list(of_locals(locals_)))).unbind() if locals_ else ())
-    nothing = summands[0].local.new_full((), kind.of_empty, dtype=torch.float64)
+    numbers = [
+        each if type(each) is torch.Tensor else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
+        for each in (of_locals(locals_) if locals_ else ())
+    ]
+    rows = iter(kind.to_partial(torch.stack(numbers)).unbind() if numbers else ())
+    nothing = torch.full((), kind.of_empty, dtype=torch.float64, device=summands[0].local.device)
     return [
         _lazy(Partials(next(rows) if is_here else nothing, kind, each.across), each.dtype)
         for each, is_here in zip(summands, present, strict=True)

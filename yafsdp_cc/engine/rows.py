@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from yafsdp_cc.engine.layout import RowShardSpec
 from yafsdp_cc.engine.mesh import shard_group, to_mesh_device
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ def is_by_rows(tensor: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
-    """Return whether the local tensor of ``tensor`` is a flat range, as of ``DTensor.from_local(p.to_local(), ...)``.
+    """Return whether the local tensor of ``tensor`` is that of ``spec``, as of ``DTensor.from_local(p.to_local())``.
 
     Rows have as many dimensions as the whole tensor. (Those of a vector have as many as a flat range, and are rows.)
     """
     local = tensor._local_tensor
-    is_sharded = spec.bounds is not None and len(spec.shape) > 1
-    return is_sharded and tensor.device_mesh == spec.mesh and local.shape == spec.local_shape
+    is_known = isinstance(spec, RowShardSpec) or (spec.bounds is not None and len(spec.shape) > 1)
+    return is_known and tensor.device_mesh == spec.mesh and local.shape == spec.local_shape
 
 
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
@@ -72,8 +73,10 @@ def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
     assert spec.bounds is not None
     group, source = shard_group(spec.mesh), to_mesh_device(local, spec.mesh)
     first = first_rows(spec.shape[0], group.size())
-    rows = source.new_empty((first[spec.rank + 1] - first[spec.rank], *spec.shape[1:]))
-    _redivide(source, spec.bounds, rows.view(-1), row_bounds(spec.shape, group.size()), group)
+    rows = source
+    if not isinstance(spec, RowShardSpec):
+        rows = source.new_empty((first[spec.rank + 1] - first[spec.rank], *spec.shape[1:]))
+        _redivide(source, spec.bounds, rows.view(-1), row_bounds(spec.shape, group.size()), group)
     placements = [*[Replicate()] * (spec.mesh.ndim - 1), Shard(0)]
     return DTensor.from_local(
         rows.to(local.device),

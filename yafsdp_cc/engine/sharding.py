@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from yafsdp_cc.engine.class_shards import ClassFlatParam, ClassParam
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import (
@@ -37,14 +38,14 @@ from yafsdp_cc.engine.extensions import (
     row_layout,
 )
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
-from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
+from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
-from yafsdp_cc.plan.subclasses import subclass_of
+from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -332,7 +333,7 @@ def _checksum(parameter: nn.Parameter) -> int:
 def values_of(parameter: nn.Parameter) -> list[Tensor]:
     """Return all tensors that ranks must have alike: what this rank holds, and the metadata of a tensor subclass."""
     subclass = subclass_of(parameter)
-    return [local_tensor(parameter), *(() if subclass is None else subclass.metadata())]
+    return [*tensors_of(local_tensor(parameter)), *(() if subclass is None else subclass.metadata())]
 
 
 @torch.no_grad()
@@ -454,8 +455,12 @@ def _flat_param(
         layout = Layout.of([local_tensor(each.parameter).shape for each in owned], world, alignment, owners)
     else:
         layout = row_layout(owned[0].parameter.shape, world)
+    keeps_class = extension is not None and extension.subclass.keeps_class
     dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
-    if plan.host is not None and not is_meta:
+    if keeps_class:  # contiguous by FSDP2's operations
+        rows = -(-owned[0].parameter.shape[0] // world)
+        chunk = owned[0].parameter.detach().new_zeros((rows, *owned[0].parameter.shape[1:]))
+    elif plan.host is not None and not is_meta:
         chunk = plan.host.zeros(layout.chunks[rank], dtype)
     else:
         chunk = torch.zeros(layout.chunks[rank], dtype=dtype, device="meta" if is_meta else info.device)
@@ -464,7 +469,8 @@ def _flat_param(
         whole, bounds = each.parameter, None if replicates else layout.bounds(extent)
         parallel = TensorParallel.of(whole) if isinstance(whole, DTensor) else None
         updated_by = plan.owners[each].ranks if each in plan.owners else ()
-        spec = ShardSpec(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, owners=updated_by)
+        kind = RowShardSpec if keeps_class else ShardSpec
+        spec = kind(each.name, torch.Size(extent.shape), info.mesh, bounds, parallel, owners=updated_by)
         param = _fsdp_param(spec, each, extent)
         param.span = layout.owned(extent, rank)
         held = each.held
@@ -475,7 +481,8 @@ def _flat_param(
     compute = policy.param_dtype or dtype if is_cast else dtype
     reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
     if extension is not None:
-        make, compute = cast("Callable[..., Part]", partial(ExtensionFlatParam, extension)), torch.uint8
+        extended = ClassFlatParam if keeps_class else ExtensionFlatParam
+        make, compute = cast("Callable[..., Part]", partial(extended, extension)), torch.uint8
     return make(params, layout, rank, chunk, compute, reduce, divisor, info.device)
 
 
@@ -494,6 +501,8 @@ def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPP
     if subclass is None:
         return FSDPParam(spec, owned.sites, extent)
     kind = ExtensionParam if subclass.extends_all_gather else SubclassParam
+    if subclass.keeps_class:
+        kind = ClassParam
     return kind(subclass, spec, owned.sites, extent)
 
 
@@ -503,11 +512,13 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     local = param.local_range(buffer)
     local.copy_(param.spec.local_of(local_tensor(whole)))
     parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
-    parameter.__dict__.update(whole.__dict__)  # what users and frameworks have noted on it
+    wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
+    notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
+    parameter.__dict__.update(notes)  # what users and frameworks have noted on it
     take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local
     param.set_parameter(parameter)
     if isinstance(whole, DTensor):
         whole._local_tensor = whole._local_tensor.new_empty(0)
-    else:
+    elif not isinstance(param, ClassParam):  # there, its tensors go with the last reference to it
         whole.data = whole.new_empty(0)

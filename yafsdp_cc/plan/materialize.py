@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yafsdp_cc.plan.subclasses import leave_meta
+from yafsdp_cc.plan.subclasses import empty_like, leave_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def materialize(
     for module, name in owners.items():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                fresh = empty_like(parameter, device)
                 torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
         _fill(module, name, model, device, initialize)
     for each in owned:

@@ -20,6 +20,7 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
+from yafsdp_cc.plan.subclasses import nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -56,7 +57,7 @@ def plan_for(state: FSDPState) -> Plan:
         communication=_communication(state, traffic.values()),
         dtypes=_dtypes(state),
         traffic=tuple(traffic.values()),
-        parameter_shard_bytes=sum(flat.sharded.nbytes for flat in on_device),
+        parameter_shard_bytes=sum(nbytes_of(flat.sharded) for flat in on_device),
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),
         replica_bytes=0 if replicas is None else replicas.nbytes,
         secondary_shard_bytes=held["secondary shard"],
@@ -64,7 +65,7 @@ def plan_for(state: FSDPState) -> Plan:
         residual_bytes=held["residual"],
         owners=_owners(state),
         choices=tuple(state.collectives.planned_choices(trainable)),
-        adamw_bytes=2 * sum(param.local.nbytes for param in state.params if param.parameter.requires_grad),
+        adamw_bytes=2 * sum(nbytes_of(param.local) for param in state.params if param.parameter.requires_grad),
         delta_bytes=context.gather.scratch.nbytes,
         transfer_bytes=0 if state.transfers is None else state.transfers.nbytes,
         host=None if state.transfers is None else _host(state),
@@ -152,10 +153,10 @@ def _host(state: FSDPState) -> PlannedHost:
     params = [param for flat in flats for param in flat.params]
     params += [param for flat in replicated for param in flat.params]
     return PlannedHost(
-        parameters=sum(flat.sharded.nbytes for flat in flats),
+        parameters=sum(nbytes_of(flat.sharded) for flat in flats),
         gradients=sum(flat.sharded_grad.buffer.nbytes for flat in flats if flat.sharded_grad is not None),
         replicated=state.replicated.host_bytes,
-        adamw=2 * sum(param.local.nbytes for param in params if param.parameter.requires_grad),
+        adamw=2 * sum(nbytes_of(param.local) for param in params if param.parameter.requires_grad),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from yafsdp_cc.plan.subclasses import PLAIN, plain_parameter
+from yafsdp_cc.plan.subclasses import PLAIN, plain_parameter, subclass_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -103,7 +103,7 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
         parameter = owned.parameter
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{owned.name!r} has no shape yet (a lazy module): run one forward pass before sharding")
-        if (kind := type(present(parameter))) not in PLAIN:
+        if (kind := type(present(parameter))) not in PLAIN and subclass_of(parameter) is None:
             raise ValueError(
                 f"{owned.name!r} is a DTensor around a {kind.__module__}.{kind.__qualname__}: parameters of tensor "
                 "subclasses are sharded where tensor parallelism has not divided them before. Leave it out of "
@@ -117,7 +117,9 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"{owned.name!r} is {parameter.layout}, not dense: pass it in ignored_params")
-        if (part := present(parameter)).numel():
+        for part in tensors_of(present(parameter)):
+            if not part.numel():
+                continue
             reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
             start = int(part.storage_offset()) * part.itemsize
             by_storage[part.untyped_storage()._cdata].append((start, start + int(reach) * part.itemsize, owned.name))
@@ -125,7 +127,7 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
     for extents in by_storage.values():
         extents.sort(key=lambda extent: extent[0])
         for (_, end, name), (start, _, other) in pairwise(extents):
-            if start < end:
+            if start < end and name != other:
                 raise ValueError(
                     f"{other!r} shares memory with {name!r} without being the same nn.Parameter. To tie them, assign "
                     "one nn.Parameter to both; to keep them apart, clone one"

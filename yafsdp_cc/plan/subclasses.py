@@ -1,14 +1,17 @@
-"""Parameters of tensor subclasses: what they are made of, as a plain parameter that is sharded, and their class again.
+"""Parameters of tensor subclasses: what they are made of, what is sharded of them, and their class again.
 
-Two kinds can be sharded:
+Three kinds can be sharded:
 
 * Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
   the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
   dimension 0, trained or not; what is gathered is what the extension makes of it (``engine.extensions``).
+* Trained parameters of classes around several tensors, or that cannot be made again from their tensors. Each rank has
+  one of the class, of some of the rows, made by the class's own operations as FSDP2 makes it; what is gathered is what
+  the extension of the class, or of that local tensor, makes of it (``engine.class_shards``).
 * Frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that tells
   its tensors by ``__tensor_flatten__`` (torchao's ``NF4Tensor``). Their bytes are sharded and gathered as they are.
 
-The forward sees the class again, with its attributes and metadata.
+The forward sees the class again, with its attributes and metadata, or what the extension makes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +61,11 @@ class Part(NamedTuple):
         """Return it as a view of ``data``, uint8."""
         own = data.narrow(0, self.offset, self.nbytes).view(self.dtype)
         return own.as_strided(self.shape, self.stride)
+
+    def beginning_within(self, data: Tensor) -> Tensor:
+        """Return the same as a tensor whose storage begins with it, as that of a tensor of its own."""
+        own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
+        return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -121,14 +130,16 @@ def _copied(value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class TensorSubclass:
-    """The class of a parameter that is sharded as a plain one.
+    """The class of a parameter that is sharded as a plain one, or as one of the class.
 
-    ``plain`` parameters carry it (``subclass_of``), and restoring gives tensors of the class.
+    What is sharded carries it (``subclass_of``), and restoring gives tensors of the class.
     """
 
     form: Form
     extends_all_gather: bool
-    """Whether its all-gather extension decides what is gathered; otherwise its bytes are."""
+    """Whether an all-gather extension decides what is gathered; otherwise its bytes are."""
+    keeps_class: bool
+    """Whether what a rank has of it is of the class, too."""
     layout: tuple[Part, ...]
     """Where its tensors lie in the plain parameter's bytes."""
     size: torch.Size
@@ -153,7 +164,7 @@ class TensorSubclass:
     @property
     def name(self) -> str:
         """Full name of the class."""
-        return f"{self.form.kind.__module__}.{self.form.kind.__qualname__}"
+        return _name_of(self.form.kind)
 
 
 def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
@@ -187,8 +198,35 @@ SUBCLASS = "_yafsdp_cc_subclass"
 """Attribute of plain parameters that stand for those of a subclass: its ``TensorSubclass``."""
 
 
+def tensors_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold the elements of ``tensor``: those that its class wraps, or itself."""
+    if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of all tensors that ``tensor`` is made of."""
+    return sum(each.nbytes for each in tensors_of(tensor))
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as its class copies it to a plain one; plain ones as they are."""
+    if type(tensor) in PLAIN:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def check_plain(name: object, local: Tensor, what: str, instead: str) -> None:
+    """Raise a ``NotImplementedError`` where a local tensor is of a class, and ``what`` takes plain ones."""
+    if type(local) not in PLAIN:
+        raise NotImplementedError(
+            f"{what} takes plain tensors, and what this rank has of {name} is a {_name_of(type(local))}: {instead}"
+        )
+
+
 def subclass_of(parameter: Tensor) -> TensorSubclass | None:
-    """Return what ``parameter`` was before it became a plain one; None for all others."""
+    """Return what ``parameter`` is, or was before it became a plain one; None where it never was of a subclass."""
     found: TensorSubclass | None = parameter.__dict__.get(SUBCLASS)
     return found
 
@@ -197,7 +235,7 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Return the plain parameter that is sharded in the place of one of a tensor subclass; others as they are.
 
     It shares the parameter's memory. Where a frozen one is made of several tensors, their bytes are moved to one
-    buffer, which they are views of from then on.
+    buffer, which they are views of from then on. A trained one that is sharded as one of its class is returned itself.
 
     Raises:
         ValueError: a parameter of this class cannot be sharded; the message says why, and what to do.
@@ -218,10 +256,13 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
             f"sharded. {_REMEDY}"
         )
     is_master = [part.shape == parameter.shape and part.dtype == parameter.dtype for part in parts]
+    is_restored = not form.names or _is_restored(parameter, form, parts)
     extends = extends and is_master == [True] and parameter.is_floating_point() and parameter.ndim > 0
-    if parameter.requires_grad and not extends:
-        raise ValueError(_cannot_be_trained(name, parameter, form))
-    if form.names and not _is_restored(parameter, form, parts):
+    if parameter.requires_grad and not (extends and is_restored):
+        _check_rows(name, parameter, form)
+        parameter.__dict__[SUBCLASS] = TensorSubclass(form, True, True, (), parameter.size(), parameter.stride())
+        return parameter
+    if not is_restored:
         raise ValueError(
             f"{_described(name, parameter)}, whose __tensor_unflatten__(inner_tensors, metadata, outer_size, "
             f"outer_stride) does not make one of its class again: {_REMEDY}"
@@ -230,8 +271,16 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
     if not form.names:  # state dicts have what it shows beside its elements: torch finds that by name
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
-    plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, layout, parameter.size(), parameter.stride())
+    plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, False, layout, parameter.size(), parameter.stride())
     return plain
+
+
+def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter like this one on ``device``, without values."""
+    fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    if (subclass := subclass_of(parameter)) is not None:
+        fresh.__dict__[SUBCLASS] = subclass
+    return fresh
 
 
 def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
@@ -248,8 +297,11 @@ _REMEDY = "pass it in ignored_params, which leaves it whole on every rank"
 
 
 def _described(name: str, parameter: nn.Parameter) -> str:
-    kind = type(parameter)
-    return f"{name!r} is a {kind.__module__}.{kind.__qualname__}"
+    return f"{name!r} is a {_name_of(type(parameter))}"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
@@ -272,19 +324,26 @@ def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bo
         return False
 
 
-def _cannot_be_trained(name: str, parameter: nn.Parameter, form: Form) -> str:
-    described = _described(name, parameter)
-    if not hasattr(parameter, "fsdp_pre_all_gather"):
-        return (
-            f"{described} and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, "
-            "FSDP2's all-gather extension, which would tell what to gather: freeze it with requires_grad_(False), or "
-            f"{_REMEDY}"
+@torch.no_grad()
+def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
+    """Raise a ``ValueError`` where a trained parameter cannot be sharded as one of its class."""
+    described = f"{_described(name, parameter)} of {list(parameter.shape)} and requires a gradient"
+    if not form.names:
+        raise ValueError(
+            f"{described}, but its class has no __tensor_flatten__ that would tell what it wraps, and no "
+            "fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather extension, which would tell what to "
+            f"gather: freeze it with requires_grad_(False), or {_REMEDY}"
         )
-    return (
-        f"{described} of {list(parameter.shape)} and requires a gradient: an all-gather extension is trained where its "
-        f"class wraps one floating-point tensor of the parameter's own shape and dtype, this one has "
-        f"{', '.join(form.names) or 'none'}. Freeze it with requires_grad_(False), or {_REMEDY}"
-    )
+    firsts: list[tuple[int, ...]] = []
+    with suppress(Exception):  # whatever its operations raise
+        row = parameter.new_zeros((2, *parameter[0].shape)).narrow(0, 0, 1)
+        firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
+    if set(firsts) != {(1,)}:
+        raise ValueError(
+            f"{described}: one around {', '.join(form.names)} is sharded by rows, which its new_zeros(...).narrow(0, "
+            "start, length) would have to give as one of the class whose tensors have as many rows each. Freeze it "
+            f"with requires_grad_(False), or {_REMEDY}"
+        )
 
 
 def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, tuple[Part, ...]]:
