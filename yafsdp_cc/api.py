@@ -489,6 +489,7 @@ def fully_shard(
     spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy, owners))
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
+    spec.settings.stays_unsharded = None if reshard_after_forward is None else reshard_after_forward is False
     spec.ignored = given.ignored
     for inner_spec in specs_below(modules[0]):
         if (state := state_of(inner_spec.modules[0])) is not None:

@@ -647,7 +647,7 @@ def _issue(state: FSDPState, op: _Op) -> None:
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:
-            unsharded = group._overflow() if op.flag else group.unsharded
+            unsharded = group.overflow() if op.flag else group.unsharded
             group._all_gather(unsharded)
             if op.flag:
                 context.wait(unsharded.buffer.handle)

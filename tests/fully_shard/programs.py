@@ -145,15 +145,45 @@ def unshards_by_hand(api: Api) -> Run:
         run.step()
         block = run.model.blocks[0]
         assert block.unshard() is None
-        run.figures[f"{run.count} unsharded"] = block.qkv.weight.detach().clone()
-        run.figures[f"{run.count} unsharded, small"] = block.norm1.weight.detach().clone()
+        assert not any(isinstance(each, DTensor) for each in block.parameters())
+        run.figures |= {f"{run.count} unsharded {name}": p.detach().clone() for name, p in block.named_parameters()}
         block.reshard()
-        assert hasattr(block.qkv.weight, "full_tensor")
+        assert all(isinstance(each, DTensor) for each in block.parameters())
         loss = run.loss()
         for each in run.model.blocks:  # which the backward needs one after the other
             each.unshard()
         run.figures[f"{run.count} held"] = run.model.blocks[0].qkv.weight.detach().clone()
         loss.backward()
+        run.step()
+    return run
+
+
+class WithoutLogits(Transformer):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
+
+
+def makes_logits_outside(api: Api) -> Run:
+    """As fused losses do: of the head's weight, which stays unsharded from the forward to the backward."""
+    run = Run(api, seeded(WithoutLogits))
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        hidden = run.model(tokens)
+        found = dict(run.model.named_parameters())
+        assert found["head.weight"] is run.model.head.weight
+        for name, each in found.items():
+            is_sharded = isinstance(each, DTensor)
+            run.figures[f"{run.count} {name}"] = (whole(each) if is_sharded else each).detach().clone()
+            run.figures[f"{run.count} {name} is sharded"] = torch.tensor(is_sharded)
+        return nn.functional.linear(hidden, run.model.head.weight)
+
+    for _ in range(3):
+        run.loss(logits).backward()
+        assert all(isinstance(each, DTensor) for each in run.model.parameters())
         run.step()
     return run
 
@@ -594,6 +624,7 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     accumulates_without_the_end,
     changes_its_mind_about_resharding,
     unshards_by_hand,
+    makes_logits_outside,
     prefetches_by_name,
     divides_otherwise,
     reduces_by_other_means,

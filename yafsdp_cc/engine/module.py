@@ -30,10 +30,13 @@ from yafsdp_cc.engine.mesh import all_gather_single, backend_of
 from yafsdp_cc.engine.sharding import SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
+from yafsdp_cc.engine.unsharded import hold, register_held, reshard, reshard_for_state_dicts
 from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from typing_extensions import Self
 
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
@@ -52,20 +55,16 @@ _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 class UnshardHandle(_UnshardHandle):
     """What ``unshard(async_op=True)`` has begun."""
 
-    def __init__(self, state: FSDPState, group: ParamGroup | None) -> None:
+    def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state
+        self._spec = spec
         self._group = group
 
     def wait(self) -> None:
         """Let the group's modules see unsharded weights, and the current stream use them."""
         group, self._group = self._group, None
-        if group is None or group.held is None:
-            return
-        group.register_held()
-        state = self._state
-        state.replicated.refresh()
-        state.wait_for_transfers()
-        state.replicated.register_unsharded(group.replicated)
+        if group is not None and group.held is not None:
+            register_held(self._state, self._spec, group)
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -81,16 +80,21 @@ class ShardedModule(FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own weights, those of modules sharded within it aside, until ``reshard``.
 
-        Attributes such as ``module.weight`` are unsharded then; ``parameters()`` goes on to give the sharded ones. The
-        next forward uses what was gathered, and afterwards lets go of it if the module reshards after forward.
+        Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses what
+        was gathered, and afterwards lets go of it if the module reshards after forward, as do the backward,
+        ``state_dict()`` and ``load_state_dict()``. (An optimizer takes the sharded ones: make it outside.)
 
         Args:
             async_op: return at once, with a handle; a forward waits by itself.
         """
-        state, group = current_state(self), group_of(self)
+        state, group, spec = current_state(self), group_of(self), spec_of(self)
+        if spec is None:  # all that there is, is sharded within it
+            return None
         if group is not None:
-            group.hold(elsewhere=state.awaits_backward)
-        handle = UnshardHandle(state, group)
+            hold(group, elsewhere=state.awaits_backward)
+        else:  # nothing to gather
+            register_held(state, spec, None)
+        handle = UnshardHandle(state, spec, group)
         if async_op:
             return handle
         handle.wait()
@@ -98,9 +102,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def reshard(self) -> None:
         """Let go of what ``unshard`` has gathered."""
-        group = group_of(self) if state_of(self) is not None else None
-        if group is not None:
-            group.release_held()
+        if (spec := spec_of(self)) is not None:
+            reshard(spec)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
@@ -109,6 +112,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         self._change_setting(recurse, "keeps_after_forward", not reshard_after_forward)
+        self._change_setting(recurse, "stays_unsharded", not reshard_after_forward)
         self._change_setting(recurse, "secondary_ranks", 0)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -245,6 +249,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
         Sharded parameters stay where they are, and from the first forward on what they are.
         """
+        for own in self._specs(recurse):
+            reshard(own)
         for name, parameter in self.named_parameters(recurse=recurse):
             if isinstance(parameter, FlatDTensor):
                 _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
@@ -264,6 +270,21 @@ class ShardedModule(FSDPModule, nn.Module):
                 if buffer is not None:
                     inner._buffers[key] = fn(buffer)
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of sharded parameters, also where ``parameters()`` shows unsharded ones."""
+        super().zero_grad(set_to_none)
+        for param in (param for spec in self._specs(True) for param in spec.params):
+            if set_to_none:
+                param.parameter.grad = None
+            elif param.parameter.grad is not None:
+                param.parameter.grad.zero_()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the sharded parameters, also where ``parameters()`` shows unsharded ones."""
+        for param in (param for spec in self._specs(True) for param in spec.params):
+            param.parameter.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -385,7 +406,7 @@ def make_sharded(module: nn.Module) -> None:
     _undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
-        hooks += follow_assignments(spec)
+        hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
             show_unsharded(holder)
             _undo_later(module, functools.partial(show_as_held, holder))
@@ -596,9 +617,11 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:
-    """Raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    """Reshard; raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
     if not isinstance(model, ShardedModule):
         return
+    for spec in specs_below(model):
+        reshard(spec)
     for param in (param for spec in require_state(model).specs for param in spec.params):
         if not param.is_held:
             raise RuntimeError(

@@ -42,6 +42,7 @@ from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, tabl
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
+from yafsdp_cc.engine.shown import held_parameters
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
 from yafsdp_cc.plan.subclasses import subclass_of
@@ -138,6 +139,8 @@ class GroupSettings:
     keeps_after_forward: bool = False
     """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
     keeps_after_backward: bool = False
+    stays_unsharded: bool | None = False
+    """Whether modules see unsharded weights from a forward to its backward, as FSDP2's; None: those of a root."""
     secondary_ranks: int = 0
     """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
@@ -302,7 +305,7 @@ def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> lis
     """
     added = {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in held_parameters(model)
         if not isinstance(parameter, FlatDTensor) and parameter not in ignored
     }
     if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
