@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -217,6 +218,54 @@ def reduces_by_other_means(api: Api) -> Run:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     run.steps()
+    return run
+
+
+class Sends:
+    """A custom collective of FSDP2's, which communicates what it has allocated."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+        return self.memory.setdefault(made.data_ptr(), made)
+
+    def _send(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        self.calls += 1
+        assert all(each.untyped_storage().data_ptr() in self.memory for each in (output, source))
+
+
+class Gathers(Sends, AllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self._send(output_tensor, input_tensor)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Sums(Sends, ReduceScatter):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._send(output_tensor, input_tensor)
+        assert op == dist.ReduceOp.SUM
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def by_custom_collectives(api: Api) -> Run:
+    run, gathers, sums = Run(api), Gathers(), Sums()
+    run.steps(1)
+    for module in (run.model, *run.model.blocks):
+        module.set_custom_all_gather(gathers)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_reduce_scatter(sums)
+        with pytest.raises(AssertionError):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    run.steps(2)
+    run.figures["sums"] = torch.tensor(sums.calls)
+    assert gathers.calls >= sums.calls
     return run
 
 
@@ -628,6 +677,7 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     prefetches_by_name,
     divides_otherwise,
     reduces_by_other_means,
+    by_custom_collectives,
     leaves_an_embedding_sharded_in_backward,
     evaluates_in_between,
     recovers,

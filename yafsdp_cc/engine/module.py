@@ -24,10 +24,11 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.extensions import in_class_of
+from yafsdp_cc.engine.errors import MisuseError
+from yafsdp_cc.engine.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.engine.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
-from yafsdp_cc.engine.sharding import SPEC, TRAINED_IN, spec_of, specs_below
+from yafsdp_cc.engine.sharding import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.engine.unsharded import hold, register_held, reshard, reshard_for_state_dicts
@@ -36,6 +37,7 @@ from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
     from typing_extensions import Self
 
     from yafsdp_cc.engine.param import FSDPParam
@@ -221,7 +223,52 @@ class ShardedModule(FSDPModule, nn.Module):
         which all-gathers without a cast send from, are ordinary memory. Not run on a GPU so far.
         """
         _check_bool("enable", enable)
+        for spec in self._specs(False):
+            for comm in (spec.settings.custom_all_gather, spec.settings.custom_reduce_scatter):
+                if comm is not None:
+                    raise MisuseError(
+                        f"set_allocate_memory_from_process_group_for_comm: '{spec.name}' communicates by a "
+                        f"{type(comm).__name__}, which allocates by itself: leave one of the two out"
+                    )
         self._change_setting(False, "allocates_from_group", enable)
+
+    def set_custom_all_gather(self, comm: fsdp2.AllGather) -> None:
+        """Gather this module's own weights by ``comm``, an object of FSDP2's ``AllGather``.
+
+        It is called with memory of its own ``allocate``, from which weights are copied to their buffer.
+
+        Raises:
+            ValueError: a compression, ownership or tensor subclass decides what is sent.
+        """
+        self._set_custom("custom_all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: fsdp2.ReduceScatter) -> None:
+        """Sum gradients of this module's own weights by ``comm``, an object of FSDP2's ``ReduceScatter``.
+
+        It is called with memory of its own ``allocate`` and ``op=ReduceOp.SUM``; the engine divides afterwards.
+        Replicated parameters go on to be summed together.
+
+        Raises:
+            ValueError: a compression, ownership or tensor subclass decides what is sent.
+        """
+        self._set_custom("custom_reduce_scatter", comm)
+
+    def _set_custom(self, name: str, comm: Any) -> None:
+        if not (callable(comm) and hasattr(comm, "allocate")):
+            raise TypeError(f"set_{name} takes an object with allocate() and __call__() as FSDP2's; got {comm!r}")
+        for spec in self._specs(False):
+            why = ""
+            if spec.collectives is not EXACT:
+                why = "its compression decides what is sent"
+            elif any(flat.layout.uneven_chunks for flat in spec.flats):
+                why = "with ownership, ranks own parts of different lengths"
+            elif any(isinstance(flat, ExtensionFlatParam) for flat in spec.flats):
+                why = "an all-gather extension of its parameters decides what is sent"
+            elif spec.settings.secondary_ranks:
+                why = "with reshard_after_forward=<number>, weights are gathered among fewer ranks, too"
+            if why:
+                raise ValueError(f"set_{name} on '{spec.name}': {why}. Leave one of the two out")
+        self._change_setting(False, name, comm)
 
     def reset_iter_state(self) -> None:
         """Drop what a forward or backward that raised has left behind, gradients not reduced yet with it.
@@ -287,9 +334,9 @@ class ShardedModule(FSDPModule, nn.Module):
         return super().requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"a sharded {class_of(self).__name__} cannot be copied: copy the model before shard(), or keep an average "
-            "of the weights with copies of model.parameters()"
+        raise MisuseError(
+            f"FSDP does not support deepcopy: a sharded {class_of(self).__name__} cannot be copied. Copy the model "
+            "before shard(), or keep an average of the weights with copies of model.parameters()"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -336,8 +383,6 @@ def _check_bool(name: str, value: object) -> None:
 
 
 _REFUSED = {
-    "set_custom_all_gather": "weights are gathered from buffer to buffer, without the copies it is handed",
-    "set_custom_reduce_scatter": "the engine sums in place; what changes the bytes sent is a codec",
     "set_all_reduce_hook": "pass a 2-D mesh (replicate, shard) for a sum over replicas",
     "set_symm_mem_for_comm": "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL",
     "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
 
     from yafsdp_cc.engine.layout import Extent
     from yafsdp_cc.engine.mesh import MeshInfo
@@ -156,6 +157,9 @@ class GroupSettings:
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: CommStreams = field(default_factory=CommStreams)
+    custom_all_gather: fsdp2.AllGather | None = None
+    """What users have set to be called instead, as ``custom_reduce_scatter``."""
+    custom_reduce_scatter: fsdp2.ReduceScatter | None = None
 
     @property
     def keeps_unsharded(self) -> bool:
