@@ -92,7 +92,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "its compression decides what is sent. Leave one of the two out",
     ),
     "a custom reduce-scatter of matrices that lie whole": (
-        lambda m: yafsdp_cc.fully_shard(m.head, ownership="matrix").set_custom_reduce_scatter(Sums()),
+        lambda m: yafsdp_cc.fully_shard(
+            m.head, ownership="matrix", reshard_after_forward=False
+        ).set_custom_reduce_scatter(Sums()),
         ValueError,
         "with ownership, ranks own parts of different lengths",
     ),
