@@ -397,7 +397,7 @@ def break_order_of_users() -> None:
 
 def break_overflow_record() -> None:
     """Let an overflow buffer be filled before the caller's stream is through with what lay in its memory."""
-    _skip_in(CudaCommStream, "record", "_overflow")
+    _skip_in(CudaCommStream, "record", "overflow")
 
 
 def break_grad_buffer_reference() -> None:

@@ -34,6 +34,7 @@ from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
+from yafsdp_cc.engine.errors import MisuseError
 from yafsdp_cc.engine.extensions import check_subclasses
 from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.loading import patch_torch
@@ -506,6 +507,7 @@ def fully_shard(
     spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy, owners))
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
+    spec.settings.stays_unsharded = None if reshard_after_forward is None else reshard_after_forward is False
     spec.ignored = given.ignored
     for inner_spec in specs_below(modules[0]):
         if (state := state_of(inner_spec.modules[0])) is not None:
@@ -746,8 +748,9 @@ def _check_module(module: Any) -> None:
             f"{len(module)} ({kinds}) is never called. Call fully_shard on each module in it, then on the model"
         )
     if spec_of(module) is not None:
-        raise ValueError(
-            f"fully_shard has already been applied to this {class_of(module).__name__}: call it once on each module"
+        raise MisuseError(
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
+            f"been applied to this {class_of(module).__name__}: call it once on each module"
         )
     check_modules(module, "fully_shard()")
 

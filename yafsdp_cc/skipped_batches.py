@@ -1,15 +1,15 @@
 """Batches that all ranks skip together, because one of them has failed in a forward or backward.
 
-A rank that fails stops issuing collectives, and the others would wait for it. So ranks keep a journal of the
-collectives that they issue within a block; a thread of each rank listens on the store of the process group, and:
+A rank that fails stops issuing collectives, and the others would wait for it. So each rank keeps a list of
+the collectives that it has issued in a block; a thread of each rank waits for a key of the process group's store, and:
 
     rank 0     forward, backward, ...     │ waits in collective 7                   woken; PeerFailedError at 8 ─┐
     rank 1     forward ✗ after 4 ── tells all ─┐                                                                 │
-    threads                              │ close the journals: 7 issued here, 4 there, none from here on          │
+    threads                              │ close the lists:    7 issued here, 4 there, none from here on          │
     rank 1                                     └── issues 5, 6 and 7 as rank 0 did, with zeros ──────────────────┤
     all                                        what was issued is complete; one vote: skip; state put back ◄─────┘
 
-The journals of all ranks are beginnings of one sequence, that of the program. Once they are closed, each rank goes on
+The lists of all ranks are beginnings of one sequence, that of the program. Once they are closed, each rank goes on
 to the end of the longest. It needs neither activations nor an order known beforehand for that: to gather weights takes
 a shard, to reduce gradients a buffer. Where ranks stop depends on timing, and nothing else does: what the batch has
 changed is put back everywhere (``batch_rollback``).
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Seconds that the listening threads of all ranks have to answer; they do at once, whatever their rank computes."""
-_LISTEN = timedelta(hours=1)
-"""How long a thread listens at a time."""
+"""Seconds that these threads of all ranks have to answer; they do at once, whatever their rank computes."""
+_WAIT = timedelta(hours=1)
+"""How long a thread waits at a time."""
 
 FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated"
 """Kinds of collectives: what observers exchange before a forward, and those of groups and replicated parameters."""
@@ -92,7 +92,7 @@ _COUNTS, _SKIP, _RAISE = range(3)
 
 
 class _Op(NamedTuple):
-    """One entry of a journal."""
+    """One entry of a ``_CollectiveLog``."""
 
     model: int
     """Number among the models of the block."""
@@ -108,7 +108,7 @@ class _Op(NamedTuple):
 
 
 @dataclass
-class _Journal:
+class _CollectiveLog:
     """The collectives that this rank has issued in the block of this number."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -152,7 +152,7 @@ class _Journal:
 
 
 class _Peers:
-    """The ranks of a mesh: their vote, their journals, and the thread that listens for failures.
+    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures.
 
     Args:
         mesh: of the model.
@@ -161,7 +161,7 @@ class _Peers:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.rank = self.ranks.index(dist.get_rank())
-        self.journal = _Journal()
+        self.log = _CollectiveLog()
         self.failures = 0
         """Blocks in which a rank has failed, as far as this one is through with them."""
         self.in_a_row = 0
@@ -176,8 +176,10 @@ class _Peers:
         _meetings[name] += 1
         self._prefix = f"yafsdp_cc/skip/{name}/{_meetings[name]}"
         own = store.clone()  # of the thread: a store answers one request at a time, and this one waits
-        mine = (self._prefix, self.rank, self.journal)
-        thread = threading.Thread(target=_listen, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True)
+        mine = (self._prefix, self.rank, self.log)
+        thread = threading.Thread(
+            target=_wait_for_failures, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True
+        )
         thread.start()
         # A thread that still waits in C++ when the interpreter ends would abort the process.
         weakref.finalize(self, _stop, self._store, *mine, thread, os.getpid())
@@ -212,12 +214,12 @@ class _Peers:
 
     def tell(self, reason: str, *, has_ended: bool) -> None:
         """Let all ranks know that this one has failed in the present block."""
-        text = json.dumps({"block": self.journal.block, "reason": reason, "has_ended": has_ended})
+        text = json.dumps({"block": self.log.block, "reason": reason, "has_ended": has_ended})
         for rank in range(len(self.ranks)):
             self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
-        """Return what this rank has not issued of what others have, once the journals of all are closed.
+        """Return what this rank has not issued of what others have, once the lists of all are closed.
 
         Raises:
             RuntimeError: a rank gives no answer, or has issued something else.
@@ -232,7 +234,7 @@ class _Peers:
             ) from error
         counts = [int(self._store.get(key)) for key in keys]
         longest = counts.index(max(counts))
-        own = self.journal.ops
+        own = self.log.ops
         if len(own) == counts[longest]:
             return []
         found = [_Op(*each) for each in json.loads(self._store.get(f"{keys[longest]}/ops"))]
@@ -246,8 +248,8 @@ class _Peers:
 
     def forget(self) -> None:
         """Be through with a block in which a rank has failed, and remove what this rank has left in the store."""
-        inbox = f"{self._prefix}/{self.failures}/{self.rank}"
-        for key in (inbox, f"{inbox}/issued", f"{inbox}/issued/ops"):
+        failure_key = f"{self._prefix}/{self.failures}/{self.rank}"
+        for key in (failure_key, f"{failure_key}/issued", f"{failure_key}/issued/ops"):
             with suppress(RuntimeError):  # not all stores can
                 self._store.delete_key(key)
         self.failures += 1
@@ -259,30 +261,30 @@ _meetings: Counter[int] = Counter()
 """How many ``_Peers`` of these ranks there were: all of them count alike."""
 
 
-def _listen(store: Store, prefix: str, rank: int, journal: _Journal) -> None:
-    """Close the journal whenever a rank has failed, and tell the others what is in it: in a thread of its own."""
+def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog) -> None:
+    """Close the list whenever a rank has failed, and tell the others what is in it: in a thread of its own."""
     while True:
-        inbox = f"{prefix}/{journal.handled}/{rank}"
+        failure_key = f"{prefix}/{log.handled}/{rank}"
         try:
-            store.wait([inbox], _LISTEN)
-            text = store.get(inbox).decode()
+            store.wait([failure_key], _WAIT)
+            text = store.get(failure_key).decode()
             if not text:
                 return
             failure = json.loads(text)
-            ops = journal.close(failure["block"], failure["reason"], failure["has_ended"])
-            store.set(f"{inbox}/issued/ops", json.dumps(ops))
-            store.set(f"{inbox}/issued", str(len(ops)))
+            ops = log.close(failure["block"], failure["reason"], failure["has_ended"])
+            store.set(f"{failure_key}/issued/ops", json.dumps(ops))
+            store.set(f"{failure_key}/issued", str(len(ops)))
         except dist.DistNetworkError:
             return  # the store is gone with the process that held it, and all ranks are about to end
         except RuntimeError:
-            time.sleep(1.0)  # it has listened long enough at a time
+            time.sleep(1.0)  # it has waited long enough at a time
 
 
-def _stop(store: Store, prefix: str, rank: int, journal: _Journal, thread: threading.Thread, process: int) -> None:
+def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: threading.Thread, process: int) -> None:
     """End the thread, unless this is a process that was forked from the one that it runs in."""
     if os.getpid() == process:
         with suppress(RuntimeError):
-            store.set(f"{prefix}/{journal.handled}/{rank}", "")
+            store.set(f"{prefix}/{log.handled}/{rank}", "")
             thread.join(5.0)
 
 
@@ -293,13 +295,13 @@ class _Recorder(Observer):
         number: of the model in the block.
     """
 
-    def __init__(self, journal: _Journal, state: FSDPState, number: int) -> None:
-        self._journal, self._state, self._number = journal, state, number
+    def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
+        self._log, self._state, self._number = log, state, number
         self._kind, self._before = "", 0
         """Of the last entry, until all of it is known to be issued; and operations in the fingerprint before it."""
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
-        self._journal.add(_Op(self._number, kind, name, flag))
+        self._log.add(_Op(self._number, kind, name, flag))
         self._kind, self._before = kind, self._state.context.fingerprint._count
 
     def before_forward(self) -> None:
@@ -346,7 +348,7 @@ _open: list[_Block] = []
 
 
 def check_outside_of_block(what: str) -> None:
-    """Raise an ``OutsideOnlyError`` within ``skip_together``: the collectives of ``what`` are in no journal."""
+    """Raise an ``OutsideOnlyError`` within ``skip_together``: no list has the collectives of ``what``."""
     if _open:
         raise OutsideOnlyError(
             f"{what} within skip_together: a rank that has failed cannot take part in it, only in the collectives of "
@@ -381,9 +383,9 @@ class _Block:
 
     def open(self) -> None:
         """Save what the batch may change, and note what is issued from now on."""
-        if self._peers.journal.has_ended:
-            raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.journal.reason}")
-        self._peers.journal.open()
+        if self._peers.log.has_ended:
+            raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.log.reason}")
+        self._peers.log.open()
         try:
             for state, rollback in zip(self.states, self._rollbacks, strict=True):
                 rollback.save(state)
@@ -392,7 +394,7 @@ class _Block:
             raise
         self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
         for number, state in enumerate(self.states):
-            recorder = _Recorder(self._peers.journal, state, number)
+            recorder = _Recorder(self._peers.log, state, number)
             self._recorders.append(recorder)
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
             state.outdated = False  # the engine is assembled again behind the block: that is a collective, too
@@ -426,7 +428,7 @@ class _Block:
             RuntimeError: on all ranks: weights have changed, too many batches were skipped, or a rank has ended.
             Exception: ``error``, where all ranks raise.
         """
-        peers, journal = self._peers, self._peers.journal
+        peers, log = self._peers, self._peers.log
         own = None if isinstance(error, PeerFailedError) else error
         level, reason = _COUNTS, ""
         if own is not None:
@@ -445,9 +447,9 @@ class _Block:
                 "weights have changed inside skip_together, which cannot take that back: optimizer.step() belongs "
                 "behind the block, like all that changes weights"
             )
-        if own is not None or journal.is_closed:
-            if journal.has_ended:
-                raise RuntimeError(f"a rank takes part no longer: {journal.reason}") from error
+        if own is not None or log.is_closed:
+            if log.has_ended:
+                raise RuntimeError(f"a rank takes part no longer: {log.reason}") from error
             self._catch_up()
         verdict = peers.vote(level)
         if verdict == _COUNTS:
@@ -487,7 +489,7 @@ class _Block:
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange what has failed, check that ranks are alike again, and count the batch."""
         peers, batch = self._peers, self.batch
-        has_failed = peers.journal.is_closed  # behind the exchange, a rank that was quicker may fail in the next block
+        has_failed = peers.log.is_closed  # behind the exchange, a rank that was quicker may fail in the next block
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
         batch.errors = {peers.ranks[rank]: text for rank, (text, _) in enumerate(found) if text}
@@ -649,7 +651,7 @@ def _issue(state: FSDPState, op: _Op) -> None:
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:
-            unsharded = group._overflow() if op.flag else group.unsharded
+            unsharded = group.overflow() if op.flag else group.unsharded
             group._all_gather(unsharded)
             if op.flag:
                 context.wait(unsharded.buffer.handle)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -145,15 +146,45 @@ def unshards_by_hand(api: Api) -> Run:
         run.step()
         block = run.model.blocks[0]
         assert block.unshard() is None
-        run.figures[f"{run.count} unsharded"] = block.qkv.weight.detach().clone()
-        run.figures[f"{run.count} unsharded, small"] = block.norm1.weight.detach().clone()
+        assert not any(isinstance(each, DTensor) for each in block.parameters())
+        run.figures |= {f"{run.count} unsharded {name}": p.detach().clone() for name, p in block.named_parameters()}
         block.reshard()
-        assert hasattr(block.qkv.weight, "full_tensor")
+        assert all(isinstance(each, DTensor) for each in block.parameters())
         loss = run.loss()
         for each in run.model.blocks:  # which the backward needs one after the other
             each.unshard()
         run.figures[f"{run.count} held"] = run.model.blocks[0].qkv.weight.detach().clone()
         loss.backward()
+        run.step()
+    return run
+
+
+class WithoutLogits(Transformer):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
+
+
+def makes_logits_outside(api: Api) -> Run:
+    """As fused losses do: of the head's weight, which stays unsharded from the forward to the backward."""
+    run = Run(api, seeded(WithoutLogits))
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        hidden = run.model(tokens)
+        found = dict(run.model.named_parameters())
+        assert found["head.weight"] is run.model.head.weight
+        for name, each in found.items():
+            is_sharded = isinstance(each, DTensor)
+            run.figures[f"{run.count} {name}"] = (whole(each) if is_sharded else each).detach().clone()
+            run.figures[f"{run.count} {name} is sharded"] = torch.tensor(is_sharded)
+        return nn.functional.linear(hidden, run.model.head.weight)
+
+    for _ in range(3):
+        run.loss(logits).backward()
+        assert all(isinstance(each, DTensor) for each in run.model.parameters())
         run.step()
     return run
 
@@ -187,6 +218,54 @@ def reduces_by_other_means(api: Api) -> Run:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     run.steps()
+    return run
+
+
+class Sends:
+    """A custom collective of FSDP2's, which communicates what it has allocated."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+        return self.memory.setdefault(made.data_ptr(), made)
+
+    def _send(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        self.calls += 1
+        assert all(each.untyped_storage().data_ptr() in self.memory for each in (output, source))
+
+
+class Gathers(Sends, AllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self._send(output_tensor, input_tensor)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Sums(Sends, ReduceScatter):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._send(output_tensor, input_tensor)
+        assert op == dist.ReduceOp.SUM
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def by_custom_collectives(api: Api) -> Run:
+    run, gathers, sums = Run(api), Gathers(), Sums()
+    run.steps(1)
+    for module in (run.model, *run.model.blocks):
+        module.set_custom_all_gather(gathers)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_reduce_scatter(sums)
+        with pytest.raises(AssertionError):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    run.steps(2)
+    run.figures["sums"] = torch.tensor(sums.calls)
+    assert gathers.calls >= sums.calls
     return run
 
 
@@ -594,9 +673,11 @@ PROGRAMS: list[Callable[[Api], Run]] = [
     accumulates_without_the_end,
     changes_its_mind_about_resharding,
     unshards_by_hand,
+    makes_logits_outside,
     prefetches_by_name,
     divides_otherwise,
     reduces_by_other_means,
+    by_custom_collectives,
     leaves_an_embedding_sharded_in_backward,
     evaluates_in_between,
     recovers,

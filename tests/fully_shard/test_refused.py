@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import yafsdp_cc
+from tests.fully_shard.programs import Gathers, Sums
 from tests.models import Transformer
 from tests.ranks import ranks
 from tests.twins import seeded
@@ -23,7 +25,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "does not support containers .* this ModuleList of 3 .Attention. is never called. Call fully_shard on each",
     ),
     "what is no module": (lambda m: yafsdp_cc.fully_shard([m.blocks[0], 3]), ValueError, "got 3"),
-    "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], ValueError, "already been applied"),
+    "twice": (lambda m: [yafsdp_cc.fully_shard(m) for _ in range(2)], AssertionError, "already been applied"),
     "a tied parameter apart": (
         lambda m: [setattr(m.head, "weight", m.embed.weight), *map(yafsdp_cc.fully_shard, (m.embed, m.head))],
         ValueError,
@@ -79,11 +81,24 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         RuntimeError,
         "SGD was made before 'embed.weight' was sharded .* make the optimizer after",
     ),
-    "a custom reduce-scatter": (
-        lambda m: yafsdp_cc.fully_shard(m).set_custom_reduce_scatter(None),
-        NotImplementedError,
-        "no meaning here",
+    "a custom all-gather that is none": (
+        lambda m: yafsdp_cc.fully_shard(m).set_custom_all_gather(print),
+        TypeError,
+        r"set_custom_all_gather takes an object with allocate\(\)",
     ),
+    "a custom all-gather of what is compressed": (
+        lambda m: yafsdp_cc.fully_shard(m, compression="int8").set_custom_all_gather(Gathers()),
+        ValueError,
+        "its compression decides what is sent. Leave one of the two out",
+    ),
+    "a custom reduce-scatter of matrices that lie whole": (
+        lambda m: yafsdp_cc.fully_shard(
+            m.head, ownership="matrix", reshard_after_forward=False
+        ).set_custom_reduce_scatter(Sums()),
+        ValueError,
+        "with ownership, ranks own parts of different lengths",
+    ),
+    "copies": (lambda m: copy.deepcopy(yafsdp_cc.fully_shard(m)), AssertionError, "Copy the model before"),
     "no bool": (lambda m: yafsdp_cc.fully_shard(m).set_reshard_after_forward(1), ValueError, "should be a bool"),
     "a divisor of nothing": (
         lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor(0),

@@ -1,9 +1,10 @@
-"""Parameters of other units, as the root's forward sees them: in the dtype that their unit computes in."""
+"""What ``parameters()`` give in a forward, of other units in their dtype; and outside, sharded ones to what trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.fully_shard.programs import BF16, AsksInTheModel
-from tests.models import VOCABULARY, WIDTH, Mlp
+from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
 from tests.ranks import ranks
 from tests.subclasses import Float8Weight
 from tests.twins import numbers, seeded, square, whole
@@ -56,3 +57,54 @@ def test_a_forward_finds_its_dtype_in_parameters_that_are_gathered_in_another() 
         yafsdp_cc.shard(model, units=["blocks.*"], mp_policy=policy)
         square(model, numbers(2, WIDTH)).backward()
         assert set(model.seen.values()) == {dtype}, model.seen
+
+
+TOKENS = torch.arange(14).view(2, 7)
+
+
+def _fully_shard() -> Any:
+    model: Any = seeded(Transformer)
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block)
+    return yafsdp_cc.fully_shard(model)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return all(isinstance(each, DTensor) for each in model.parameters())
+
+
+@ranks(2)
+def test_between_a_forward_and_its_backward_what_changes_parameters_changes_the_sharded_ones() -> None:
+    model = _fully_shard()
+    square(model, TOKENS).backward()
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    loss = square(model, TOKENS)
+    assert not _is_sharded(model)
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(whole(p.grad), gradients[name]) for name, p in model.named_parameters())
+    square(model, TOKENS)
+    other = seeded(Transformer, 1).state_dict()
+    model.load_state_dict(other)
+    assert all(torch.equal(whole(value), other[name]) for name, value in model.state_dict().items())
+    square(model, TOKENS)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    square(model, TOKENS)
+    model.requires_grad_(False)
+    model.reshard()
+    assert _is_sharded(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@ranks(2)
+def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
+    model = _fully_shard()
+    with torch.no_grad():
+        model(TOKENS)
+    assert _is_sharded(model)
+    for shows, name in ((lambda: square(model, TOKENS), "embed.weight"), (model.unshard, "embed.weight")):
+        shows()
+        with pytest.raises(RuntimeError, match=rf"parameters\(\) showed '{name}' unsharded"):
+            torch.optim.SGD(model.parameters()).step()
+        model.reshard()
+        torch.optim.SGD(model.parameters()).step()

@@ -669,6 +669,26 @@ def _metadata(base: Any) -> list[Tensor]:
 
 
 @ranks(2)
+def test_quantised_weights_in_another_form_are_refused_by_name(tmp_path: Path) -> None:
+    quantise = QUANTISED["several tensors"]
+    model, plain = yafsdp_cc.shard(adapted(quantise), units=[LowRank]), adapted(quantise)
+    said = refusal(partial(model.load_state_dict, plain.state_dict()))
+    assert "'0.base' is sharded as the bytes of a tests.subclasses.Codes" in said, said
+    assert "load it into the plain model, before shard()" in said, said
+    yafsdp_cc.save(tmp_path / "model", model)
+    said = refusal(partial(yafsdp_cc.load, tmp_path / "model", plain))
+    assert "is a Codes here, of which a sharded model has saved the bytes: shard the model first" in said, said
+
+
+def _train_once(model: nn.Module, plain: nn.Module) -> None:
+    batches = [numbers(3, 64, seed=rank) for rank in range(dist.get_world_size())]
+    square(model, mine(batches)).backward()
+    torch.stack([square(plain, each) for each in batches]).mean().backward()
+    for each in (model, plain):
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], 1.0).step()
+
+
+@ranks(2)
 def test_nothing_encodes_or_casts_quantised_bytes(tmp_path: Path) -> None:
     compression = yafsdp_cc.Compression(gradients="int8", weights="int8")
     for quantise in QUANTISED.values():
@@ -677,6 +697,8 @@ def test_nothing_encodes_or_casts_quantised_bytes(tmp_path: Path) -> None:
             nn.init.zeros_(layer.up.weight)  # the adapters are encoded
         yafsdp_cc.shard(model, units=[LowRank], compression=compression, mp_policy=MixedPrecisionPolicy())
         torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))
+        _train_once(model, plain)
+        torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)), rtol=0.02, atol=0.02)
     said = refusal(partial(yafsdp_cc.save_safetensors, tmp_path / "model", model, dtype=torch.float16))
     assert "'0.base', whose torch.bfloat16 are bytes of a quantised weight" in said
 
@@ -686,4 +708,5 @@ def test_quantised_weights_in_host_memory() -> None:
     for quantise in QUANTISED.values():
         model, plain = adapted(quantise), adapted(quantise)
         yafsdp_cc.shard(model, units=[LowRank], offload_policy=CPUOffloadPolicy())
+        _train_once(model, plain)
         torch.testing.assert_close(model(numbers(2, 64)), plain(numbers(2, 64)))

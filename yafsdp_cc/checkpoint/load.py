@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
@@ -31,6 +32,7 @@ from yafsdp_cc.checkpoint.state import (
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, table_of_ranks
 from yafsdp_cc.engine.module import check_shows_shards
+from yafsdp_cc.plan.subclasses import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -155,6 +157,10 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
     return saved
 
 
+def _has_class(value: Any) -> bool:
+    return isinstance(value, Tensor) and type(value) not in PLAIN and not isinstance(value, DTensor)
+
+
 def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:
     """Compare names and shapes (None: not a tensor) with those of a model's ``state``."""
     wanted = {name: list(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
@@ -166,9 +172,14 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
     lines += [f"checkpoint lacks '{name}' {wanted[name]}" for name in wanted if name not in saved]
     lines += [f"checkpoint has '{name}' {saved[name]}, model has no such name" for name in saved if name not in wanted]
     if lines:
-        raise ValueError(
-            f"{folder} does not fit the model:\n  {_listed(lines)}\nBuild the model as it was when it was saved"
-        )
+        of_parts = (name for name, each in state.items() if saved.get(name) != wanted[name] and _has_class(each))
+        remedy = "Build the model as it was when it was saved"
+        if name := next(of_parts, ""):
+            remedy = (
+                f"'{name}' is a {type(state[name]).__name__} here, of which a sharded model has saved the bytes: shard "
+                "the model first, as it was then"
+            )
+        raise ValueError(f"{folder} does not fit the model:\n  {_listed(lines)}\n{remedy}")
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.custom_comm import CustomAllGather, CustomReduceScatter
 from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
@@ -391,6 +392,8 @@ def _make_collectives(context: GroupContext, group: ParamGroup, contexts: Contex
     secondary = 0 if group.role == "root" else settings.secondary_ranks
     for flat in group.flats:
         flat.all_gather = factory.all_gather(flat, keeps and not secondary)
+        if settings.custom_all_gather is not None:
+            flat.all_gather = CustomAllGather(flat, settings.custom_all_gather, info.shard_group)
         if secondary:
             neighbours = _derived_group(info, secondary)
             flat.all_gather = SecondaryAllGather(flat.all_gather, flat, neighbours, info.device)
@@ -399,6 +402,8 @@ def _make_collectives(context: GroupContext, group: ParamGroup, contexts: Contex
         if not hasattr(flat, "reduce_scatter"):
             flat.reduce_scatter = factory.reduce_scatter(flat, context.replicas is not None)
             flat.all_reduce = None if context.replicas is None else factory.all_reduce(flat)
+        if settings.custom_reduce_scatter is not None:
+            flat.reduce_scatter = CustomReduceScatter(flat, settings.custom_reduce_scatter, info.shard_group)
         flat.add_sum = flat.add_to_grad
 
 

@@ -959,6 +959,15 @@ def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
     parameter.__dict__[_SHARDED_AS] = spec
 
 
+_UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
+"""Attribute of unsharded weights that modules see outside of forwards: the ``ShardSpec`` of the sharded parameter."""
+
+
+def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
+    """Note on ``weight``, which no optimizer shall have, what it is unsharded of."""
+    weight.__dict__[_UNSHARDED_OF] = spec
+
+
 def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     """Return how a parameter that was replaced by a sharded one is sharded; it has no elements any more."""
     spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)
@@ -1023,6 +1032,11 @@ def check_optimizers() -> None:
                     raise RuntimeError(
                         f"this {name} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
+                    )
+                if (spec := parameter.__dict__.get(_UNSHARDED_OF)) is not None:
+                    raise RuntimeError(
+                        f"this {type(optimizer).__name__} was made while parameters() showed '{spec.name}' unsharded, "
+                        "after unshard() or a forward: call model.reshard() before it is made, or make it before"
                     )
         if optimizer not in seen:
             seen.add(optimizer)

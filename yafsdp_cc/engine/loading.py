@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.offload import HostFlatParam
 from yafsdp_cc.engine.rows import flat_range_of, is_by_rows, is_flat_range
-from yafsdp_cc.plan.subclasses import check_plain
+from yafsdp_cc.plan.subclasses import PLAIN, check_plain, subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -177,6 +177,17 @@ def _take_over_assigned(
     *_: Any,
 ) -> None:
     """Before ``module`` loads: take values over, and leave it the parameters themselves to assign."""
+    for attribute, param in params:
+        value = state_dict.get(prefix + attribute)
+        if type(value) in (type(None), *PLAIN) or isinstance(value, DTensor):
+            continue
+        if isinstance(value, Tensor) and (subclass := subclass_of(param.parameter)) is not None:
+            if value.shape != param.parameter.shape:
+                raise ValueError(
+                    f"'{param.spec.name}' is sharded as the bytes of a {subclass.name}, and the state dict has a "
+                    f"{type(value).__name__} of {list(value.shape)} itself: load it into the plain model, before "
+                    "shard(), or load a state dict of a sharded model"
+                )
     if not metadata.get("assign_to_params_buffers"):
         return
     for attribute, param in params:

@@ -25,16 +25,21 @@ from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts
 from yafsdp_cc.engine.class_shards import ClassFlatParam
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.extensions import in_class_of
+from yafsdp_cc.engine.errors import MisuseError
+from yafsdp_cc.engine.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.engine.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
-from yafsdp_cc.engine.sharding import SPEC, TRAINED_IN, spec_of, specs_below
+from yafsdp_cc.engine.sharding import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
+from yafsdp_cc.engine.unsharded import hold, register_held, reshard, reshard_for_state_dicts
 from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
+    from typing_extensions import Self
 
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
@@ -53,20 +58,16 @@ _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 class UnshardHandle(_UnshardHandle):
     """What ``unshard(async_op=True)`` has begun."""
 
-    def __init__(self, state: FSDPState, group: ParamGroup | None) -> None:
+    def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state
+        self._spec = spec
         self._group = group
 
     def wait(self) -> None:
         """Let the group's modules see unsharded weights, and the current stream use them."""
         group, self._group = self._group, None
-        if group is None or group.held is None:
-            return
-        group.register_held()
-        state = self._state
-        state.replicated.refresh()
-        state.wait_for_transfers()
-        state.replicated.register_unsharded(group.replicated)
+        if group is not None and group.held is not None:
+            register_held(self._state, self._spec, group)
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -82,16 +83,21 @@ class ShardedModule(FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own weights, those of modules sharded within it aside, until ``reshard``.
 
-        Attributes such as ``module.weight`` are unsharded then; ``parameters()`` goes on to give the sharded ones. The
-        next forward uses what was gathered, and afterwards lets go of it if the module reshards after forward.
+        Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses what
+        was gathered, and afterwards lets go of it if the module reshards after forward, as do the backward,
+        ``state_dict()`` and ``load_state_dict()``. (An optimizer takes the sharded ones: make it outside.)
 
         Args:
             async_op: return at once, with a handle; a forward waits by itself.
         """
-        state, group = current_state(self), group_of(self)
+        state, group, spec = current_state(self), group_of(self), spec_of(self)
+        if spec is None:  # all that there is, is sharded within it
+            return None
         if group is not None:
-            group.hold(elsewhere=state.awaits_backward)
-        handle = UnshardHandle(state, group)
+            hold(group, elsewhere=state.awaits_backward)
+        else:  # nothing to gather
+            register_held(state, spec, None)
+        handle = UnshardHandle(state, spec, group)
         if async_op:
             return handle
         handle.wait()
@@ -99,9 +105,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def reshard(self) -> None:
         """Let go of what ``unshard`` has gathered."""
-        group = group_of(self) if state_of(self) is not None else None
-        if group is not None:
-            group.release_held()
+        if (spec := spec_of(self)) is not None:
+            reshard(spec)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
@@ -110,6 +115,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         self._change_setting(recurse, "keeps_after_forward", not reshard_after_forward)
+        self._change_setting(recurse, "stays_unsharded", not reshard_after_forward)
         self._change_setting(recurse, "secondary_ranks", 0)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -218,7 +224,52 @@ class ShardedModule(FSDPModule, nn.Module):
         which all-gathers without a cast send from, are ordinary memory. Not run on a GPU so far.
         """
         _check_bool("enable", enable)
+        for spec in self._specs(False):
+            for comm in (spec.settings.custom_all_gather, spec.settings.custom_reduce_scatter):
+                if comm is not None:
+                    raise MisuseError(
+                        f"set_allocate_memory_from_process_group_for_comm: '{spec.name}' communicates by a "
+                        f"{type(comm).__name__}, which allocates by itself: leave one of the two out"
+                    )
         self._change_setting(False, "allocates_from_group", enable)
+
+    def set_custom_all_gather(self, comm: fsdp2.AllGather) -> None:
+        """Gather this module's own weights by ``comm``, an object of FSDP2's ``AllGather``.
+
+        It is called with memory of its own ``allocate``, from which weights are copied to their buffer.
+
+        Raises:
+            ValueError: a compression, ownership or tensor subclass decides what is sent.
+        """
+        self._set_custom("custom_all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: fsdp2.ReduceScatter) -> None:
+        """Sum gradients of this module's own weights by ``comm``, an object of FSDP2's ``ReduceScatter``.
+
+        It is called with memory of its own ``allocate`` and ``op=ReduceOp.SUM``; the engine divides afterwards.
+        Replicated parameters go on to be summed together.
+
+        Raises:
+            ValueError: a compression, ownership or tensor subclass decides what is sent.
+        """
+        self._set_custom("custom_reduce_scatter", comm)
+
+    def _set_custom(self, name: str, comm: Any) -> None:
+        if not (callable(comm) and hasattr(comm, "allocate")):
+            raise TypeError(f"set_{name} takes an object with allocate() and __call__() as FSDP2's; got {comm!r}")
+        for spec in self._specs(False):
+            why = ""
+            if spec.collectives is not EXACT:
+                why = "its compression decides what is sent"
+            elif any(flat.layout.uneven_chunks for flat in spec.flats):
+                why = "with ownership, ranks own parts of different lengths"
+            elif any(isinstance(flat, ExtensionFlatParam) for flat in spec.flats):
+                why = "an all-gather extension of its parameters decides what is sent"
+            elif spec.settings.secondary_ranks:
+                why = "with reshard_after_forward=<number>, weights are gathered among fewer ranks, too"
+            if why:
+                raise ValueError(f"set_{name} on '{spec.name}': {why}. Leave one of the two out")
+        self._change_setting(False, name, comm)
 
     def reset_iter_state(self) -> None:
         """Drop what a forward or backward that raised has left behind, gradients not reduced yet with it.
@@ -246,6 +297,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
         Sharded parameters stay where they are, and from the first forward on what they are.
         """
+        for own in self._specs(recurse):
+            reshard(own)
         for name, parameter in self.named_parameters(recurse=recurse):
             if isinstance(parameter, FlatDTensor):
                 _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
@@ -266,10 +319,25 @@ class ShardedModule(FSDPModule, nn.Module):
                     inner._buffers[key] = fn(buffer)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of sharded parameters, also where ``parameters()`` shows unsharded ones."""
+        super().zero_grad(set_to_none)
+        for param in (param for spec in self._specs(True) for param in spec.params):
+            if set_to_none:
+                param.parameter.grad = None
+            elif param.parameter.grad is not None:
+                param.parameter.grad.zero_()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the sharded parameters, also where ``parameters()`` shows unsharded ones."""
+        for param in (param for spec in self._specs(True) for param in spec.params):
+            param.parameter.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"a sharded {class_of(self).__name__} cannot be copied: copy the model before shard(), or keep an average "
-            "of the weights with copies of model.parameters()"
+        raise MisuseError(
+            f"FSDP does not support deepcopy: a sharded {class_of(self).__name__} cannot be copied. Copy the model "
+            "before shard(), or keep an average of the weights with copies of model.parameters()"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -316,8 +384,6 @@ def _check_bool(name: str, value: object) -> None:
 
 
 _REFUSED = {
-    "set_custom_all_gather": "weights are gathered from buffer to buffer, without the copies it is handed",
-    "set_custom_reduce_scatter": "the engine sums in place; what changes the bytes sent is a codec",
     "set_all_reduce_hook": "pass a 2-D mesh (replicate, shard) for a sum over replicas",
     "set_symm_mem_for_comm": "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL",
     "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",
@@ -386,7 +452,7 @@ def make_sharded(module: nn.Module) -> None:
     _undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module, current_state)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
-        hooks += follow_assignments(spec)
+        hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
             show_unsharded(holder)
             _undo_later(module, functools.partial(show_as_held, holder))
@@ -614,9 +680,11 @@ def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: 
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:
-    """Raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    """Reshard; raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
     if not isinstance(model, ShardedModule):
         return
+    for spec in specs_below(model):
+        reshard(spec)
     for param in (param for spec in require_state(model).specs for param in spec.params):
         if not param.is_held:
             raise RuntimeError(

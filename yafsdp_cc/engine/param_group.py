@@ -258,7 +258,7 @@ class ParamGroup:
         """Return the weights, gathered and ready, in a buffer that stays as it is until ``release``."""
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since
-        unsharded = self._use(self.held or self.unsharded)
+        unsharded = self.use(self.held or self.unsharded)
         self.context.wait(unsharded.buffer.handle)
         return unsharded
 
@@ -289,25 +289,8 @@ class ParamGroup:
         if stream.is_ordered:
             buffer.last_use = stream.record(buffer.last_use)
 
-    def hold(self, *, elsewhere: bool = True) -> None:
-        """Gather the weights, and keep them until ``release_held``; ``elsewhere``: not in a buffer that others need."""
-        if self.held is not None and self.is_in(self.held.buffer):
-            return
-        self.release_held()
-        self.context.gather_stream.wait_for_caller()  # which may just have written to the shard
-        others = [each.unsharded.buffer for each in self.context.groups if each is not self]
-        self.held = self._use(self._overflow() if elsewhere and self.unsharded.buffer in others else self.unsharded)
-
-    def register_held(self) -> None:
-        """Let the modules see the weights that are held, once these are gathered."""
-        if self.held is not None and not self.registers_held:
-            self.hold()  # anew, where the weights have changed since
-            self.registers_held = True
-            self.context.wait(self.held.buffer.handle)
-            self.register_unsharded(self.leaves(self.held))
-
     def release_held(self) -> None:
-        """Let go of what ``hold`` has gathered."""
+        """Let go of what ``unsharded.hold`` has gathered."""
         held, self.held = self.held, None
         if held is not None:
             held.buffer.handle.wait()  # on a CPU: its all-gather may write to an overflow buffer, which is freed here
@@ -318,11 +301,11 @@ class ParamGroup:
             for param in () if self.context.in_forward else self.replicated:  # a forward sees them to its own end
                 param.register_sharded()
 
-    def _use(self, unsharded: UnshardedParams) -> UnshardedParams:
+    def use(self, unsharded: UnshardedParams) -> UnshardedParams:
         """Use a buffer, or an overflow buffer where another group uses that; gather unless the weights are there."""
         if not self.is_in(unsharded.buffer):
             if unsharded.buffer.users:
-                unsharded = self._overflow()
+                unsharded = self.overflow()
             self._all_gather(unsharded)
         unsharded.buffer.users += 1
         return unsharded
@@ -371,7 +354,7 @@ class ParamGroup:
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
         context.fingerprint.record("gather", self.name)
 
-    def _overflow(self) -> UnshardedParams:
+    def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
         with torch.inference_mode(False):  # a later backward may read it
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)

@@ -43,6 +43,7 @@ from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, tabl
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
+from yafsdp_cc.engine.shown import held_parameters
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
 from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
 
     from yafsdp_cc.engine.layout import Extent
     from yafsdp_cc.engine.mesh import MeshInfo
@@ -139,6 +141,8 @@ class GroupSettings:
     keeps_after_forward: bool = False
     """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
     keeps_after_backward: bool = False
+    stays_unsharded: bool | None = False
+    """Whether modules see unsharded weights from a forward to its backward, as FSDP2's; None: those of a root."""
     secondary_ranks: int = 0
     """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
@@ -154,6 +158,9 @@ class GroupSettings:
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: CommStreams = field(default_factory=CommStreams)
+    custom_all_gather: fsdp2.AllGather | None = None
+    """What users have set to be called instead, as ``custom_reduce_scatter``."""
+    custom_reduce_scatter: fsdp2.ReduceScatter | None = None
 
     @property
     def keeps_unsharded(self) -> bool:
@@ -303,7 +310,7 @@ def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> lis
     """
     added = {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in held_parameters(model)
         if not isinstance(parameter, FlatDTensor) and parameter not in ignored
     }
     if trained := [name for name, parameter in added.items() if parameter.requires_grad]:

@@ -1,4 +1,7 @@
-"""What a module's ``parameters()`` give: the sharded ones, and within a forward those that it computes with."""
+"""What a module's ``parameters()`` give: the sharded ones, or those that a forward computes with.
+
+The latter within a forward, and where modules see unsharded weights outside of one (``unsharded``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import forward_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import ItemsView, ValuesView
+    from collections.abc import ItemsView, Iterator, ValuesView
 
     from yafsdp_cc.engine.param import FSDPParam
 
@@ -22,10 +25,9 @@ class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
     """``module._parameters`` of a module that holds sharded parameters.
 
     By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
-    ``named_parameters()`` and all that is made of it do, gives what a forward computes with while it is under way: a
-    module that looks there for weights finds the attributes that ``FSDPParam.register_unsharded`` has set, and one that
-    looks for a dtype (``next(self.parameters()).dtype``) finds that of the forward, also where the parameter is of
-    another unit (``CastWhenUsed``).
+    ``named_parameters()`` and all that is made of it do, gives the attributes that ``FSDPParam.register_unsharded`` has
+    set; hooks of a backward see the sharded ones. A forward that looks there for a dtype
+    (``next(self.parameters()).dtype``) finds its own also where the parameter is of another unit (``CastWhenUsed``).
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -40,29 +42,24 @@ class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def _shown(self) -> dict[str, Any]:
         held: dict[str, Any] = dict(super().items())
-        sharded = {name: param for name, parameter in held.items() if (param := _param_in_forward(parameter))}
-        for name, param in sharded.items():
-            if name in self._attributes:
+        # Hooks of a backward run without grad mode; what activation checkpointing runs again there does not.
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_run_again = in_backward and torch.is_grad_enabled()
+        for name, parameter in held.items():
+            owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
+            param: FSDPParam | None = None if owner is None else owner()
+            if param is None or param.state is None:
+                continue
+            param.state.drop_interrupted()
+            in_forward = param.state.context.in_forward or is_run_again
+            if name in self._attributes and (in_forward or not in_backward):
                 held[name] = self._attributes[name]
-            elif param.flat is not None and (dtype := forward_dtype(param.flat)) != param.parameter.dtype:
-                held[name] = CastWhenUsed.of(param.parameter, dtype)
+            elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
+                held[name] = CastWhenUsed.of(parameter, dtype)
         return held
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return dict, (dict(super().items()),)  # of a copy of the module
-
-
-def _param_in_forward(parameter: torch.nn.Parameter | None) -> FSDPParam | None:
-    """Return the ``FSDPParam`` of a sharded parameter, where a forward that sees it is under way, or run again by
-    activation checkpointing."""
-    owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
-    param: FSDPParam | None = None if owner is None else owner()
-    if param is None or param.state is None:
-        return None
-    param.state.drop_interrupted()
-    # Hooks of a backward run without grad mode, and see the sharded parameters.
-    is_run_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-    return param if param.state.context.in_forward or is_run_again else None
 
 
 _LOOKS = {
@@ -126,10 +123,18 @@ class CastWhenUsed(DTensor):
 
 
 def show_unsharded(module: torch.nn.Module) -> None:
-    """Let ``module.parameters()`` give unsharded parameters inside of a forward."""
+    """Let ``module.parameters()`` give what forwards compute with, wherever the module's attributes do."""
     module.__dict__["_parameters"] = ShownParameters(module)
 
 
 def show_as_held(module: torch.nn.Module) -> None:
     """Take back ``show_unsharded``."""
     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
+
+
+def held_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield ``model.named_parameters()``, the sharded ones wherever one was sharded."""
+    for prefix, module in model.named_modules():
+        for name, parameter in dict.items(module._parameters):
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter

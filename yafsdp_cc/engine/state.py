@@ -41,6 +41,7 @@ from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
 from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.engine.unsharded import stay_unsharded
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class FSDPState:
         policy = self.specs[-1].policy if self.specs[-1].modules == (self.model,) else None
         self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
         self._input_device = None if self.context.device.type == "cpu" else self.context.device
+        self._stays_unsharded = any(spec.settings.stays_unsharded is not False for spec in self.specs)
         self._output_dtype = None if policy is None else policy.output_dtype
         sharded = [param for group in self.groups for param in group.params]
         self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
@@ -236,14 +238,16 @@ class FSDPState:
 
     def end_iteration(self) -> None:
         """End the forward of an iteration."""
-        if self.iteration is not None:
-            self.iteration._anchor = None  # it would keep its own graph alive
-        self.iteration = self._caller = None
+        iteration, self.iteration, self._caller = self.iteration, None, None
+        if iteration is not None:
+            iteration._anchor = None  # it would keep its own graph alive
         self.context.in_forward = False
         self._orders[self._called] = self._order
         self.replicated.register_sharded()
         self.wait_for_transfers()
         self.replicated.check_unwritten()
+        if self._stays_unsharded and iteration is not None and iteration.has_gate:
+            stay_unsharded(self, self._called, self._order)
 
     def _prefetch_after(self, group: ParamGroup) -> None:
         """Gather what followed ``group`` the last time. A group that comes elsewhere costs a prefetch, nothing more.
@@ -495,6 +499,8 @@ class FSDPState:
         self._task, self._backward_iteration = -1, None
         if self.iteration is None:
             self.replicated.register_sharded()
+            for group in self.groups:
+                group.release_held()
         self.wait_for_transfers()
 
     def wait_for_transfers(self) -> None:

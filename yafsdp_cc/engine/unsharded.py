@@ -1,0 +1,127 @@
+"""Unsharded weights outside of forwards: what modules see between ``unshard()`` and ``reshard()``, and of FSDP2's.
+
+After a forward that does not reshard, FSDP2's modules go on to see unsharded weights until the backward. So do those of
+``fully_shard`` here, as attributes and in ``parameters()``, where a gradient may come through that forward; one under
+``torch.no_grad()`` leaves nothing behind. The backward, ``reshard()``, ``state_dict()`` and ``load_state_dict()`` end
+it, so that optimizers, clipping and checkpoints have the sharded parameters, which are trained.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from yafsdp_cc.engine.dtensor import mark_unsharded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from yafsdp_cc.engine.param import FSDPParam
+    from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+    from yafsdp_cc.engine.replicated import ReplicatedParams
+    from yafsdp_cc.engine.sharding import ParamGroupSpec
+
+
+class Engine(Protocol):
+    """What this needs of an ``FSDPState``."""
+
+    model: torch.nn.Module
+    specs: Sequence[ParamGroupSpec]
+    groups: Sequence[ParamGroup]
+    root_group: ParamGroup | None
+    replicated: ReplicatedParams
+    context: GroupContext
+    iteration: Any
+
+    def wait_for_transfers(self) -> None: ...
+
+
+def hold(group: ParamGroup, *, elsewhere: bool = True) -> None:
+    """Gather the weights of ``group`` and keep them until ``release_held``.
+
+    Args:
+        group: whose ``held`` they become.
+        elsewhere: not in a buffer that other groups need.
+    """
+    if group.held is not None and group.is_in(group.held.buffer):
+        return
+    group.release_held()
+    group.context.gather_stream.wait_for_caller()  # which may just have written to the shard
+    others = [each.unsharded.buffer for each in group.context.groups if each is not group]
+    group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
+
+
+def register_held(state: Engine, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
+    """Let modules see the weights that ``group`` holds, once these are gathered, and the replicated ones of ``spec``.
+
+    Args:
+        state: the engine.
+        spec: of the group.
+        group: None where all parameters of ``spec`` are replicated.
+    """
+    if group is not None and group.held is not None and not group.registers_held:
+        hold(group)  # anew, where the weights have changed since
+        group.registers_held = True
+        group.context.wait(group.held.buffer.handle)
+        group.register_unsharded(group.leaves(group.held))
+    state.replicated.refresh()
+    state.wait_for_transfers()
+    replicated: Sequence[FSDPParam] = () if group is None else group.replicated
+    if group is None or group is state.root_group:  # whose modules are those of all units, too
+        replicated = [param for flat in spec.replicated for param in flat.params]
+    state.replicated.trainable()
+    state.replicated.register_unsharded(replicated)
+    for param in (*(() if group is None else group.params), *replicated):
+        module, attribute = param.sites[0]
+        mark_unsharded(module.__dict__[attribute], param.spec)
+
+
+def stay_unsharded(state: Engine, called: torch.nn.Module, ran: Iterable[ParamGroup]) -> None:
+    """After a forward of ``called``, through which a gradient may come: show its weights where it did not reshard.
+
+    Args:
+        state: the engine.
+        called: the root module, a part of it, or a unit.
+        ran: the groups that have run.
+    """
+    groups: dict[ParamGroupSpec, ParamGroup | None] = {group.spec: group for group in ran}
+    own = state.specs[-1]
+    if own.modules == (called,):
+        groups.setdefault(own, state.root_group)
+    for spec, group in groups.items():
+        stays = spec.settings.stays_unsharded
+        if spec.modules == (state.model,) if stays is None else stays:
+            if group is not None:
+                hold(group)
+            register_held(state, spec, group)
+
+
+def reshard(spec: ParamGroupSpec) -> None:
+    """Let go of weights that are held outside of forwards: modules see the sharded parameters again."""
+    param = next(spec.params, None)
+    state: Engine | None = None if param is None else param.state
+    if state is None:
+        return
+    for group in state.groups:
+        if group.spec is spec:
+            group.release_held()
+    if not state.context.in_forward and torch._C._current_graph_task_id() == -1:
+        for flat in spec.replicated:
+            for replicated in flat.params:
+                replicated.register_sharded()
+
+
+def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
+    """Have ``state_dict()`` and ``load_state_dict()`` reshard ``spec`` first, outside of forwards; yield the hooks."""
+
+    def hook(*_: Any) -> None:
+        under_way = torch._C._current_graph_task_id() != -1 or any(
+            param.state is not None and param.state.iteration is not None for param in spec.params
+        )
+        if not under_way:
+            reshard(spec)
+
+    for module in {module for param in spec.params for module, _ in param.sites}:
+        yield module.register_state_dict_pre_hook(hook)
+        yield module.register_load_state_dict_pre_hook(hook)
