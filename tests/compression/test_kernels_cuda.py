@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.compression import definition
-from tests.compression.kernel_checks import AT_RANDOM, GRADIENTS, KINDS, NAMES, RESIDUALS, Case, KernelChecks, numbers, some_counts
+from tests.compression.kernel_checks import (
+    AT_RANDOM,
+    GRADIENTS,
+    KINDS,
+    NAMES,
+    RESIDUALS,
+    Case,
+    KernelChecks,
+    numbers,
+    some_counts,
+)
 from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Recursion, ops_for
 

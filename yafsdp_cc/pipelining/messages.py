@@ -279,9 +279,10 @@ def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:
     2025). H of r·c rows is the Kronecker product of those of r and of c, so a block is multiplied as a matrix [r, c].
     """
     rows = 2 ** (block.bit_length() // 2)
-    left, right, signs = _hadamard(rows, values.device), _hadamard(block // rows, values.device), _signs(block, values.device)
-    blocks = values.unflatten(1, (-1, block))
-    turned = (left @ (blocks if back else blocks * signs).unflatten(2, (rows, -1)) @ right).flatten(2)
+    left, right = (_hadamard(size, values.device) for size in (rows, block // rows))
+    signs, blocks = _signs(block, values.device), values.view(values.shape[0], -1, block)
+    given = blocks if back else blocks * signs
+    turned: Tensor = (left @ given.unflatten(2, (rows, -1)) @ right).flatten(2)
     return (turned * signs if back else turned).flatten(1)
 
 
