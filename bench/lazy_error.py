@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ENCODINGS: dict[str, Callable[[], Encoding]] = {
     f"powersgd, rank {rank}": partial(LowRank, rank) for rank in (16, 32, 64)
 } | {
-    name: partial(Encoded, codec_of(name), stochastic=False, by_sample=True)
+    name: partial(Encoded, codec_of(name), rounding="nearest", by_sample=True)
     for name in ("int4", "int3", "int2", "topk")
 }
 MICRO_BATCHES = 4

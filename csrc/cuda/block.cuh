@@ -104,8 +104,7 @@ DEVICE void encode_block(const EncodeJob& job, const Place& place, C& codec) {
     const bool in_bytes = residual.dtype == Dtype::int8;
     const long long home = place.message * residual.stride + place.element;
     Largest largest;
-    for (int i = 0; i < patches; ++i) {
-        const int patch = MANY ? codec.turn(i, patches) : i;
+    for (int patch = 0; patch < patches; ++patch) {
         if constexpr (MANY) read(job, place, patch, it);
         code(patch);
         codec.template write<ROWS, MANY>(place, patch, codes);

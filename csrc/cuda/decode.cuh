@@ -2,9 +2,10 @@
 #pragma once
 
 #include "codecs/floats.cuh"
-#include "codecs/int4.cuh"
+#include "codecs/odd.cuh"
 #include "codecs/onebit.cuh"
 #include "codecs/ternary.cuh"
+#include "codecs/whole.cuh"
 
 namespace yafsdp_cc {
 

@@ -3,10 +3,11 @@
 
 #include "block.cuh"
 #include "codecs/floats.cuh"
-#include "codecs/int4.cuh"
 #include "codecs/nothing.cuh"
+#include "codecs/odd.cuh"
 #include "codecs/onebit.cuh"
 #include "codecs/ternary.cuh"
+#include "codecs/whole.cuh"
 
 namespace yafsdp_cc {
 

@@ -7,7 +7,7 @@ namespace yafsdp_cc {
 enum class Dtype : int { none, fp32, bf16, fp16, int8 };
 
 // The codecs, by the numbers that compression/error_feedback.py gives them.
-enum class CodecNumber : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk };
+enum class CodecNumber : int { fp32, bf16, fp8, int8, int4, ternary, onebit, topk, int6, int3, int2 };
 
 // Threads of a thread block.
 constexpr int ENCODE_THREADS = 128, DECODE_THREADS = 128; // few, to fill a multiprocessor well, and fit next to others

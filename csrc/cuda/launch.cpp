@@ -15,13 +15,17 @@ constexpr struct {
 } CLASSES[] = {
     {"Float<false>", "Float<false>", "FloatReader<false>", 1},
     {"Float<true>", "Float<true>", "FloatReader<true>", 1},
-    {"FP8", "FP8", "ByteReader<true>", 1},
-    {"Int8<false>", "Int8<true>", "ByteReader<false>", 1},
-    {"Int4<false>", "Int4<true>", "Int4Reader", 1},
+    {"FP8", "FP8", "FP8Reader", 1},
+    {"Whole<8, false>", "Whole<8, true>", "WholeReader<8>", 1},
+    {"Whole<4, false>", "Whole<4, true>", "WholeReader<4>", 1},
     {"Ternary<false>", "Ternary<true>", "TernaryReader", TERNARY_TOGETHER},
     {"OneBit", "OneBit", "OneBitReader", 1},
+    {}, // topk, which has kernels of its own
+    {"Whole<6, false>", "Whole<6, true>", "WholeReader<6>", 1},
+    {"Odd<3, false>", "Odd<3, true>", "OddReader<3>", 1},
+    {"Odd<2, false>", "Odd<2, true>", "OddReader<2>", 1},
 };
-static_assert(std::size(CLASSES) == int(CodecNumber::topk), "topk, the last, has kernels of its own");
+static_assert(std::size(CLASSES) == int(CodecNumber::int2) + 1, "each codec has its classes");
 
 struct Name {
     char text[64];

@@ -69,7 +69,10 @@ int64_t message_bytes(CodecNumber codec, int64_t n, int64_t block) {
     case CodecNumber::bf16: return 2 * n;
     case CodecNumber::fp8:
     case CodecNumber::int8: return scales + n;
+    case CodecNumber::int6: return scales + n / 8 * 6;
     case CodecNumber::int4: return scales + n / 2;
+    case CodecNumber::int3: return scales + n / 8 * 3;
+    case CodecNumber::int2: return scales + n / 4;
     case CodecNumber::ternary: return scales + (n + 5 * block - 1) / (5 * block) * block;
     case CodecNumber::onebit: return scales + n / 8;
     case CodecNumber::topk: return 4 * (whole * kept(TILE) + kept(rest));
@@ -78,7 +81,7 @@ int64_t message_bytes(CodecNumber codec, int64_t n, int64_t block) {
 }
 
 CodecNumber codec_of(int64_t number) {
-    STD_TORCH_CHECK(number >= 0 && number <= int64_t(CodecNumber::topk), "there is no codec ", number);
+    STD_TORCH_CHECK(number >= 0 && number <= int64_t(CodecNumber::int2), "there is no codec ", number);
     return CodecNumber(number);
 }
 

@@ -40,7 +40,6 @@ struct Place {
 //     take, weigh          every element of the block, then the team's verdict; TWICE: and once more, take_again ...
 //     finite               whether all of the block is finite: else the message cannot hold it
 //     code, worth          of an element (``at`` is its number in the message), and the number that a code stands for
-//     turn                 the order in which patches are written
 //     write                codes of a patch
 //     TOGETHER             how many blocks in a row one object sees, those that there are not included
 //
@@ -56,7 +55,6 @@ template <class Code_> struct Codec {
     DEVICE void weigh(const EncodeJob&, const Place&) {}
     DEVICE void take_again(int, float) {}
     DEVICE void weigh_again(const Place&) {}
-    DEVICE int turn(int i, int) const { return i; }
 };
 
 } // namespace yafsdp_cc

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tests.compression import definition
 from yafsdp_cc.compression import codecs
-from yafsdp_cc.compression.codec import Codec, Noise, codec_of
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of, kind_of
 from yafsdp_cc.compression.error_feedback import CLASSIC, Recursion, Residual
 
-NAMES = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk")
+NAMES = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "int6", "int3", "int2")
+AT_RANDOM = tuple(name for name in NAMES if kind_of(name).rounds_randomly)
 BLOCKS = (64, 128, 256, 512, 1024, 4096)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 RESIDUALS = (None, torch.float32, torch.bfloat16, torch.int8)

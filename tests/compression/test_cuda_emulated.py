@@ -19,6 +19,7 @@ import torch
 
 from tests.compression import definition, simt
 from tests.compression.kernel_checks import (
+    AT_RANDOM,
     BLOCKS,
     GRADIENTS,
     KINDS,
@@ -103,7 +104,7 @@ def test_encode_with_tails(checks: KernelChecks, name: str, residual: torch.dtyp
         checks.encode(name, block, Case(gradients, counts, residual, recursion), steps=1)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
+@pytest.mark.parametrize("name", AT_RANDOM)
 def test_encode_at_random(checks: KernelChecks, name: str) -> None:
     for seed, block in enumerate(BLOCKS):
         for kind in ("usual", "ragged", "bad", "tiny"):
@@ -112,7 +113,7 @@ def test_encode_at_random(checks: KernelChecks, name: str) -> None:
                 checks.encode(name, block, Case(gradients, noise=noise), steps=1)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
+@pytest.mark.parametrize("name", AT_RANDOM)
 def test_a_residual_makes_rounding_nearest(checks: KernelChecks, name: str) -> None:
     gradients = numbers("usual", 2, elements(name, 256), torch.float32, 0)
     checks.encode(name, 256, Case(gradients, residual=torch.float32, noise=Noise(1)))
@@ -219,7 +220,7 @@ def test_what_is_not_right_is_an_error(checks: KernelChecks) -> None:
 
     call()
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("no codec", {"codec": 8}),
+        ("no codec", {"codec": 11}),
         ("no blocks of", {"block": 96}),
         ("not a multiple", {"gradients": torch.zeros(2, 500)}),
         ("too short", {"message": torch.zeros(2, 512, dtype=torch.uint8)}),
@@ -345,7 +346,7 @@ def test_the_grid_is_what_fits(
     monkeypatch.setenv("YAFSDP_CC_CUDA_SMS", asked)
     encode(built, "int8", 64, 64 * blocks, stream=5)
     kernel, grid, threads, stream, contexts, option = built.launched()
-    assert kernel == "encode_kernel<Int8<false>, 1, false>"
+    assert kernel == "encode_kernel<Whole<8, false>, 1, false>"
     assert (int(grid), threads, stream) == (thread_blocks, "128", "5")
     assert contexts == "0"  # the caller's context is as it was
     assert option == "-arch=sm_90"

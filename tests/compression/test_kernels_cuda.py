@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.compression import definition
-from tests.compression.kernel_checks import GRADIENTS, KINDS, NAMES, RESIDUALS, Case, KernelChecks, numbers, some_counts
+from tests.compression.kernel_checks import (
+    AT_RANDOM,
+    GRADIENTS,
+    KINDS,
+    NAMES,
+    RESIDUALS,
+    Case,
+    KernelChecks,
+    numbers,
+    some_counts,
+)
 from yafsdp_cc.compression.codec import BLOCKS, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Recursion, ops_for
 
@@ -53,7 +63,7 @@ def test_encode_with_tails_at_odd_addresses(checks: KernelChecks, name: str, res
         checks.encode(name, block, Case(gradients, counts, residual, Recursion(0.9, 0.95)), odd=True)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
+@pytest.mark.parametrize("name", AT_RANDOM)
 def test_encode_at_random(checks: KernelChecks, name: str) -> None:
     for block in BLOCKS:
         gradients = numbers("ragged", 3, elements(block), torch.bfloat16, block)

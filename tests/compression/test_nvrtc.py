@@ -22,6 +22,7 @@ from tests.soak import also
 
 FEW = [
     "encode_kernel<Float<true>, 4, false>",  # asks for every conversion of small floats
+    "encode_kernel<Odd<3, true>, 1, false>",
     "decode_kernel<TernaryReader, 4, 5>",
     "decode_topk_kernel",
     "update_kernel",

@@ -495,8 +495,6 @@ OPERATORS = ("encode", "accumulate", "decode_sum", "decode", "update", "update_l
 _NUMBERS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4, "ternary": 5, "onebit": 6, "topk": 7}
 _NUMBERS |= {"int6": 8, "int3": 9, "int2": 10}
 """The codecs that native kernels know, by number."""
-_WITH_CUDA_KERNELS = 8
-"""Of these, the first ones."""
 _BUILD = (
     "to build: YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, "
     "or --editable ."
@@ -512,10 +510,8 @@ def ops_for(device: torch.device, codec: Codec | None = None) -> Any:
         RuntimeError: there are none for the device, and ``YAFSDP_CC_NATIVE=1`` demands them.
         ValueError: ``YAFSDP_CC_NATIVE`` is something else than 0, 1 or auto.
     """
-    if codec is not None:
-        known = len(_NUMBERS) if device.type == "cpu" else _WITH_CUDA_KERNELS
-        if _NUMBERS.get(codec.name, known) >= known:
-            return None
+    if codec is not None and codec.name not in _NUMBERS:
+        return None
     return _ops_for(device, os.environ.get("YAFSDP_CC_NATIVE", "auto"))
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yafsdp_cc.compression.codec import Codec, Noise, codec_of, hashed
+from yafsdp_cc.compression.codec import Codec, Noise, Scaled, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
 
 if TYPE_CHECKING:
@@ -100,6 +100,17 @@ class Exact(Encoding):
         values.view(-1).view(torch.uint8).copy_(message)
 
 
+Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
+"""How a codec's message x̂ of a block x comes out:
+
+"stochastic": right on average, where the codec can round so, else to nearest
+"scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x, and after a
+    rotation right on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation
+    for Federated Learning", 2022, section 3). For codecs with a scale for each block; others round to nearest
+"nearest": the least that such a message can lose
+"""
+
+
 class Encoded(Encoding):
     """The messages of a codec, over the whole tensor or, with ``by_sample``, over each sample of it by itself.
 
@@ -110,16 +121,15 @@ class Encoded(Encoding):
         codec: any, also one of the user's own.
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
             whose scale is then smaller (``rotate``).
-        stochastic: round stochastically where the codec can and error feedback is off, so that what is sent is right
-            on average.
+        rounding: without error feedback.
         by_sample: each sample [d1, ...] of a tensor [samples, d1, ...] has a row of the message of its own.
     """
 
     def __init__(
-        self, codec: Codec, *, hadamard: bool = False, stochastic: bool = True, by_sample: bool = False
+        self, codec: Codec, *, hadamard: bool = False, rounding: Rounding = "stochastic", by_sample: bool = False
     ) -> None:
         self._codec = codec
-        self._stochastic = stochastic and codec.rounds_randomly
+        self._rounding = rounding
         self._hadamard = hadamard
         self._by_sample = by_sample
 
@@ -135,13 +145,16 @@ class Encoded(Encoding):
         if self._hadamard:
             padded = rotate(padded.to(torch.float32), self._codec.block)
         residual = state.residual_of(rows, n, self._codec.block, values.device)
-        noise = Noise(seed) if self._stochastic and residual is None else None
+        rounding = self._rounding if residual is None else "nearest"
+        noise = Noise(seed) if rounding == "stochastic" and self._codec.rounds_randomly else None
         counts = None
         if residual is None and n != flat.shape[1] and not self._hadamard:
             blocks = n // self._codec.block
             counts = torch.full((rows, blocks), self._codec.block, dtype=torch.int32, device=values.device)
             counts[:, -1] -= n - flat.shape[1]
         encode(self._codec, padded, message.view(rows, -1), counts=counts, residual=residual, noise=noise)
+        if rounding == "scaled" and isinstance(self._codec, Scaled):
+            self._set_scales(self._codec, padded, message.view(rows, -1))
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         rows, n = self._rows(values.shape)
@@ -155,6 +168,17 @@ class Encoded(Encoding):
             decoded = rotate(decoded, self._codec.block, back=True)
         if not whole:
             flat.copy_(decoded[:, : flat.shape[1]])
+
+    @staticmethod
+    def _set_scales(codec: Scaled, values: Tensor, message: Tensor) -> None:
+        """Change the scales of ``message`` [rows, bytes] of ``values`` [rows, n] as "scaled" rounding does."""
+        decoded = torch.empty_like(values, dtype=torch.float32)
+        decode(codec, message, decoded)
+        scales, _ = codec.parts(message, values.shape[1])
+        # In units of the scale, no square overflows. A block of zeros, or one that is not finite, becomes NaN here.
+        steps, codes = (codec.blocks(each) / scales.unsqueeze(-1) for each in (values, decoded))
+        along = (steps * codes).sum(-1)
+        scales.mul_(torch.where(along > 0, steps.square().sum(-1) / along, 1.0))
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the rows of a message, and the elements of each, filled up to whole blocks."""
@@ -231,7 +255,7 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
 
 @cache
 @torch.no_grad()
-def relative_error(codec: str, block: int, stochastic: bool) -> float:
+def relative_error(codec: str, block: int, rounding: Rounding) -> float:
     """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest.
 
     Raises:
@@ -240,7 +264,7 @@ def relative_error(codec: str, block: int, stochastic: bool) -> float:
     made = codec_of(codec, block)
     values = torch.randn(1, 65_536, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     message = torch.empty(made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")
-    encoding = Encoded(made, stochastic=stochastic)
+    encoding = Encoded(made, rounding=rounding)
     encoding.encode(values, message, SenderState(error_feedback=False), seed=0)
     decoded = torch.empty_like(values)
     encoding.decode(message, decoded)
@@ -252,18 +276,26 @@ def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:
 
     H is the orthonormal Hadamard matrix of ``block`` rows and D a diagonal of fixed signs, without which a block of
     equal numbers would become one outlier. Quantising tiles after such a rotation is the idea of TAH-Quant (He et al.,
-    2025).
+    2025). H of r·c rows is the Kronecker product of those of r and of c, so a block is multiplied as a matrix [r, c].
     """
-    matrix = _hadamard(block).to(values.device)
-    blocks = values.view(values.shape[0], -1, block)
-    return (blocks @ (matrix.t() if back else matrix)).flatten(1)
+    rows = 2 ** (block.bit_length() // 2)
+    left, right = (_hadamard(size, values.device) for size in (rows, block // rows))
+    signs, blocks = _signs(block, values.device), values.view(values.shape[0], -1, block)
+    given = blocks if back else blocks * signs
+    turned: Tensor = (left @ given.unflatten(2, (rows, -1)) @ right).flatten(2)
+    return (turned * signs if back else turned).flatten(1)
 
 
 @cache
-def _hadamard(block: int) -> Tensor:
-    """Return D·H [block, block] fp32, by which rows are multiplied from the right."""
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """Return H [size, size] fp32, orthonormal and symmetric."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    while matrix.shape[0] < block:
+    while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = 1 - 2 * (hashed(torch.arange(block, device="cpu")) & 1)
-    return (signs.to(torch.float32).unsqueeze(1) * matrix).div_(block**0.5)
+    return matrix.div_(size**0.5).to(device)
+
+
+@cache
+def _signs(block: int, device: torch.device) -> Tensor:
+    """Return the diagonal of D [block] fp32."""
+    return (1 - 2 * (hashed(torch.arange(block, device="cpu")) & 1)).to(device, torch.float32)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.compression.codec import BLOCK, BLOCKS, Scaled, codec_of, kind_of
-from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, relative_error
+from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,8 @@ class StageCompression:
         epilogue_only: encode the gradients alone whose transfer no computation hides (``schedule.hidden_gradients``),
             and send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
-        hadamard: rotate each block before it is quantised and back afterwards. For codecs with a scale for each block.
+        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
+            make it unbiased. For codecs with a scale for each block.
         block: elements that share a scale.
 
     Raises:
@@ -97,7 +98,7 @@ class StageCompression:
                 f"cache_samples={self.cache_samples}: forward_delta=True keeps the activations of so many samples on "
                 "both sides of a boundary; give as many as the data set has"
             )
-        error = relative_error(self.forward, self.block, stochastic=False)
+        error = relative_error(self.forward, self.block, "nearest")
         if error >= LARGEST_ERROR:
             raise ValueError(
                 f"forward_delta=True: a message of {self.forward!r} loses {error:.2f} of the norm of a change, so that "
@@ -112,29 +113,35 @@ class StageCompression:
     def of_changes(self) -> Encoding:
         """Return the encoding of changes of samples' activations.
 
-        It rounds stochastically, as AQ-SGD's analysis asks for, unless that alone would lose too much: then to nearest,
+        It rounds without bias, as AQ-SGD's analysis asks for, unless that alone would lose too much: then to nearest,
         and what is lost is part of the next change.
         """
-        stochastic = self.forward is None or relative_error(self.forward, self.block, True) < LARGEST_ERROR
-        return self._encoding(self.forward, stochastic=stochastic, by_sample=True)
+        rounding = self._rounding
+        if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:
+            rounding = "nearest"
+        return self._encoding(self.forward, rounding, by_sample=True)
 
     def of_activations(self) -> Encoding:
         """Return the encoding of activations."""
-        return self._encoding(self.forward)
+        return self._encoding(self.forward, self._rounding)
 
     def of_gradients(self) -> Encoding:
         """Return the encoding of gradients of activations."""
         if self.backward == LOW_RANK:
             return LowRank(self.matrix_rank)
-        return self._encoding(self.backward, by_sample=self.error_feedback)
+        return self._encoding(self.backward, self._rounding, by_sample=self.error_feedback)
 
     def residual_numel(self, shape: Sequence[int]) -> int:
         """Return the elements of the residual of gradients [samples, ...]."""
         each = math.prod(shape[1:])
         return shape[0] * (each if self.backward == LOW_RANK else -(-each // self.block) * self.block)
 
-    def _encoding(self, name: str | None, *, stochastic: bool = True, by_sample: bool = False) -> Encoding:
+    @property
+    def _rounding(self) -> Rounding:
+        return "scaled" if self.hadamard else "stochastic"
+
+    def _encoding(self, name: str | None, rounding: Rounding, *, by_sample: bool = False) -> Encoding:
         if name is None:
             return Exact()
         codec = codec_of(name, self.block)
-        return Encoded(codec, hadamard=self.hadamard, stochastic=stochastic, by_sample=by_sample)
+        return Encoded(codec, hadamard=self.hadamard, rounding=rounding, by_sample=by_sample)

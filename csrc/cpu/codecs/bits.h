@@ -16,7 +16,6 @@ inline __attribute__((always_inline)) void lanes(int64_t n, Body body) {
 }
 
 constexpr int widest(int bits) { return bits >= 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1; }
-constexpr int narrowest(int bits) { return bits & 1 ? 1 : bits & 2 ? 2 : bits & 4 ? 4 : 8; }
 
 // The planes of kBits bits, of which the lowest is bit kLow of a code.
 template <int kBits, int kLow = 0>
@@ -32,23 +31,29 @@ void split_bits(const uint8_t* codes, int64_t n, uint8_t* bytes) {
     if constexpr (kBits > width) split_bits<kBits - width, kLow + width>(codes, n, bytes + part);
 }
 
-// The code of element `from` + j, where `from` is the first of an n / (8 / narrowest)'th.
+// Takes the planes of kBits bits, of which the lowest is bit kLow of a code, into `codes`.
 template <int kBits, int kLow = 0>
-inline __attribute__((always_inline)) uint32_t code_at(const uint8_t* bytes, int64_t n, int64_t from, int64_t j) {
+void join_planes(const uint8_t* bytes, int64_t n, uint8_t* codes) {
     constexpr int width = widest(kBits), each = 8 / width;
+    constexpr uint32_t mask = (1u << width) - 1;
     const int64_t part = n / each;
-    const uint32_t code = (bytes[from % part + j] >> (from / part * width) & ((1u << width) - 1)) << kLow;
-    if constexpr (kBits > width) return code | code_at<kBits - width, kLow + width>(bytes + part, n, from, j);
-    return code;
+    for (int k = 0; k < each; ++k) {
+        uint8_t* to = codes + k * part;
+        lanes(part, [=](int64_t j) {
+            const uint32_t below = kLow > 0 ? to[j] : 0;
+            to[j] = static_cast<uint8_t>(below | (bytes[j] >> (k * width) & mask) << kLow);
+        });
+    }
+    if constexpr (kBits > width) join_planes<kBits - width, kLow + width>(bytes + part, n, codes);
 }
 
 // Calls sink(element, code).
 template <int kBits, class Sink>
 inline __attribute__((always_inline)) void join_bits(const uint8_t* bytes, int64_t n, Sink sink) {
-    const int64_t part = n * narrowest(kBits) / 8;
-    for (int64_t from = 0; from < n; from += part) {
-        lanes(part, [=](int64_t j) { sink(from + j, code_at<kBits>(bytes, n, from, j)); });
-    }
+    if constexpr (kBits == 8) return each(n, [=](int64_t i) { sink(i, bytes[i]); });
+    alignas(64) uint8_t codes[kLargestBlock];
+    join_planes<kBits>(bytes, n, codes);
+    each(n, [=, joined = static_cast<const uint8_t*>(codes)](int64_t i) { sink(i, joined[i]); });
 }
 
 }  // namespace

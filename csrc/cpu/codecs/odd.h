@@ -37,7 +37,8 @@ struct Odd {
         if (mark_nonfinite(scale_to, step.scale)) return false;
         const float scale = step.scale, inverse = step.inverse;
         each(x.n, [=, due = x.due, left = x.left, taken = x.taken](int64_t i) {
-            const float code = within(below(clamped(h[i] * inverse * 0.5f)) + kMiddle);
+            // An integer holds it: no magnitude is more than the block's elements times their mean.
+            const float code = within(below(h[i] * inverse * 0.5f) + kMiddle);
             codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code));
             left[i] = due[i] - taken * (level(code) * scale);
         });
@@ -54,8 +55,6 @@ struct Odd {
         return true;
     }
 
-    // What an integer can hold, without moving what is between two levels.
-    static float clamped(float steps) { return steps > kMiddle ? kMiddle : steps < -kMiddle ? -kMiddle : steps; }
     static float within(float code) { return code > kLast ? kLast : code < 0.0f ? 0.0f : code; }
     static float below(float x) {
         const float whole = static_cast<float>(static_cast<int32_t>(x));

@@ -1,4 +1,4 @@
-// fp32 and bf16: the numbers themselves, or rounded (compression/codecs/floats.py).
+// fp32 and bf16: the numbers themselves, or rounded (compression/codecs.py).
 #pragma once
 
 #include "place.cuh"

@@ -1,7 +1,8 @@
-// onebit: signs, and the mean magnitude (compression/codecs/onebit.py).
+// onebit: signs, and the mean magnitude (compression/codecs.py).
 #pragma once
 
-#include "codecs/bytes.cuh"
+#include "codecs/planes.cuh"
+#include "scales.cuh"
 
 namespace yafsdp_cc {
 

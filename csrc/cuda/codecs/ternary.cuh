@@ -1,7 +1,8 @@
-// ternary: -scale, 0 or scale, the digits of five blocks in one byte (compression/codecs/ternary.py).
+// ternary: -scale, 0 or scale, the digits of five blocks in one byte (compression/codecs.py).
 #pragma once
 
-#include "codecs/bytes.cuh"
+#include "codecs/planes.cuh"
+#include "scales.cuh"
 
 namespace yafsdp_cc {
 
