@@ -8,10 +8,10 @@
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each of four gloo
 ranks takes 128 bytes of text per step. Runs of one seed and learning rate differ in the way alone: a codec of gradients
 with AdamW (``int8/int4``: and one of deltas of weights), an optimizer of the 1-bit family, or Muon (``muon``: exact;
-``muon int4/int4``: encoded with EF21, ``muon int4/int4 ef``: with classic error feedback; its rate is that of matrices,
-and all else has AdamW at that of ``--lr``). *Gap* is the loss at the end less that of exact sums of AdamW with the same
-seed, at the same rate or, of Muon, the first among the ways; the spread of exact sums over seeds is what a gap is to be
-held against. *CPU* is seconds of all ranks per 100 steps.
+``muon int4/int4``: encoded with EF21, ``muon int4/int4 ef``: with classic error feedback, ``muon int4/int4 ef 64``: and
+blocks of 64; its rate is that of matrices, and all else has AdamW at that of ``--lr``). *Gap* is the loss at the end
+less that of exact sums of AdamW with the same seed, at the same rate or, of Muon, the first among the ways; the spread
+of exact sums over seeds is what a gap is to be held against. *CPU* is seconds of all ranks per 100 steps.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def make(way: str, steps: int, rate: float, muon_rate: float) -> Trainer:
         settings = adam | {"warmup_steps": max(1, steps // 20), "max_grad_norm": CLIP} | settings
         return Trainer(model, optimizer=OneBitAdam(model.parameters(), **settings))
     if way.split()[0] == MUON:
-        codecs, _, feedback = way.removeprefix(MUON).strip().partition(" ")
+        _, codecs, *options = [*way.split(), ""] if way == MUON else way.split()
         gradients, _, weights = codecs.partition("/")
-        form: Any = True if feedback else "ef21"
-        compression = Compression(gradients, weights or None, feedback=form, residual="fp32") if gradients else None
+        form: Any = True if "ef" in options else "ef21"
+        block: Any = next((int(each) for each in options if each.isdecimal()), 256)
+        settings = {"feedback": form, "residual": "fp32", "block": block}
+        compression = Compression(gradients, weights or None, **settings) if gradients else None
         yafsdp_cc.shard(model, compression=compression, zero_stage=2, ownership="matrix")
         return Trainer(model, optimizer=Muon(model.parameters(), muon_rate, adamw=adam, ns_dtype=torch.float32))
     gradients, _, weights = way.partition("/")
@@ -126,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--ways",
         default=",".join(CODECS),
-        help=f"with commas (%(default)s); also {others} · muon · muon CODEC/CODEC [ef] · any of them ... at RATE",
+        help=f"with commas (%(default)s); also {others} · muon · muon CODEC/CODEC [ef] [BLOCK] · each also ... at RATE",
     )
     parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate (%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")

@@ -86,7 +86,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
             elements=round(sum(share * param.spec.numel for param, share in params)),
             newton_schulz_flops=round(
                 sum(
-                    share * newton_schulz_flops(param.spec.global_shape)
+                    share * newton_schulz_flops(param.spec.updated_shape)
                     for param, share in params
                     if param.parameter.requires_grad
                 )
