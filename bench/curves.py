@@ -8,8 +8,9 @@
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each of four gloo
 ranks takes 128 bytes of text per step. Runs of one seed and learning rate differ in the way alone: a codec of gradients
 with AdamW (``int8/int4``: and one of deltas of weights), an optimizer of the 1-bit family, or Muon (``muon``: exact;
-``muon int4/int4``: encoded with EF21, ``muon int4/int4 ef``: with classic error feedback; its rate is that of matrices,
-and all else has AdamW at that of ``--lr``). *Gap* is the loss at the end less that of exact sums of AdamW with the same
+``muon int4/int4``: encoded with EF21, ``muon int4/int4 ef``: with classic error feedback, ``muon int4/int4 ef 64``: and
+blocks of 64, ``unclipped``: with gradients clipped of nothing but what AdamW updates; its rate is that of matrices, and
+all else has AdamW at that of ``--lr``). *Gap* is the loss at the end less that of exact sums of AdamW with the same
 seed, at the same rate or, of Muon, the first among the ways; the spread of exact sums over seeds is what a gap is to be
 held against. *CPU* is seconds of all ranks per 100 steps.
 """
@@ -39,7 +40,7 @@ from yafsdp_cc.bench.common import save, table
 from yafsdp_cc.bench.slow import learn
 from yafsdp_cc.bench.trainers import ADAM, Trainer
 from yafsdp_cc.demo.model import GPT
-from yafsdp_cc.demo.train import CLIP
+from yafsdp_cc.demo.train import CLIP, loss_of
 from yafsdp_cc.optim import Muon, OneBitAdam, ReplicatedOneBitAdam
 
 CODECS = ("fp32", "int8", "int4", "ternary", "onebit", "powersgd")
@@ -57,6 +58,20 @@ REPLICATED = "1-bit, replicated"
 RATE, VALIDATE_EVERY = ADAM["lr"], 100
 
 
+class UnclippedMatrices(Trainer):
+    """Clips the gradients of what AdamW updates, and no others."""
+
+    def step(self, tokens: torch.Tensor, clip: float | None = None) -> None:
+        loss_of(self.model, tokens).backward()
+        if clip is not None:
+            groups = self.optimizer.param_groups
+            torch.nn.utils.clip_grad_norm_(
+                [each for group in groups if "betas" in group for each in group["params"]], clip
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def make(way: str, steps: int, rate: float, muon_rate: float) -> Trainer:
     """Return a model, sharded unless its optimizer keeps it replicated, and the optimizer."""
     model = GPT(width=128, depth=5, heads=4)
@@ -70,12 +85,15 @@ def make(way: str, steps: int, rate: float, muon_rate: float) -> Trainer:
         settings = adam | {"warmup_steps": max(1, steps // 20), "max_grad_norm": CLIP} | settings
         return Trainer(model, optimizer=OneBitAdam(model.parameters(), **settings))
     if way.split()[0] == MUON:
-        codecs, _, feedback = way.removeprefix(MUON).strip().partition(" ")
+        _, codecs, *options = f"{way} ".split(" ")
         gradients, _, weights = codecs.partition("/")
-        form: Any = True if feedback else "ef21"
-        compression = Compression(gradients, weights or None, feedback=form, residual="fp32") if gradients else None
+        form: Any = True if "ef" in options else "ef21"
+        block: Any = next((int(each) for each in options if each.isdecimal()), 256)
+        settings = {"feedback": form, "residual": "fp32", "block": block}
+        compression = Compression(gradients, weights or None, **settings) if gradients else None
         yafsdp_cc.shard(model, compression=compression, zero_stage=2, ownership="matrix")
-        return Trainer(model, optimizer=Muon(model.parameters(), muon_rate, adamw=adam, ns_dtype=torch.float32))
+        kind = UnclippedMatrices if "unclipped" in options else Trainer
+        return kind(model, optimizer=Muon(model.parameters(), muon_rate, adamw=adam, ns_dtype=torch.float32))
     gradients, _, weights = way.partition("/")
     compression = None if way == "fp32" else Compression(gradients, weights or None)
     yafsdp_cc.shard(model, compression=compression, zero_stage=2 if weights else 3)
@@ -126,7 +144,8 @@ def main() -> None:
     parser.add_argument(
         "--ways",
         default=",".join(CODECS),
-        help=f"with commas (%(default)s); also {others} · muon · muon CODEC/CODEC [ef] · any of them ... at RATE",
+        help=f"with commas (%(default)s); also {others} · muon · muon CODEC/CODEC [ef] [BLOCK] [unclipped] · "
+        "each also ... at RATE",
     )
     parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate (%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")

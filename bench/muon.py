@@ -2,6 +2,7 @@
 
     python bench/muon.py                                               # ten minutes on two cores
     python bench/muon.py --ranks 2 --bandwidth 1gbit --rounds 3
+    python bench/muon.py --ranks 4 --bytes                             # with fewer matrices in a block than ranks
 
 One GPT in fp32 (`bench.models`), 2 and 4 gloo ranks of one thread each, joined by links of a rate that `netlab` makes.
 All contestants live in the same ranks and take turns round by round; none drops weights after the forward. A step is
@@ -10,6 +11,10 @@ milliseconds of wall time, *of FSDP2* that of the ratio to FSDP2's step in the s
 of all threads of a rank, averaged over ranks. *Sent* is what the ranks' interfaces have sent in a step, headers
 included, per rank. *Newton-Schulz* is how much of the operations of all iterations the rank with the most of them
 makes.
+
+With ``--bytes``, blocks of two matrices in fp32 and nothing else, sharded by ZeRO-2 and ZeRO-3, for AdamW and for Muon:
+bytes that a rank's interface sends in a step, and those that the model's counters have, both per parameter and averaged
+over ranks; and collectives in ``optimizer.step()``. In ZeRO-3 the matrices are assembled where there are more ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -103,6 +109,45 @@ def race(spec: Spec, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def traffic(width: int, steps: int) -> dict[str, tuple[float, float, int]]:
+    """Return on each rank bytes of the interface and of the counters per step, and exchanges of the optimizer."""
+    found: dict[str, tuple[float, float, int]] = {}
+    batch = torch.randn(4, width)
+    for stage in (2, 3):
+        for name in ("AdamW", "Muon"):
+            model: Any = nn.Sequential(*(Perceptron(width) for _ in range(6)))
+            zero: Any = stage
+            yafsdp_cc.shard(model, zero_stage=zero, ownership="matrix" if name == "Muon" else "flat")
+            make = Muon if name == "Muon" else torch.optim.AdamW
+            optimizer = make(model.parameters(), lr=1e-3)
+            numel, counters = sum(each.numel() for each in model.parameters()), yafsdp_cc.counters_of(model)
+            for step in range(steps + 1):
+                if step == 1:  # the first one also probes links
+                    dist.barrier()
+                    before = _interface_bytes(), counters.gathered_bytes + counters.reduced_bytes
+                model(batch).square().mean().backward()
+                with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+                    optimizer.step()
+                optimizer.zero_grad()
+            dist.barrier()
+            after = _interface_bytes(), counters.gathered_bytes + counters.reduced_bytes
+            sent = [(end - start) / steps / numel for start, end in zip(before, after, strict=True)]
+            found[f"ZeRO-{stage}, {name}"] = sent[0], sent[1], exchanges.call_count
+    return found
+
+
+class Perceptron(nn.Module):
+    """Two matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
 def _interface_bytes() -> int:
     """Return the bytes that the interfaces of this network namespace have sent, the loopback left out."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
@@ -132,8 +177,19 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=names, default=["unshaped", "1gbit"], metavar="RATE,RATE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="of each contestant in each round")
+    parser.add_argument("--bytes", action="store_true", help="what steps send, by stage, and nothing else")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
+    for world in map(int, options.ranks) if options.bytes else ():
+        with Lab(world, "unshaped") as lab:
+            sent = lab.run(traffic, 256, 3, timeout=600.0)
+        rows = [
+            [name, *(f"{sum(rank[name][kind] for rank in sent) / world:.2f}" for kind in (0, 1)), str(exchanges)]
+            for name, (*_, exchanges) in sent[0].items()
+        ]
+        print(table([f"{world} ranks", "bytes sent, per parameter", "counted", "exchanges of the optimizer"], *rows))
+    if options.bytes:
+        return
     results: dict[str, Any] = {"about": about(["python", "bench/muon.py", *sys.argv[1:]]), "figures": []}
     for bandwidth in options.bandwidth:
         for world in map(int, options.ranks):

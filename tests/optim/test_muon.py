@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -585,7 +586,19 @@ def test_shampoo_of_the_docs_is_shampoo() -> None:
     on_ranks(2, shampoo)
 
 
-# Tensor parallelism
+# Tensor and expert parallelism
+
+
+@torch.no_grad()
+def in_double_precision(weight: Tensor, gradient: Tensor, momentum: Tensor) -> None:
+    """Make a step of Muon, which torch's makes in bf16."""
+    momentum.lerp_(gradient, 0.05)
+    x = gradient.lerp(momentum, 0.95)
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    weight.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * x)
 
 
 def tensor_parallel(folder: Path) -> None:
@@ -614,16 +627,8 @@ def tensor_parallel(folder: Path) -> None:
         adamw.step()
         for name, each in plain.named_parameters():
             if is_matrix(name, each):
-                grad = each.grad
-                assert grad is not None
-                momentum = momenta.setdefault(name, torch.zeros_like(grad)).lerp_(grad, 0.05)
-                x = grad.lerp(momentum, 0.95)
-                x = x / x.norm()
-                for _ in range(5):
-                    gram = x @ x.T
-                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-                with torch.no_grad():
-                    each.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, each.shape[0] / each.shape[1]) ** 0.5 * x)
+                momentum = momenta.setdefault(name, torch.zeros_like(each))
+                in_double_precision(each, found[name], momentum)
         model(batches[dist.get_rank() // 2]).square().mean().backward()
         muon.step()
         muon.zero_grad()
@@ -633,3 +638,105 @@ def tensor_parallel(folder: Path) -> None:
 
 def test_whole_matrices_where_tensor_parallelism_has_divided_them(tmp_path: Path) -> None:
     on_ranks(4, tensor_parallel, tmp_path / "checkpoint")
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / WIDTH)
+        self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / WIDTH)
+        self.here = slice(None)
+        """Those that run on a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.up, self.down)
+        up, down = (each.to_local() if isinstance(each, DTensor) else each[self.here] for each in weights)
+        return ((x @ up).relu() @ down).sum(0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.experts(self.router(self.norm(x)))
+        return out
+
+
+class WithNorms(yafsdp_cc.optim.Muon):
+    """Also sums up norms of gradients: a state with a shape of its own for each matrix."""
+
+    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {**super().state_shapes(rows, columns), "norms": (2,)}
+
+    def updates(self, gradients: Any, states: Any, group: Any) -> Any:
+        for gradient, state in zip(gradients, states, strict=True):
+            state["norms"][1] += gradient.norm()
+        return super().updates(gradients, states, group)
+
+
+def expert_parallel(folder: Path) -> None:
+    """Two groups of two experts each, sharded across two ranks; then all of them across the four ranks."""
+    dense = init_device_mesh("cpu", (4,))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(7)
+    plain = nn.Sequential(Mixture(), Mixture()).double()
+    truth = {name: torch.zeros_like(each) for name, each in plain.named_parameters() if each.ndim > 1}
+    norms: dict[str, Tensor] = {name: torch.zeros(4) for name in truth}
+    adamw = torch.optim.AdamW([each for each in plain.parameters() if each.ndim == 1])
+    inputs = torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    muon: Any = None
+    for turn, is_divided in enumerate((True, False)):
+        model = nn.Sequential(Mixture(), Mixture()).double()
+        model.load_state_dict(plain.state_dict())
+        for block in model:
+            experts: Any = block.experts
+            if is_divided:
+                for name, each in list(experts.named_parameters()):
+                    divided = distribute_tensor(each.detach(), sparse["ep"], [Shard(0)])
+                    experts.register_parameter(name, nn.Parameter(divided))
+            mesh = sparse["efsdp"] if is_divided else dense
+            yafsdp_cc.fully_shard(experts, mesh=mesh, ownership="matrix").set_gradient_divide_factor(4)
+            yafsdp_cc.fully_shard(block, mesh=dense, ownership="matrix")
+        yafsdp_cc.fully_shard(model, mesh=dense)
+        muon = WithNorms(model.parameters(), lr=0.02, ns_dtype=torch.float64)
+        if turn:
+            yafsdp_cc.load(folder, model, muon)
+
+        def loss(net: Any, rank: int, divides: bool = is_divided) -> Tensor:
+            for block in net:
+                block.experts.here = slice(2 * (rank % 2), 2 * (rank % 2) + 2) if divides else slice(None)
+            output: Tensor = net(inputs[rank])
+            return output.square().mean()
+
+        for _ in range(2):
+            _, found = mean_gradients(plain, loss, list(range(4)))
+            for name, each in plain.named_parameters():
+                each.grad = found[name]
+                for k in range(len(each) if each.ndim == 3 else each.ndim - 1):
+                    weight, gradient, momentum = (
+                        one[k] if one.ndim == 3 else one for one in (each.detach(), found[name], truth[name])
+                    )
+                    norms[name][k] += gradient.norm()
+                    in_double_precision(weight, gradient, momentum)
+            adamw.step()
+            loss(model, dist.get_rank()).backward()
+            with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a matrix was gathered")):
+                muon.step()
+            muon.zero_grad()
+        work = torch.tensor([each.newton_schulz_flops for each in yafsdp_cc.plan_of(model).owners])
+        assert len(work) == 4
+        assert work.max() <= 1.2 / 4 * work.sum()
+        for (name, each), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert far_apart(sharded.full_tensor(), each.detach()) <= 1e-6, name
+            if name in truth:
+                state = {key: value.full_tensor() for key, value in muon.state[sharded].items()}
+                assert far_apart(state["momentum_buffer"], truth[name]) <= 1e-6, name
+                seen = state["norms"].view(-1, 2)[:, 1]
+                assert far_apart(seen, norms[name][: len(seen)].to(seen)) <= 1e-6, name
+        yafsdp_cc.save(folder, model, muon)
+
+
+def test_experts_are_updated_where_expert_parallelism_has_them(tmp_path: Path) -> None:
+    on_ranks(4, expert_parallel, tmp_path / "checkpoint")

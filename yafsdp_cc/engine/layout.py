@@ -219,6 +219,12 @@ class TensorParallel:
         return self._sizes_and_offsets[1]
 
     @cached_property
+    def divides_matrices(self) -> bool:
+        """Whether rows or columns are divided, and not only a stack of matrices, as expert parallelism does."""
+        ndim = len(self.shape)
+        return any(isinstance(placement, Shard) and placement.dim % ndim >= ndim - 2 for placement in self.placements)
+
+    @cached_property
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
@@ -374,6 +380,12 @@ class ShardSpec:
             return None
         of_each = self.numel // len(self.owners)
         return tuple(of_each * bisect_left(self.owners, rank) for rank in range(len(self.bounds)))
+
+    @property
+    def updated_shape(self) -> torch.Size:
+        """The shape of the matrix, or the stack, that the shard group updates: whole matrices, here a part of a stack."""
+        parallel = self.tensor_parallel
+        return self.shape if parallel is None or not parallel.divides_matrices else parallel.shape
 
     @property
     def is_assembled(self) -> bool:

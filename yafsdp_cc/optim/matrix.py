@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
-from yafsdp_cc.engine.layout import ShardSpec
+from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
 from yafsdp_cc.engine.mesh import to_mesh_device
 from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.assembly import MatrixExchange, buckets
@@ -202,7 +202,7 @@ class MatrixOptimizer(Optimizer):
         for weight, update, rate in self._updated(group, here, gradients, wholes):
             _apply(group, weight, update, rate)
         for parameter, whole in zip(here, wholes, strict=True):
-            if (parallel := parameter.shard_spec.tensor_parallel) is not None:
+            if (parallel := parameter.shard_spec.tensor_parallel) is not None and parallel.divides_matrices:
                 local = local_of(parameter)
                 local.copy_(parallel.local_of(whole).reshape(local.shape))
         for bucket in buckets([parameter for parameter in used if parameter.shard_spec.is_assembled]):
@@ -300,13 +300,14 @@ class MatrixOptimizer(Optimizer):
         spec: ShardSpec = parameter.shard_spec
         if not self._is_of_matrices(group):
             return dict.fromkeys(("exp_avg", "exp_avg_sq"), spec)
-        *stack, _, columns = spec.global_shape
-        parts, lies_as_weight = self._parts_of(spec), spec.tensor_parallel is None and not spec.is_assembled
+        *stack, _, columns = spec.updated_shape
+        parts = self._parts_of(spec)
+        lies_as_weight = spec.updated_shape == spec.shape and not spec.is_assembled
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
             if tuple(shape) == (parts[0], columns):
                 # What tensor parallelism divides is whole in the state, and what is assembled is where it is updated.
-                specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.global_shape)
+                specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.updated_shape)
                 continue
             if len(set(parts)) > 1:
                 raise ValueError(
@@ -349,10 +350,10 @@ def _gathered(parameter: Any, local: Tensor) -> Tensor:
 
     Args:
         parameter: tells how it is divided.
-        local: this rank's elements; returned unless tensor parallelism has divided the parameter.
+        local: this rank's elements; returned unless tensor parallelism has divided matrices.
     """
     spec: ShardSpec = parameter.shard_spec
-    if spec.tensor_parallel is None:
+    if spec.tensor_parallel is None or not spec.tensor_parallel.divides_matrices:
         return local
     part = local.view(spec.shape)
     whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(part, spec.mesh)).full_tensor()
@@ -369,8 +370,17 @@ def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
-    """Return how a tensor of another shape lies on the ranks that update a matrix, or those of a stack."""
-    numel, bounds = math.prod(shape), spec.update_bounds
+    """Return how a tensor of another shape lies on the ranks that update a matrix, or those of a stack.
+
+    Args:
+        spec: of the matrix.
+        name: of the tensor.
+        shape: of the tensor, as ``spec.updated_shape`` is of the matrix: with the same stack, if any, before it.
+    """
+    numel, bounds, parallel = math.prod(shape), spec.update_bounds, spec.tensor_parallel
     if bounds is not None:
         bounds = tuple(bound * numel // max(spec.numel, 1) for bound in bounds)
-    return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, owners=spec.owners)
+    if parallel is not None:
+        whole = (*parallel.shape[: len(parallel.shape) - 2], *shape[len(parallel.shape) - 2 :])
+        parallel = None if parallel.divides_matrices else TensorParallel(parallel.mesh, parallel.placements, torch.Size(whole))
+    return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, parallel, owners=spec.owners)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from yafsdp_cc.engine.extensions import forward_dtype
 from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
@@ -74,10 +76,15 @@ def plan_for(state: FSDPState) -> Plan:
 
 
 def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
-    owned: dict[int, list[tuple[FSDPParam, float]]] = {rank: [] for rank in range(state.context.gather.comm.world)}
+    ranks = dist.get_process_group_ranks(state.context.info.shard_group)
+    owned: dict[int, list[tuple[FSDPParam, float]]] = {rank: [] for rank in range(len(ranks))}
     for param in state.params:
-        for rank, parts in Counter(() if param.spec.bounds is None else param.spec.owners).items():
-            owned[rank].append((param, parts / len(param.spec.owners)))
+        mesh = param.spec.mesh
+        for owner, parts in Counter(() if param.spec.bounds is None else param.spec.owners).items():
+            # Experts may have a mesh of their own: the same ranks by other numbers, as owners of other experts.
+            alike = param.spec.global_mesh.mesh.select(mesh.ndim - 1, owner).flatten().tolist()
+            for rank in (ranks.index(each) for each in alike if each in ranks):
+                owned[rank].append((param, parts / len(param.spec.owners)))
     if not any(owned.values()):
         return ()
     return tuple(
@@ -87,7 +94,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
             elements=round(sum(share * param.spec.numel for param, share in params)),
             newton_schulz_flops=round(
                 sum(
-                    share * newton_schulz_flops(param.spec.global_shape)
+                    share * newton_schulz_flops(param.spec.updated_shape)
                     for param, share in params
                     if param.parameter.requires_grad
                 )

@@ -25,8 +25,11 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.plan.parameters import present
 
 if TYPE_CHECKING:
@@ -234,10 +237,10 @@ def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParam
 def _parts(owned: OwnedParameter, alignment: int) -> int:
     """Return into how many equal parts a parameter may be divided at borders of its matrices that are aligned.
 
-    A parameter that tensor parallelism has divided stays in one: its ranks are to have the same owners.
+    One whose rows or columns tensor parallelism has divided stays in one: its ranks are to have the same owners.
     """
-    shape = present(owned.parameter).shape
-    if len(shape) < 3 or present(owned.parameter) is not owned.parameter:
+    shape = _updated_shape(owned)
+    if len(shape) < 3 or math.prod(shape) != present(owned.parameter).numel():
         return 1
     count, numel = shape[0], math.prod(shape[1:])
     aligned = (each for each in range(1, count + 1) if count % each == 0 and count // each * numel % alignment == 0)
@@ -245,5 +248,21 @@ def _parts(owned: OwnedParameter, alignment: int) -> int:
 
 
 def _flops(owned: OwnedParameter) -> int:
-    # Of the whole matrix, where tensor parallelism has divided it: its ranks are to have the same owners.
-    return newton_schulz_flops(owned.parameter.shape) if owned.parameter.requires_grad else 0
+    return newton_schulz_flops(_updated_shape(owned)) if owned.parameter.requires_grad else 0
+
+
+def _updated_shape(owned: OwnedParameter) -> torch.Size:
+    """Return the shape of what one shard group updates of a parameter, the same on all ranks of its tensor parallelism.
+
+    That is the whole of it, but where experts are divided evenly, and no matrix is, a part of the stack.
+    """
+    shape = owned.parameter.shape
+    if isinstance(owned.parameter, DTensor):
+        parallel = TensorParallel.of(owned.parameter)
+        parts = math.prod(
+            parallel.mesh.size(dim) for dim, each in enumerate(parallel.placements) if isinstance(each, Shard)
+        )
+        local = present(owned.parameter).shape
+        if not parallel.divides_matrices and math.prod(local) * parts == math.prod(shape):
+            return local
+    return shape
