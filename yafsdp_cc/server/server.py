@@ -256,8 +256,8 @@ class ParameterServer:
                 self._changed.notify_all()
                 # Gloo breaks all connections of a group after a wait that takes too long, and no thread waits on.
                 with suppress(RuntimeError):
-                    nothing = torch.empty(1, device="cpu")
-                    dist.irecv(nothing, self._peers[0], self._group, tag=NOTHING).wait(timedelta(milliseconds=1))
+                    work: Any = dist.irecv(torch.empty(1, device="cpu"), self._peers[0], self._group, tag=NOTHING)
+                    work.wait(timedelta(milliseconds=1))
         return RuntimeError(f"parameter server: {self._failure}")
 
     # The server: in the threads of peers, and in the worker's own for its own shard ----------------------------------
