@@ -35,8 +35,10 @@ from yafsdp_cc.compression.fsdp2 import CompressedCommunication
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.mesh import probe_links
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 from yafsdp_cc.netlab import Lab, namespaces
 from yafsdp_cc.netlab.links import bits_per_second
@@ -171,12 +173,17 @@ def torch_all_reduce(buffers: Buffers) -> Callable[[], object]:
 
 
 def exact_all_reduce(buffers: Buffers) -> Callable[[], object]:
-    """This package's reduce-scatter, and torch's all-gather of the sums."""
-    summed = reduce_scatter(buffers)
+    """This package's reduce-scatter, and its all-gather of the sums."""
+    device, group = buffers.whole.device, dist.group.WORLD
+    assert group is not None
+    comm, summed = Communicator(group, device), reduce_scatter(buffers)
+    own = comm.own_chunk(buffers.gathered)
 
     def exchange() -> None:
         summed()
-        dist.all_gather_into_tensor(buffers.gathered, buffers.chunk)
+        own.copy_(buffers.chunk)
+        for work in comm.all_gather(buffers.gathered, own, async_op=False):
+            work.wait()
 
     return exchange
 
@@ -299,7 +306,7 @@ def _least(ranks: int) -> float:
 
 ROUTES = {
     "torch all-reduce": Route(lambda r: 2 * (r - 1), _least),  # gloo's is a ring
-    "ours exact + gather": Route(lambda r: 1 + r - 1, _least),  # gloo's all-gather is one, too
+    "ours exact + gather": Route(lambda r: 2, _least),
     "parameter server": Route(lambda r: 2, lambda r: r - 1),
     "direct": Route(lambda r: 2, _least),
     "ring": Route(lambda r: 2 * (r - 1), _least),
@@ -475,7 +482,12 @@ def _measure_on_links(
 ) -> dict[tuple[int, str, str], list[tuple[float, int]]]:
     """Return milliseconds and bytes sent of each turn on this rank, by size, kind of links and contestant."""
     warnings.simplefilter("ignore", FutureWarning)
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        lab.set_bandwidth(bandwidth)
+    dist.barrier()
+    probe_links(group, group)  # as the engine does when a model is sharded
     turns: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
     for size in sizes:
         buffers = Buffers.of(size, torch.device("cpu"))
