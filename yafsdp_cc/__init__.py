@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc import pipelining as pipelining
     from yafsdp_cc import profiling as profiling
     from yafsdp_cc import replicas as replicas
+    from yafsdp_cc import server as server
     from yafsdp_cc.api import UnshardHandle as UnshardHandle
     from yafsdp_cc.api import counters_of as counters_of
     from yafsdp_cc.api import fully_shard as fully_shard
@@ -76,7 +77,7 @@ _MODULE_OF = {
     "WeightPatch": "yafsdp_cc.checkpoint.patch",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
-_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling", "replicas")
+_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling", "replicas", "server")
 _RENAMED = {"GradientWire": "CompressionHookState"}
 """Names of earlier versions, and what they are called now."""
 

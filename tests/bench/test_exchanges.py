@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
 from yafsdp_cc.bench import exchanges
-from yafsdp_cc.bench.contestants import EXCHANGES
-from yafsdp_cc.bench.exchanges import Buffers, make_exchange
+from yafsdp_cc.bench.contestants import ALL_REDUCE, EXCHANGES
+from yafsdp_cc.bench.exchanges import LINKS, ROUTES, Buffers, make_exchange
 
 WITHIN = {None: 1e-6, "int8": 0.01, "int4": 0.13, "onebit": 0.55}
 """Relative error of a codec on normal noise, and a little more."""
@@ -26,6 +27,8 @@ def errors() -> dict[str, float]:
         make_exchange(name, buffers)()
         if contestant.baseline == "torch all-gather":
             got, wanted = buffers.gathered, torch.cat([chunks[rank, rank] for rank in range(len(wholes))])
+        elif contestant.baseline == ALL_REDUCE:
+            got, wanted = buffers.gathered, chunks.sum(0).flatten()
         else:
             got, wanted = buffers.chunk, chunks[:, dist.get_rank()].sum(0)
         found[name] = float((got - wanted).norm() / wanted.norm())
@@ -47,3 +50,15 @@ def test_every_contestant_has_figures(capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 110
     assert "64 KiB" in printed
+
+
+def test_bytes_over_links_are_those_of_the_formula() -> None:
+    size = 1 << 18
+    with lab_of(ranks=4) as lab:
+        figures = exchanges.measure_on_links(lab, list(ROUTES), "200mbit", rounds=1, sizes=(size,))[str(size)]
+    for name, each in figures.items():
+        assert 1 <= each["sent_bytes"] / (ROUTES[name].sent(4) * size) < 1.08, name
+        assert all(each[kind] > 0 for kind in LINKS)
+    assert "halving and doubling" in exchanges.links_table(figures, 4, size)
+    with pytest.raises(ValueError, match="with --bandwidth, exchanges compares torch all-reduce, ours exact"):
+        exchanges.run(["ours int8"], bandwidths=["200mbit"])

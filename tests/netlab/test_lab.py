@@ -58,6 +58,26 @@ def test_the_rate_changes_under_a_running_group() -> None:
             assert slow > 5 * min(before, after)
 
 
+def _each_way(lab: Lab) -> list[float]:
+    if dist.get_rank() == 0:
+        lab.set_bandwidth("10mbit", rank=1, receive="unshaped")
+    taken = []
+    for sender in (1, 0):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.broadcast(torch.ones(MEGABYTE // 4), sender)
+        dist.barrier()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def test_a_rank_can_be_slow_in_one_direction() -> None:
+    with lab_of(ranks=2) as lab:
+        for sent, received in lab.run(_each_way, lab):
+            assert sent > 0.7
+            assert sent > 5 * received
+
+
 def _round_trip(loops: int) -> float:
     one = torch.ones(1)
     dist.barrier()

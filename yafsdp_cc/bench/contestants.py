@@ -28,6 +28,10 @@ def _gathers(maker: str, **settings: Any) -> Contestant:
     return Contestant(maker, settings, baseline="torch all-gather")
 
 
+def _all_reduces(maker: str) -> Contestant:
+    return Contestant(maker, {}, baseline=ALL_REDUCE)
+
+
 TRAINING = {
     "fsdp2 fp32": trains("fsdp2"),
     "fsdp2 bf16": trains("fsdp2", bf16=True),
@@ -100,6 +104,8 @@ PIPELINE = {
 }
 """Contestants of the suite ``pipeline``: what is sent forward / backward."""
 
+ALL_REDUCE = "torch all-reduce"
+"""The baseline of contestants that leave the whole sum on every rank."""
 EXCHANGES = {
     "torch reduce-scatter": _sums("torch_reduce_scatter"),
     "torch all-to-all + sum": _sums("torch_all_to_all"),
@@ -110,6 +116,13 @@ EXCHANGES = {
     "torch all-gather": _gathers("torch_all_gather"),
     "ours gather exact": _gathers("all_gather"),
     "ours gather int8": _gathers("all_gather", codec="int8"),
+    ALL_REDUCE: _all_reduces("torch_all_reduce"),
+    "ours exact + gather": _all_reduces("exact_all_reduce"),
+    "parameter server": _all_reduces("parameter_server"),
+    "direct": _all_reduces("direct"),
+    "ring": _all_reduces("ring"),
+    "halving and doubling": _all_reduces("halving_and_doubling"),
+    "tree": _all_reduces("tree"),
 }
 
 

@@ -2,6 +2,9 @@
 
 Ranks are processes of this machine, of one thread each, that communicate over its loopback: nothing limits them but
 the processor. Contestants take turns in interleaved rounds at each size; times are medians over the rounds.
+
+At a bandwidth, ranks have links of their own, and those contestants take turns that leave the whole sum on every rank:
+over equal links, with one slow rank, and where ranks receive faster than they send. Bytes are counted beside the time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,18 +35,23 @@ from yafsdp_cc.compression.fsdp2 import CompressedCommunication
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.mesh import probe_links
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
-from yafsdp_cc.netlab import namespaces
+from yafsdp_cc.netlab import Lab, namespaces
+from yafsdp_cc.netlab.links import bits_per_second
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 """Bytes of a buffer."""
 RANKS = (2, 4, 8, 16, 32, 64)
 """Numbers of ranks among which every buffer can be divided in whole blocks."""
+LINK_SIZES = (1 << 16, 1 << 20)
+"""Bytes of a buffer that is summed over links."""
 TURN_BYTES = 1 << 24
 """Bytes of the buffers that are exchanged in one turn: small ones one after the other."""
 
@@ -56,7 +65,7 @@ class Buffers(NamedTuple):
     whole: Tensor
     """[world * chunk], other numbers on every rank; NCCL sums in place."""
     gathered: Tensor
-    """[world * chunk], every rank's own chunk after an all-gather."""
+    """[world * chunk], every rank's own chunk after an all-gather; the sum after an all-reduce."""
     chunk: Tensor
     """[chunk], the sum after a reduce-scatter."""
 
@@ -156,6 +165,158 @@ class _Shard:
         return own.copy_(self.sharded) if in_place else self.sharded
 
 
+# Ways to leave the whole sum on every rank, buffers.gathered, without changing buffers.whole ------------------------
+
+
+def torch_all_reduce(buffers: Buffers) -> Callable[[], object]:
+    return lambda: dist.all_reduce(buffers.gathered.copy_(buffers.whole))
+
+
+def exact_all_reduce(buffers: Buffers) -> Callable[[], object]:
+    """This package's reduce-scatter, and its all-gather of the sums."""
+    device, group = buffers.whole.device, dist.group.WORLD
+    assert group is not None
+    comm, summed = Communicator(group, device), reduce_scatter(buffers)
+    own = comm.own_chunk(buffers.gathered)
+
+    def exchange() -> None:
+        summed()
+        own.copy_(buffers.chunk)
+        for work in comm.all_gather(buffers.gathered, own, async_op=False):
+            work.wait()
+
+    return exchange
+
+
+def parameter_server(buffers: Buffers) -> Callable[[], object]:
+    """Send everything to rank 0, which sums it in rank order and sends the sum to all."""
+    rank, world, total = dist.get_rank(), dist.get_world_size(), buffers.gathered
+    others = range(1, world)
+    received = [torch.empty_like(total) for _ in others] if rank == 0 else []
+
+    def exchange() -> None:
+        total.copy_(buffers.whole)
+        if rank == 0:
+            _transfer([], zip(received, others, strict=True))
+            for each in received:
+                total.add_(each)
+            _transfer([(total, other) for other in others], [])
+        else:
+            _transfer([(total, 0)], [])
+            _transfer([], [(total, 0)])
+
+    return exchange
+
+
+def direct(buffers: Buffers) -> Callable[[], object]:
+    """Send every rank its chunk, to be summed there in rank order, and its sum to all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own, sums = buffers.whole.view(world, -1), buffers.gathered.view(world, -1)
+    received = torch.empty_like(own)
+    others = [other for other in range(world) if other != rank]
+
+    def exchange() -> None:
+        received[rank] = own[rank]
+        _transfer([(own[other], other) for other in others], [(received[other], other) for other in others])
+        torch.sum(received, dim=0, out=sums[rank])
+        _transfer([(sums[rank], other) for other in others], [(sums[other], other) for other in others])
+
+    return exchange
+
+
+def ring(buffers: Buffers) -> Callable[[], object]:
+    """Pass partial sums of chunks to the right until they are whole, then whole ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chunks, received = buffers.gathered.view(world, -1), torch.empty_like(buffers.chunk)
+    left, right = (rank - 1) % world, (rank + 1) % world
+
+    def exchange() -> None:
+        buffers.gathered.copy_(buffers.whole)
+        for step in range(world - 1):
+            _transfer([(chunks[rank - step], right)], [(received, left)])
+            chunks[rank - step - 1].add_(received)
+        for step in range(world - 1):
+            _transfer([(chunks[(rank + 1 - step) % world], right)], [(chunks[rank - step], left)])
+
+    return exchange
+
+
+def halving_and_doubling(buffers: Buffers) -> Callable[[], object]:
+    """Swap halves with a partner, halves of the half with the next, until a chunk is left; then the same way back."""
+    rank, scratch = dist.get_rank(), torch.empty_like(buffers.whole)
+
+    def exchange(part: Tensor, distance: int) -> None:
+        if distance:
+            lower, upper = part.chunk(2)
+            keep, give = (upper, lower) if rank & distance else (lower, upper)
+            received, partner = scratch[: len(keep)], rank ^ distance
+            _transfer([(give, partner)], [(received, partner)])
+            keep.add_(received)
+            exchange(keep, distance // 2)
+            _transfer([(keep, partner)], [(give, partner)])
+
+    return lambda: exchange(buffers.gathered.copy_(buffers.whole), dist.get_world_size() // 2)
+
+
+def tree(buffers: Buffers) -> Callable[[], object]:
+    """Sum everything towards rank 0 along a binomial tree, and send the sum back along it."""
+    rank, total, received = dist.get_rank(), buffers.gathered, torch.empty_like(buffers.whole)
+    distances = [1 << bit for bit in range(dist.get_world_size().bit_length() - 1)]
+    children = [rank + distance for distance in distances if rank % (2 * distance) == 0]
+    parent = rank & (rank - 1)
+
+    def exchange() -> None:
+        total.copy_(buffers.whole)
+        for child in children:
+            _transfer([], [(received, child)])
+            total.add_(received)
+        if rank:
+            _transfer([(total, parent)], [])
+            _transfer([], [(total, parent)])
+        for child in reversed(children):
+            _transfer([(total, child)], [])
+
+    return exchange
+
+
+def _transfer(sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
+    """Send to ranks and receive from ranks, all at once."""
+    works: list[Any] = [dist.irecv(tensor, rank) for tensor, rank in receives]
+    works += [dist.isend(tensor, rank) for tensor, rank in sends]
+    for work in works:
+        work.wait()
+
+
+class Route(NamedTuple):
+    """What a way to sum S bytes on r ranks takes."""
+
+    rounds: Callable[[int], int]
+    """By ranks: messages that one after the other have to wait for."""
+    sent: Callable[[int], float]
+    """By ranks: what the rank that sends most sends, in S."""
+
+
+def _log2(ranks: int) -> int:
+    return ranks.bit_length() - 1
+
+
+def _least(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
+ROUTES = {
+    "torch all-reduce": Route(lambda r: 2 * (r - 1), _least),  # gloo's is a ring
+    "ours exact + gather": Route(lambda r: 2, _least),
+    "parameter server": Route(lambda r: 2, lambda r: r - 1),
+    "direct": Route(lambda r: 2, _least),
+    "ring": Route(lambda r: 2 * (r - 1), _least),
+    "halving and doubling": Route(lambda r: 2 * _log2(r), _least),
+    "tree": Route(lambda r: 2 * _log2(r), _log2),
+}
+LINKS = ("equal links", "slow rank", "slow to send")
+"""All links alike; that of rank 1 with a quarter of the rate; all links with a quarter of the rate for what is sent."""
+
+
 # The measurement ---------------------------------------------------------------------------------------------------
 
 
@@ -164,16 +325,25 @@ CLOCKS = {"processor_ms": "processor ms per rank", "wall_ms": "wall ms"}
 
 
 def run(
-    names: Sequence[str], ranks: Sequence[int] = (2, 4), rounds: int = 7, sizes: Sequence[int] = SIZES
+    names: Sequence[str],
+    ranks: Sequence[int] = (2, 4),
+    rounds: int = 7,
+    sizes: Sequence[int] = SIZES,
+    bandwidths: Sequence[str] = (),
+    delay_ms: float = 0.0,
 ) -> dict[str, Any]:
-    """Measure and print; return figures by backend, ranks, bytes of the buffer and contestant.
+    """Measure and print; return figures by backend or bandwidth, ranks, bytes of the buffer and contestant.
 
     Raises:
-        ValueError: a buffer cannot be divided among so many ranks; nothing was started.
+        ValueError: a buffer cannot be divided among so many ranks, or no contestant leaves the whole sum on every rank
+            and there is a bandwidth; nothing was started.
+        Unavailable: this machine cannot have a network of its own.
     """
     for count in ranks:
         if count not in RANKS:
             raise ValueError(f"ranks={count}: buffers are divided among {', '.join(map(str, RANKS))}")
+    if bandwidths:
+        return _run_on_links([name for name in names if name in ROUTES], ranks, rounds, bandwidths, delay_ms)
     found: dict[str, Any] = {}
     for backend in ("gloo", "nccl"):
         for count in ranks:
@@ -267,3 +437,90 @@ def exchanges_table(figures: dict[str, Any], clock: str) -> str:
             row += [f"{each[name][clock]:.3f}", cell(each[name][f"{clock}_ratio"], ".2f")]
         rows.append(row)
     return table(head, *rows)
+
+
+# Over links --------------------------------------------------------------------------------------------------------
+
+
+def _run_on_links(
+    names: Sequence[str], ranks: Sequence[int], rounds: int, bandwidths: Sequence[str], delay_ms: float
+) -> dict[str, Any]:
+    if not names:
+        raise ValueError(f"with --bandwidth, exchanges compares {', '.join(ROUTES)}: name one of these")
+    found: dict[str, Any] = {}
+    for count in ranks:
+        with Lab(count, delay_ms=delay_ms) as lab:
+            for bandwidth in bandwidths:
+                figures = found.setdefault(bandwidth, {})[str(count)] = measure_on_links(lab, names, bandwidth, rounds)
+                for size, each in figures.items():
+                    print(f"\n{count} ranks at {bandwidth}, {delay_ms:g} ms one way: the sum of {int(size) >> 10} KiB")
+                    print(links_table(each, count, int(size)), flush=True)
+    return found
+
+
+def measure_on_links(
+    lab: Lab, names: Sequence[str], bandwidth: str, rounds: int, sizes: Sequence[int] = LINK_SIZES
+) -> dict[str, Any]:
+    """Return the figures of contestants by size: of each kind of links the milliseconds, and the bytes sent most."""
+    slow = f"{bits_per_second(bandwidth) / 4e3:g}kbit"
+    by_rank = lab.run(_measure_on_links, lab, names, bandwidth, slow, rounds, sizes, timeout=3600.0)
+    figures: dict[str, Any] = {}
+    for size in sizes:
+        for name in names:
+            each = figures.setdefault(str(size), {})[name] = {}
+            for kind in LINKS:
+                turns = [found[size, kind, name] for found in by_rank]
+                each[kind] = median(max(turn) for turn in zip(*([ms for ms, _ in own] for own in turns), strict=True))
+            each["sent_bytes"] = max(
+                median(sent for kind in LINKS for _, sent in found[size, kind, name]) for found in by_rank
+            )
+    return figures
+
+
+def _measure_on_links(
+    lab: Lab, names: Sequence[str], bandwidth: str, slow: str, rounds: int, sizes: Sequence[int]
+) -> dict[tuple[int, str, str], list[tuple[float, int]]]:
+    """Return milliseconds and bytes sent of each turn on this rank, by size, kind of links and contestant."""
+    warnings.simplefilter("ignore", FutureWarning)
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        lab.set_bandwidth(bandwidth)
+    dist.barrier()
+    probe_links(group, group)  # as the engine does when a model is sharded
+    turns: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
+    for size in sizes:
+        buffers = Buffers.of(size, torch.device("cpu"))
+        exchanges = {name: make_exchange(name, buffers) for name in names}
+        for kind in LINKS:
+            if rank == 0:
+                lab.set_bandwidth(slow if kind == "slow to send" else bandwidth, receive=bandwidth)
+                if kind == "slow rank":
+                    lab.set_bandwidth(slow, rank=1)
+            for _, name in interleaved(names, rounds):
+                dist.barrier()
+                before, start = lab.traffic()[rank], time.perf_counter()
+                exchanges[name]()
+                wall = time.perf_counter() - start
+                dist.barrier()
+                sent = lab.traffic()[rank].since(before).payload_sent
+                turns.setdefault((size, kind, name), []).append((1e3 * wall, sent))
+    return turns
+
+
+def links_table(figures: dict[str, Any], ranks: int, size: int) -> str:
+    """Return a row for each contestant: rounds, bytes predicted and counted, and milliseconds by kind of links."""
+    head = ("", "rounds", "KB sent most", "counted", *(f"ms, {kind}" for kind in LINKS))
+    return table(
+        head,
+        *(
+            (
+                name,
+                str(ROUTES[name].rounds(ranks)),
+                f"{ROUTES[name].sent(ranks) * size / 1e3:.0f}",
+                f"{each['sent_bytes'] / 1e3:.0f}",
+                *(f"{each[kind]:.0f}" for kind in LINKS),
+            )
+            for name, each in figures.items()
+        ),
+    )

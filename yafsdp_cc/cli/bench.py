@@ -23,15 +23,14 @@ CONTESTANTS = {
     "pipeline": list(PIPELINE),
     "replicas": list(REPLICAS),
 }
-OF_TRAINING = ("bandwidths", "delay_ms", "steps")
-"""Options that are not for the suite ``exchanges``."""
 PICTURES = (".svg", ".png")
 
 ABOUT = """\
 train: the demo's model trains over links of the given bandwidth, each rank in a network namespace of this machine.
 Shows tokens per second and the bytes sent. slow: the same for whole runs of as many tokens, as loss against
 wall-clock. exchanges: one buffer is summed over ranks, or gathered from them, over the loopback. Shows processor and
-wall milliseconds. pipeline: stages send each other activations and gradients, exactly or encoded, forward / backward.
+wall milliseconds; with --bandwidth, over links, also bytes, with one slow rank and with links that send slowly.
+pipeline: stages send each other activations and gradients, exactly or encoded, forward / backward.
 replicas: whole replicas, each in a namespace of its own, are summed over in every backward, or synchronized otherwise.
 Contestants take turns: what slows one down slows all."""
 
@@ -57,8 +56,10 @@ def main(argv: list[str]) -> int:
     for name in contestants:
         _check(parser, name, "contestant", CONTESTANTS[suite])
     given = {option: value for option, value in asked.items() if value is not None}
-    if suite == "exchanges" and given.keys() & set(OF_TRAINING):
-        parser.error("--bandwidth, --delay-ms and --steps are for --suite train, slow, pipeline and replicas")
+    if suite == "exchanges" and "steps" in given:
+        parser.error("--steps is for --suite train, slow, pipeline and replicas")
+    if suite == "exchanges" and "delay_ms" in given and "bandwidths" not in given:
+        parser.error("--delay-ms needs --bandwidth: without it, exchanges go over the loopback")
     for option in ("picture", "learnt"):
         if suite != "slow" and option in given:
             parser.error(f"--{option} is for --suite slow")
@@ -103,14 +104,9 @@ def _parser() -> _Parser:
     parser.add_argument("--ranks", type=_numbers, metavar="N", help="2, 4 or 2,4 (train, pipeline: 2, others: 2,4)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each (exchanges: 7, others: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything measured")
-    training = parser.add_argument_group("of train, slow, pipeline and replicas")
-    training.add_argument(
-        "--bandwidth",
-        dest="bandwidths",
-        type=names,
-        metavar="RATES",
-        help="of links, 100mbit,1gbit,unshaped; replicas: or matched",
-    )
+    training = parser.add_argument_group("of train, slow, pipeline and replicas; the first two of exchanges, too")
+    rates = "of links, 100mbit,1gbit,unshaped (exchanges: none; replicas: matched)"
+    training.add_argument("--bandwidth", dest="bandwidths", type=names, metavar="RATES", help=rates)
     training.add_argument("--delay-ms", type=float, metavar="MS", help="one way; an answer takes twice that (0)")
     steps = "of each contestant (in each turn: 2; slow, in all: 300)"
     training.add_argument("--steps", type=positive, metavar="N", help=steps)

@@ -123,9 +123,15 @@ class Lab:
         """Run a command as every rank, with torchrun's variables set; ``LabError`` if one fails or hangs."""
         self._on_ranks(_execute, timeout, command)
 
-    def set_bandwidth(self, bandwidth: str) -> None:
-        """Change the rate of every link, of running ranks too, also by one of the ranks themselves."""
-        self.links.set_bandwidth(bandwidth)
+    def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
+        """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves.
+
+        Args:
+            bandwidth: as the lab's.
+            rank: whose link; None: all.
+            receive: what it can receive, if that is another rate.
+        """
+        self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
         """What every machine sent and received since the lab began. Inside a body, too: before and after a phase."""

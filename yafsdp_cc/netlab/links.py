@@ -107,13 +107,19 @@ class Links(NamedTuple):
         user = [] if is_ours else ["--preserve-credentials", f"--user={self.user}"]
         return ["nsenter", *user, f"--net={namespace}", "--"]
 
-    def set_bandwidth(self, bandwidth: str) -> None:
-        """Shape every machine's link, both ways, from now on. One rank does it for all; no connection notices."""
-        rate = bits_per_second(bandwidth)
-        devices = {self.hub: [port(machine) for machine in range(len(self.machines))]}
-        for namespace, shaped in (devices | {machine: [DEVICE] for machine in self.machines}).items():
-            lines = [shaping(device, rate) for device in shaped]
-            batch([*self.inside(namespace), "tc"], lines, needs="tbf (CONFIG_NET_SCH_TBF)")
+    def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
+        """Shape links from now on. One rank does it for all; no connection notices.
+
+        Args:
+            bandwidth: of what a machine sends, and of what it receives.
+            rank: whose machine's link; None: all.
+            receive: of what a machine receives, if it is another.
+        """
+        sends, receives = bits_per_second(bandwidth), bits_per_second(receive or bandwidth)
+        chosen = [each for each in enumerate(self.machines) if rank is None or each[1] == self.of_rank(rank)]
+        lines = {self.hub: [shaping(port(machine), receives) for machine, _ in chosen]}
+        for namespace, shaped in (lines | {machine: [shaping(DEVICE, sends)] for _, machine in chosen}).items():
+            batch([*self.inside(namespace), "tc"], shaped, needs="tbf (CONFIG_NET_SCH_TBF)")
 
     def traffic(self) -> list[Traffic]:
         """Return what every machine sent and received since the lab began, at one moment."""

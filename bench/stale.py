@@ -1,0 +1,108 @@
+"""Held-out loss with stale gradients: ASGD and DC-ASGD beside the same updates without a delay.
+
+    python bench/stale.py --json stale.json                      # three seeds: half an hour for one free core
+    python bench/stale.py --ways "sgd, asgd;sgd, dc-asgd" --seeds 0 --steps 100
+
+A language model of 0.35 million parameters reads the Python standard library. Four workers take turns in one process:
+each pushes the gradient of 16 x 64 bytes, and pulls again, when the other three have pushed theirs (delay 3); or pulls
+just before (no delay). A push is an update by ``yafsdp_cc.server.ServerShard``, a step is four of them; the rate warms
+up for 20 steps and is then a cosine. Compensation is adaptive, with λ₀ = 2. *Damage* is ASGD's loss less that without a
+delay, *recovered* the part of it that compensation undoes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from yafsdp_cc.bench.common import names, save, table
+from yafsdp_cc.demo import data
+from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import loss_of
+from yafsdp_cc.server import ServerShard
+
+WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": torch.optim.SGD, "lr": 1.0},
+    "adamw": {"optimizer": torch.optim.AdamW, "lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+DELAYS: dict[str, dict[str, Any]] = {
+    "no delay": {"delayed": False},
+    "asgd": {"delayed": True},
+    "dc-asgd": {"delayed": True, "delay_compensation": 2.0, "adaptive": True},
+}
+WAYS = {
+    f"{optimizer}, {delay}": OPTIMIZERS[optimizer] | settings
+    for optimizer in OPTIMIZERS
+    for delay, settings in DELAYS.items()
+}
+
+
+def learn(seed: int, steps: int, *, delayed: bool, lr: float, **rule: Any) -> float:
+    """Return the held-out loss in nats per byte."""
+    torch.manual_seed(seed)
+    model = GPT(width=80, depth=4, heads=4)
+    text, draws, updates = data.read(None), torch.Generator().manual_seed(seed), steps * WORKERS
+
+    def lr_lambda(update: int) -> float:
+        return min(1.0, (update / WORKERS + 1) / WARMUP) * (1 + math.cos(math.pi * update / updates)) / 2
+
+    weights = parameters_to_vector(model.parameters()).detach().clone()
+    shard = ServerShard(weights, WORKERS, lr=lr, lr_lambda=lr_lambda, **rule)
+    for update in range(updates):
+        worker = update % WORKERS
+        if not delayed:
+            shard.pull(worker)
+        vector_to_parameters(shard.pulled[worker], model.parameters())
+        starts = torch.randint(len(text.train) - LENGTH, (SEQUENCES,), generator=draws)
+        model.zero_grad()
+        loss_of(model, data.windows(text.train, starts, LENGTH)).backward()
+        shard.push(worker, parameters_to_vector([param.grad for param in model.parameters() if param.grad is not None]))
+        if delayed:
+            shard.pull(worker)
+    vector_to_parameters(shard.weights.detach(), model.parameters())
+    with torch.no_grad():
+        return float(loss_of(model, data.spread_windows(text.held_out, WINDOWS, LENGTH, 0, 1)))
+
+
+def losses_table(found: dict[str, dict[str, float]]) -> str:
+    """Return a row for each seed and optimizer."""
+    rows = [("seed", "optimizer", *DELAYS, "damage", "recovered")]
+    for seed, losses in found.items():
+        for optimizer in OPTIMIZERS:
+            if all(f"{optimizer}, {delay}" in losses for delay in DELAYS):
+                control, asgd, compensated = (losses[f"{optimizer}, {delay}"] for delay in DELAYS)
+                figures = [f"{each:.3f}" for each in (control, asgd, compensated, asgd - control)]
+                rows.append((seed, optimizer, *figures, f"{(asgd - compensated) / (asgd - control):.0%}"))
+    return table(*rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS), help="; between them (all)")
+    parser.add_argument("--seeds", type=names, default=["0", "1", "2"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, float]] = {}
+    for seed in asked.seeds:
+        for way in asked.ways:
+            start = time.perf_counter()
+            loss = found.setdefault(seed, {})[way] = learn(int(seed), asked.steps, **WAYS[way])
+            print(f"seed {seed}, {way}: {loss:.4f}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
+            save(asked.json, found)
+    print(losses_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""A parameter server on real ranks against one process that makes the same updates, and what ends it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import yafsdp_cc
+from tests.ranks import ranks
+from yafsdp_cc.server import ParameterServer
+
+TURNS = (0, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0, 3, 1, 2, 2)
+"""Who pushes, and pulls again, one after the other."""
+RESUMED = 9
+"""Turns before a checkpoint."""
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model of 617 elements, in shards that end within parameters, and in a frozen one that is not served."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 6), nn.Linear(6, 1)).to(dtype)
+    model[3].requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def gradient(model: nn.Module, weights: Tensor, worker: int, step: int) -> Tensor:
+    """The gradient of a worker's batch at these weights."""
+    vector_to_parameters(weights, trained(model))
+    backward(model, worker, step)
+    flat = parameters_to_vector([param.grad for param in trained(model) if param.grad is not None]).clone()
+    model.zero_grad()
+    return flat
+
+
+def backward(model: nn.Module, worker: int, step: int) -> None:
+    draws = torch.Generator().manual_seed(100 * step + worker)
+    x = torch.randn(16, 8, generator=draws).to(next(model.parameters()).dtype)
+    (model(x) - x.sum(1, keepdim=True).sin()).square().mean().backward()
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return parameters_to_vector(trained(model)).detach().clone()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@ranks("world")
+def test_without_staleness_it_is_synchronous_training(world: int) -> None:
+    """A worker that has less to do leaves early, and the others go on."""
+    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    steps = [6 if worker else 3 for worker in range(world)]
+    model, twin = net(), net()
+    expected = [weights_of(twin)]
+    param = nn.Parameter(expected[0].clone())
+    optimizer = torch.optim.SGD([param], **settings)
+    for step in range(max(steps)):
+        gradients = [gradient(twin, expected[-1], worker, step) for worker in range(world) if step < steps[worker]]
+        param.grad = sum(gradients[1:], start=gradients[0])
+        optimizer.step()
+        expected.append(param.detach().clone())
+    rank = dist.get_rank()
+    with torch.no_grad():
+        model[0].weight.add_(rank)  # rank 0's are everybody's
+    with ParameterServer(model, torch.optim.SGD, max_staleness=0, delay_compensation=9.0, **settings) as server:
+        for step in range(steps[rank]):
+            server.pull()
+            assert torch.equal(weights_of(model), expected[step]), step
+            backward(model, rank, step)
+            server.push()
+    assert torch.equal(weights_of(model), expected[-1])
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "asgd": {"optimizer": torch.optim.SGD, "lr": 0.05},
+    "dc-asgd": {"optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "delay_compensation": 0.7},
+    "adaptive": {"optimizer": torch.optim.SGD, "lr": 0.05, "delay_compensation": 2.0, "adaptive": True},
+    "adamw": {"optimizer": torch.optim.AdamW, "lr": 0.01, "delay_compensation": 2.0, "adaptive": True},
+}
+
+
+def simulated(
+    optimizer: type[torch.optim.Optimizer], delay_compensation: float = 0.0, adaptive: bool = False, **settings: Any
+) -> tuple[list[Tensor], Counter[int]]:
+    """The weights after each turn, and how many updates each gradient came late, in one process."""
+    twin = net()
+    param = nn.Parameter(weights_of(twin))
+    stepper = optimizer([param], **settings)
+    seen = {worker: (param.detach().clone(), 0) for worker in range(4)}
+    mean_square, found, delays = torch.zeros_like(param), [], Counter[int]()
+    for turn, worker in enumerate(TURNS):
+        if turn == RESUMED:
+            seen = {worker: (param.detach().clone(), turn) for worker in range(4)}
+        pulled, then = seen[worker]
+        g = gradient(twin, pulled, worker, turn)
+        mean_square = 0.95 * mean_square + 0.05 * g * g
+        strength = delay_compensation / (mean_square + 1e-7).sqrt() if adaptive else delay_compensation
+        param.grad = (g + strength * g * g * (param - pulled)).detach()
+        for group in stepper.param_groups:
+            group["lr"] = settings["lr"] / (1 + turn)
+        stepper.step()
+        delays[turn - then] += 1
+        seen[worker] = (param.detach().clone(), turn + 1)
+        found.append(param.detach().clone())
+    return found, delays
+
+
+@pytest.mark.parametrize("rule", RULES)
+@ranks(4)
+def test_late_gradients_update_as_in_one_process_and_after_a_resume(rule: str, tmp_path: Path) -> None:
+    expected, delays = simulated(**RULES[rule])
+    rank = dist.get_rank()
+    model, settings = net(), RULES[rule] | {"lr_lambda": lambda update: 1 / (1 + update), "max_staleness": None}
+    server = ParameterServer(model, **settings)
+    server.pull()
+    dist.barrier()
+    for turn, worker in enumerate(TURNS):
+        if turn == RESUMED:
+            torch.save(server.state_dict(), tmp_path / f"{rank}.pt")
+            counted = server.shard.delays
+            server.close()
+            model = net()
+            server = ParameterServer(model, **settings)
+            server.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+            server.pull()
+            dist.barrier()
+        if worker == rank:
+            backward(model, rank, turn)
+            server.push()
+            server.pull()
+            torch.testing.assert_close(weights_of(model), expected[turn], rtol=1e-12, atol=1e-13)
+        dist.barrier()
+    server.close()
+    torch.testing.assert_close(weights_of(model), expected[-1], rtol=1e-12, atol=1e-13)
+    assert counted + server.shard.delays == delays
+    with pytest.raises(ValueError, match=rf"rank {rank} of 4 cannot resume from the part of rank {(rank + 1) % 4}"):
+        server.load_state_dict(torch.load(tmp_path / f"{(rank + 1) % 4}.pt"))
+
+
+@pytest.mark.parametrize("codec", ["int4", "onebit"])
+@ranks(2)
+def test_what_a_message_leaves_out_is_sent_later(codec: str) -> None:
+    """The updates and what is still to be sent add up to all gradients."""
+    model, rank = net(torch.float32), dist.get_rank()
+    start, total = weights_of(model), torch.zeros(1)
+    with ParameterServer(model, lr=0.01, max_staleness=1, codec=codec) as server:
+        for step in range(8):
+            server.pull()
+            backward(model, rank, step)
+            total = total + parameters_to_vector([p.grad for p in trained(model) if p.grad is not None])
+            server.push()
+    assert server._residual is not None
+    owed = server._residual.flatten()[: len(total)]
+    assert owed.norm() > 1e-3 * total.norm()
+    sent = total - owed
+    dist.all_reduce(sent)
+    torch.testing.assert_close(weights_of(model), start - 0.01 * sent, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_a_worker_that_is_too_far_ahead_waits_and_not_for_ever() -> None:
+    model, rank, store = net(), dist.get_rank(), dist.distributed_c10d._get_default_store()
+    server = ParameterServer(model, lr=0.01, max_staleness=2, timeout=3)
+    for count in itertools.count() if rank == 0 else range(1):
+        if count == 3:
+            store.set("three ahead", "")
+        if count == 4:
+            with pytest.raises(RuntimeError, match=r"rank 0 has waited 0:00:03 for ranks \[1\]"):
+                server.pull()
+            store.set("given up", "")
+            break
+        server.pull()
+        assert server.shard.clocks[1] == (count == 3)  # the fourth pull waits for the other's push
+        if rank == 1:
+            store.wait(["three ahead"])
+        backward(model, rank, count)
+        server.push()
+    if rank == 1:
+        store.wait(["given up"])
+        with pytest.raises(RuntimeError, match="rank 0 has waited"):
+            server.pull()
+        with pytest.raises(RuntimeError, match="without pull"):
+            server.push()
+
+
+@pytest.mark.parametrize("end", ["killed", "raises"])
+def test_the_others_end_with_an_error_that_names_the_rank(end: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_work_until_one_ends, args=(rank, end, tmp_path)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [1, -signal.SIGKILL if end == "killed" else 1, 1]
+    for rank in (0, 2):
+        said = (tmp_path / str(rank)).read_text()
+        assert ("rank 1 has ended without close()" if end == "killed" else "rank 1 has failed: ValueError: a") in said
+
+
+def _work_until_one_ends(rank: int, end: str, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    model = net()
+    try:
+        with ParameterServer(model, lr=0.01, max_staleness=1) as server:
+            for step in itertools.count():
+                server.pull()
+                backward(model, rank, step)
+                if rank == 1 and step == 5:
+                    if end == "killed":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise ValueError("a bad batch")
+                server.push()
+    except (RuntimeError, ValueError) as error:
+        (folder / str(rank)).write_text(str(error))
+        raise SystemExit(1) from None
+
+
+@ranks(1)
+def test_what_cannot_be_served_is_refused() -> None:
+    mixed = net()
+    mixed[2].half()
+    for model, settings, said in (
+        (net().requires_grad_(False), {}, "Sequential has no parameter that requires a gradient"),
+        (mixed, {}, r"'2.weight' is torch.float16, where others are torch.float64: model.to\(torch.float64\)"),
+        (net(), {"codec": "int8"}, r"'0.weight' is torch.float64, where a codec takes torch.float32"),
+        (yafsdp_cc.shard(net().float()), {}, "'0.weight' is sharded; pass the plain model"),
+        (net(), {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: a parameter server updates elements, by torch.o"),
+        (net(), {"max_staleness": -1}, "max_staleness=-1: neither can be negative"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ParameterServer(model, **{"lr": 0.1, **settings})
+    alone = net()
+    with ParameterServer(alone, lr=0.1) as server:
+        server.pull()
+        backward(alone, 0, 0)
+        server.push()
+    torch.testing.assert_close(weights_of(alone), weights_of(net()) - 0.1 * gradient(net(), weights_of(net()), 0, 0))

@@ -1,0 +1,318 @@
+"""Workers that train at their own pace: each rank is one of them, and serves its shard of the weights to all.
+
+    worker         pull()            forward, backward    push()
+                   │ weights [n/r]                        │ gradient [n/r]
+    its own shard  ▼ and every other rank's               ▼ optimizer step there, whenever it arrives
+
+On every rank a thread for each other rank takes its requests, one after the other. So a rank's push comes before its
+next pull at every shard; pushes of different ranks come in any order, and in another one at each shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.server.shard import ServerShard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from torch import Tensor, nn
+
+REQUEST, ANSWER, NOTHING = 1, 2, 3
+"""Tags of messages; nothing is sent with the last."""
+PUSH, PULL, CLOSE = range(3)
+"""Requests; a gradient follows the first."""
+_FOREVER = timedelta(days=365)
+"""How long a thread waits for a request: until the connection breaks."""
+_servers = itertools.count()
+
+
+class ParameterServer:
+    """Train a model by asynchronous SGD: every rank pulls weights and pushes gradients at its own pace.
+
+    ::
+
+        with yafsdp_cc.server.ParameterServer(model, torch.optim.SGD, lr=0.1, delay_compensation=0.04) as server:
+            for batch in loader:
+                server.pull()
+                loss_of(model, batch).backward()
+                server.push()
+
+    The model stays a plain module. Each push is a step of the optimizer: with SGD, r ranks at a rate move as far as one
+    at r times the rate. Buffers of modules stay each rank's own, and gradients have to be finite. Of r ranks, each
+    sends and receives 2 (r - 1) / r times the bytes of the weights per step, and keeps the weights that it serves once
+    more for each worker. Making one, and leaving the block, are collectives. It begins with the weights of rank 0.
+
+    Args:
+        model: plain, on any device, its trainable parameters all of one floating dtype.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
+        max_staleness: how many pushes a worker may be ahead of the slowest before ``pull`` waits; None: any number. 0
+            is synchronous training, with the sum of all gradients.
+        codec: of pushed gradients, such as "int8", with error feedback (fp32); None: exact. Pulls are exact.
+        timeout: seconds to wait for the slowest rank, or for an answer.
+        settings: ``delay_compensation``, ``adaptive``, ``lr_lambda`` of ``ServerShard``; the optimizer's, as ``lr``.
+
+    Raises:
+        ValueError: nothing to train, several dtypes, a sharded model, or what ``ServerShard`` does not take.
+
+    Source:
+        Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014, section 3. ``ServerShard``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        *,
+        max_staleness: int | None = 4,
+        codec: str | None = None,
+        timeout: float = 300.0,
+        **settings: Any,
+    ) -> None:
+        self._codec = None if codec is None else codec_of(codec)
+        self._params = _checked_params(model, needs_fp32=codec is not None)
+        self._rank, world = dist.get_rank(), dist.get_world_size()
+        self._peers = [rank for rank in range(world) if rank != self._rank]
+        self._timeout = timedelta(seconds=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._store, self._key = _get_default_store(), f"yafsdp_cc/server/{next(_servers)}"
+
+        count = sum(param.numel() for param in self._params)
+        chunk = -(-count // (world * BLOCK)) * BLOCK
+        self._weights = torch.zeros(world, chunk, dtype=self._params[0].dtype, device="cpu")
+        self._grads = self._messages = torch.zeros_like(self._weights)
+        self._padding = world * chunk - count
+        _copy(self._params, self._views(self._weights))
+        dist.broadcast(self._weights, 0, self._group)
+        if self._codec is not None:
+            starts = torch.arange(0, world * chunk, BLOCK, device="cpu").view(world, -1)
+            self._counts = (count - starts).clamp(0, BLOCK).to(torch.int32)
+            message = (world, self._codec.message_bytes(chunk))
+            self._messages = torch.zeros(message, dtype=torch.uint8, device="cpu")
+        self._residual = torch.zeros_like(self._weights) if codec else None
+
+        own = self._weights[self._rank].clone()
+        self.shard = ServerShard(own, world, optimizer, max_staleness=max_staleness, **settings)
+        """What this rank serves; for reading."""
+        self._pushes, self._has_pulled, self._failure = 0, False, ""
+        self._changed = threading.Condition()
+        """Of the shard or the failure: whoever reads or writes these holds it."""
+        self._threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._peers]
+        for thread in self._threads:
+            thread.start()
+
+    # The worker ------------------------------------------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Write the latest weights into the model, once no worker is too far behind.
+
+        Raises:
+            RuntimeError: a rank has ended, hangs, or is too far behind for too long; the message names it.
+        """
+        self._send(PULL)
+        answers = [self._start(dist.irecv, self._weights[peer], peer, ANSWER) for peer in self._peers]
+        self._weights[self._rank] = self._pulled_by(self._rank)
+        self._wait(answers, 2 * self._timeout)  # those who answer may have to wait, too
+        _copy(self._views(self._weights), self._params)
+        self._has_pulled = True
+
+    def push(self) -> None:
+        """Send the gradients to the ranks that serve them, and clear them. Those that are None count as zeros.
+
+        Raises:
+            RuntimeError: there was no ``pull`` since the last push; or as ``pull``.
+        """
+        if not self._has_pulled:
+            raise RuntimeError("push() without pull(): a gradient belongs to the weights that were pulled before it")
+        self._grads.zero_()
+        for param, view in zip(self._params, self._views(self._grads), strict=True):
+            if param.grad is not None:
+                view.copy_(param.grad)
+                param.grad = None
+        if self._codec is not None and self._residual is not None:
+            self._residual += self._grads
+            self._codec.encode(self._residual, self._counts, self._messages)
+            self._codec.decode(self._messages, self._grads)
+            self._residual -= self._grads
+        self._send(PUSH, self._messages)
+        self._update(self._rank, self._messages[self._rank])
+        self._has_pulled, self._pushes = False, self._pushes + 1
+
+    def close(self) -> None:
+        """Push no more, serve until nobody does, and leave the final weights in the model. A collective.
+
+        Raises:
+            RuntimeError: a rank has ended, or those that still work have pushed nothing for too long.
+        """
+        self._send(CLOSE)
+        with self._changed:
+            self._finish(self._rank)
+            while (working := self.shard.working()) and not self._failure:
+                if not self._changed.wait(self._timeout.total_seconds()):
+                    raise self._error(f"ranks {working} have neither pushed nor closed for {self._timeout}")
+            if self._failure:
+                raise self._error(self._failure)
+        dist.all_gather(list(self._weights), self.shard.weights.detach(), self._group)
+        _copy(self._views(self._weights), self._params)
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close; or, after an error, let the other ranks know."""
+        try:
+            if kind is None:
+                self.close()
+            else:
+                self._error(f"rank {self._rank} has failed: {kind.__name__}: {error}")
+        finally:
+            for thread in self._threads:  # one that still waits in C++ when the interpreter ends would abort it
+                thread.join(self._timeout.total_seconds())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, with all that any rank has pushed before. A collective."""
+        pushes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self._weights]
+        dist.all_gather(pushes, torch.tensor([self._pushes], device="cpu"), self._group)
+        clocks = [int(each) for each in pushes]
+        with self._changed:
+            done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
+            if not done or self._failure:
+                raise self._error(f"not all that was pushed arrived within {self._timeout}")
+            shard, residual = copy.deepcopy((self.shard.state_dict(), self._residual))
+        dist.barrier(self._group)  # nobody pushes before all shards are copied
+        return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this rank's part of a checkpoint; ``pull`` next. A collective.
+
+        Raises:
+            ValueError: it is another rank's part, or of another number of ranks.
+        """
+        saved, own = (state["rank"], state["ranks"]), (self._rank, len(self._weights))
+        if saved != own:
+            raise ValueError(
+                "rank {} of {} cannot resume from the part of rank {} of {}: each from its own, and as "
+                "many ranks".format(*own, *saved)
+            )
+        with self._changed:
+            self.shard.load_state_dict(copy.deepcopy(state["shard"]))
+        self._pushes = state["pushes"]
+        if self._residual is not None:
+            self._residual.copy_(state["residual"])
+        dist.barrier(self._group)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of [ranks, chunk] that belong to each parameter, in its shape."""
+        parts = flat.flatten().split([param.numel() for param in self._params] + [self._padding])
+        return [part.view_as(param) for part, param in zip(parts, self._params, strict=False)]
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _send(self, request: int, messages: Tensor | None = None) -> None:
+        """Send a request to all other ranks, and to each its row of ``messages``."""
+        sends = []
+        for peer in self._peers:
+            for part in (torch.tensor([request], device="cpu"), *([] if messages is None else [messages[peer]])):
+                sends.append(self._start(dist.isend, part, peer, REQUEST))
+        self._wait(sends, self._timeout)
+
+    def _start(self, operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> tuple[int, Any]:
+        """Begin to send or receive."""
+        with self._naming(peer):
+            return peer, operation(tensor, peer, self._group, tag=tag)
+
+    def _wait(self, works: Sequence[tuple[int, Any]], timeout: timedelta) -> None:
+        for peer, work in works:
+            with self._naming(peer):
+                work.wait(timeout)
+
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._error(f"rank {peer} has ended without close(), or does not answer: see its output") from error
+
+    def _error(self, reason: str) -> RuntimeError:
+        """Fail for the first reason that any rank has found: others lose their connections to that rank soon after."""
+        with self._changed:
+            if not self._failure:
+                with suppress(RuntimeError):  # the store may be gone with a rank
+                    reason = self._store.compare_set(self._key, "", reason).decode()
+                self._failure = reason
+                self._changed.notify_all()
+                # Gloo breaks all connections of a group after a wait that takes too long, and no thread waits on.
+                with suppress(RuntimeError):
+                    work: Any = dist.irecv(torch.empty(1, device="cpu"), self._peers[0], self._group, tag=NOTHING)
+                    work.wait(timedelta(milliseconds=1))
+        return RuntimeError(f"parameter server: {self._failure}")
+
+    # The server: in the threads of peers, and in the worker's own for its own shard ----------------------------------
+
+    def _serve(self, peer: int) -> None:
+        request, message = torch.full((1,), PULL, device="cpu"), torch.empty_like(self._messages[0])
+        with suppress(RuntimeError):  # noted, and raised by the worker's own thread at its next request
+            while request != CLOSE:
+                self._wait([self._start(dist.irecv, request, peer, REQUEST)], _FOREVER)
+                if request == PULL:
+                    self._wait([self._start(dist.isend, self._pulled_by(peer), peer, ANSWER)], self._timeout)
+                elif request == PUSH:
+                    self._wait([self._start(dist.irecv, message, peer, REQUEST)], self._timeout)
+                    self._update(peer, message)
+            self._finish(peer)
+
+    def _update(self, worker: int, message: Tensor) -> None:
+        gradient = message
+        if self._codec is not None:
+            gradient = torch.empty_like(self._weights[0])
+            self._codec.decode(message[None], gradient[None])
+        with self._changed:
+            self.shard.push(worker, gradient)
+            self._changed.notify_all()
+
+    def _pulled_by(self, worker: int) -> Tensor:
+        """Return the weights for a worker, once nobody is too far behind it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or not self.shard.behind(worker), self._timeout.total_seconds()
+            )
+            if self._failure or (behind := self.shard.behind(worker)):
+                raise self._error(self._failure or f"rank {worker} has waited {self._timeout} for ranks {behind}")
+            return self.shard.pull(worker)
+
+    def _finish(self, worker: int) -> None:
+        with self._changed:
+            self.shard.finish(worker)
+            self._changed.notify_all()
+
+
+def _checked_params(model: nn.Module, *, needs_fp32: bool) -> list[nn.Parameter]:
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not named:
+        raise ValueError(f"ParameterServer: {type(model).__name__} has no parameter that requires a gradient")
+    dtype = torch.float32 if needs_fp32 else next(iter(named.values())).dtype
+    for name, param in named.items():
+        if isinstance(param, DTensor):
+            raise ValueError(f"ParameterServer: '{name}' is sharded; pass the plain model, without shard()")
+        if param.dtype != dtype:
+            why = "a codec takes" if needs_fp32 else "others are"
+            raise ValueError(f"ParameterServer: '{name}' is {param.dtype}, where {why} {dtype}: model.to({dtype})")
+    return list(named.values())
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor] | list[nn.Parameter], destinations: list[Tensor] | list[nn.Parameter]) -> None:
+    torch._foreach_copy_([*destinations], [*sources])
