@@ -46,8 +46,7 @@ class BackgroundSum:
         total = self.total.data
         self._comm, self._flags = comm, flags
         self._stream = comm_stream(total.device)
-        self._handle = self._stream.handle()
-        self.is_pending = False
+        self._handle, self._flags_handle = self._stream.handle(), self._stream.handle()
         self._codec: Codec | None = None
         if codec is not None:
             self._codec = codec_of(codec, BLOCK)
@@ -58,14 +57,22 @@ class BackgroundSum:
 
     def start(self) -> None:
         """Begin the sum; its buffers are not to be touched before ``wait``."""
-        self.is_pending = True
-        self._stream.wait_for_caller()
+        self.start_flags()
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
+
+    def start_flags(self) -> None:
+        """Begin the sum of flags alone."""
+        self._stream.wait_for_caller()
+        self._stream.issue(self._flags_handle, lambda async_op: self._comm.all_reduce(self._flags, async_op))
+
+    def wait_flags(self) -> None:
+        """Complete the sum of flags."""
+        self._flags_handle.wait()
 
     def wait(self) -> None:
         """Complete the sum."""
+        self._flags_handle.wait()
         self._handle.wait()
-        self.is_pending = False
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends per sum."""
@@ -101,13 +108,12 @@ class BackgroundSum:
         return self.total.nbytes + encoded
 
     def _issue(self, async_op: bool) -> Works:
-        works = self._comm.all_reduce(self._flags, async_op)
         if self._codec is None:
-            return [*works, *self._comm.all_reduce(self.total.data, async_op)]
+            return self._comm.all_reduce(self.total.data, async_op)
         own = self._messages.narrow(0, self._comm.rank, 1)
         values = self.total.data.unsqueeze(0)
         error_feedback.encode(self._codec, values, own, counts=self._counts, residual=self.residual)
-        return [*works, *self._comm.all_gather(self._messages.view(-1), own.view(-1), async_op)]
+        return self._comm.all_gather(self._messages.view(-1), own.view(-1), async_op)
 
     def _decode(self) -> None:
         assert self._codec is not None
