@@ -22,7 +22,7 @@ from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
 from yafsdp_cc.replicas import Overlap
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 Grads = list[Tensor | None]
 
 
@@ -162,7 +162,8 @@ class InOneProcess:
             else:
                 assert first is not None
                 second, shown = found, self.step(first, call, twin=True)
-        assert first is not None and second is not None
+        assert first is not None
+        assert second is not None
         return self.step(first if calls % 2 else mean([first, second]), calls - 1)
 
 

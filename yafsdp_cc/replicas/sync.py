@@ -192,8 +192,8 @@ def elementwise(optimizer: Optimizer, method: str) -> None:
     """Raise a ``ValueError`` unless the optimizer updates each element by its own gradient and state."""
     if isinstance(optimizer, _REFUSED):
         raise ValueError(
-            f"{method} makes steps of its own with an optimizer of torch.optim that treats each element by itself "
-            f"(AdamW, SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
+            f"{method} needs an optimizer of torch.optim that treats each element by itself (AdamW, SGD, ...); "
+            f"{type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
         )
 
 
