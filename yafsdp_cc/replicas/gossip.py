@@ -25,6 +25,11 @@ sender, and Σx is kept as by exact messages. h follows z as EF21's estimates fo
 change with w, so z - h is what the last few steps have changed, and errors vanish as z comes to rest. Replicas begin
 with the same weights, which are the first h.
 
+An error ε = h - z is itself passed on: it moves a sender by -ε / 2 and a receiver by ε / 2. Of E edges of a rank each
+is used once in E steps, so at most E ε are added to z until h is next brought up to date, and ε itself is due, of which
+a codec that loses a share ω of squares leaves √ω (1 + E) ε. Errors die out where ω (1 + E)² < 1; a codec that loses
+more is refused: among two replicas more than 1/4, among eight more than 1/16 (int4 loses 1/61, one bit 1/3).
+
 Source: Stochastic Gradient Push for Distributed Deep Learning (Assran, Loizou, Ballas, Rabbat, 2019, algorithms 1 and
 2); push-sum: Kempe et al., 2003. Differences: CHOCO-SGD (Koloskova et al., 2019, algorithm 2); here by edge, and
 with push-sum weights.
@@ -39,7 +44,7 @@ from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
-from yafsdp_cc.compression.error_feedback import EF21, Residual
+from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.engine.mesh import all_gather_objects
 from yafsdp_cc.replicas.messages import BLOCK, PeerMessage
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
@@ -102,10 +107,16 @@ class Gossip(ReplicaSync):
         """w."""
         self._distances = _GRAPHS[self.graph](self.comm.world)
         self._content: _Content
+        edges = len(self._distances)
+        if self.codec is not None and (lost := lost_share(self.codec, BLOCK)) * (1 + edges) ** 2 >= 1:
+            raise ValueError(
+                f"codec={self.codec!r} loses {lost:.0%} of what a message should hold: among {self.comm.world} "
+                f"replicas errors grow from {(1 + edges) ** -2:.0%} on. Take int4 or int8"
+            )
         if self.codec is None:
             self._content = _Exact(self._biased.data)
         else:
-            self._content = _Encoded(self._biased, self.codec, len(self._distances))
+            self._content = _Encoded(self._biased, self.codec, edges)
         self._message = PeerMessage(self.comm, 2, self._content.sent, self._content.received)
         self._restart()
 
@@ -139,9 +150,9 @@ class Gossip(ReplicaSync):
             self._wait(step - 1)
         self._push_weight.mul_(0.5)
         self._content.push(self._biased.data, self._push_weight, step % len(self._distances))
+        self._write_header(step % _COUNTED)
         if self._is_in_flight:
             self._receive(step - 1)
-        self._write_header(step % _COUNTED)
         self._message.start(*self._peers(step))
         self._is_in_flight = True
         if self.overlap == 0:
@@ -239,8 +250,8 @@ class Gossip(ReplicaSync):
         A parameter without a gradient on some replica may have no state there.
         """
         members = list(self.parameters.values())
-        states = [optimizer.state[each] if each in optimizer.state else {} for each in members]
-        own = [{name: _Kind.of(value) for name, value in state.items() if _is_mean(value)} for state in states]
+        states = [optimizer.state.get(each, {}) for each in members]
+        own = [{name: _Kind(value) for name, value in state.items() if _is_mean(value)} for state in states]
         everywhere = all_gather_objects(own, [self.comm.group])
         for name in sorted({name for kinds in everywhere for each in kinds for name in each}):
             shared: list[tuple[Tensor, int]] = []
@@ -279,10 +290,6 @@ class _Kind:
         if self.shape == tuple(parameter.shape):
             return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-    @classmethod
-    def of(cls, value: Tensor) -> _Kind:
-        return cls(value)
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------
