@@ -50,7 +50,7 @@ from yafsdp_cc.replicas.messages import BLOCK, PeerMessage
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -299,7 +299,11 @@ def _exponential(world: int) -> list[int]:
     return [1 << power for power in range(max(1, (world - 1).bit_length()))]
 
 
-_GRAPHS = {"exponential": _exponential, "ring": lambda _: [1]}
+def _ring(world: int) -> list[int]:
+    return [1]
+
+
+_GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "ring": _ring}
 """By name, how far the peers of a rank are, one after another, of so many ranks."""
 
 
@@ -378,5 +382,5 @@ class _Encoded:
 
     @property
     def nbytes(self) -> int:
-        estimates = sum(each.nbytes for each in (*self._minus_sent, *self._of_source))
-        return estimates + self._scratch.nbytes + self._counts.nbytes
+        sent = sum(each.nbytes for each in self._minus_sent)
+        return sent + sum(each.nbytes for each in self._of_source) + self._scratch.nbytes + self._counts.nbytes
