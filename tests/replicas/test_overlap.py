@@ -3,90 +3,270 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
+from yafsdp_cc.replicas import Overlap
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-STEPS = 6
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+Grads = list[Tensor | None]
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(replicas: int, shards: int, sync: Any, build: Any = Mlp) -> Any:
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    return yafsdp_cc.shard(seeded(build), mesh=mesh, sync=sync)
+    return yafsdp_cc.shard(seeded(build), mesh=mesh_of(replicas, shards), sync=sync)
 
 
 def batch(step: int, rank: int) -> Tensor:
     return numbers(4, WIDTH, seed=100 * step + rank)
 
 
-def replica_gradient(model: nn.Module, step: int, members: Sequence[int]) -> list[Tensor]:
-    model.zero_grad()
-    for rank in members:
-        (square(model, batch(step, rank)) / len(members)).backward()
-    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-
-def in_one_process(replicas: int, shards: int, steps: int) -> nn.Module:
-    """Local prediction as its definition has it; returns the weights once the last gradient is committed."""
-    committed = seeded(Mlp)
-    optimizer = torch.optim.AdamW(committed.parameters(), **ADAMW)
-    predicted: list[nn.Module] = [copy.deepcopy(committed) for _ in range(replicas)]
-    for step in range(steps):
-        found = [
-            replica_gradient(predicted[each], step, range(shards * each, shards * (each + 1)))
-            for each in range(replicas)
-        ]
-        if step > 0:
-            optimizer.step()
-        predicted = [stepped(committed, optimizer, each) for each in found]
-        for parameter, *grads in zip(committed.parameters(), *found, strict=True):
-            parameter.grad = torch.stack(grads).sum(0) / replicas
-    optimizer.step()
-    return committed
-
-
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Sequence[Tensor]) -> nn.Module:
-    twin = copy.deepcopy(model)
-    its = torch.optim.AdamW(twin.parameters(), **ADAMW)
-    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for parameter, grad in zip(twin.parameters(), grads, strict=True):
-        parameter.grad = grad
-    its.step()
-    return twin
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model: Any, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         square(model, batch(step, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 1), (2, 2)])
-def test_is_local_prediction(replicas: int, shards: int) -> None:
-    _check_prediction(world=replicas * shards, replicas=replicas, shards=shards)
+class Branches(nn.Module):
+    """One of its layers is used now and then, another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, takes: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x + self.sometimes(x) if takes else x
+
+
+def mlp_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return square(model, batch(step, rank))
+
+
+def branches_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    out: Tensor = model(batch(step, rank), (step + rank) % 3 == 0 or step == 4)  # on some, on all, and on none
+    return out.square().mean()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how."""
+
+    build: Callable[[], nn.Module] = Mlp
+    loss: Callable[[nn.Module, int, int], Tensor] = mlp_loss
+    optimizer: Callable[..., Optimizer] = AdamW
+    settings: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))
+    clip: float = 0.0
+    backwards: int = 1
+    decay: float = 0.1
+    """Of the learning rate, per step."""
+
+    def make(self, model: nn.Module) -> Optimizer:
+        """Biases in a group of their own."""
+        named = dict(model.named_parameters())
+        kinds = ([named[name] for name in named if is_bias == (named[name].ndim == 1)] for is_bias in (False, True))
+        weights, biases = kinds
+        groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+        return self.optimizer(groups, **copy.deepcopy(self.settings))
+
+    def factor(self, step: int) -> float:
+        return 1 - self.decay * step
+
+    def backward(self, model: nn.Module, step: int, ranks: Sequence[int]) -> None:
+        """Accumulate the mean gradient of so many ranks, and clip it."""
+        for part in range(self.backwards):
+            for rank in ranks:
+                (self.loss(model, step + 50 * part, rank) / len(ranks)).backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+
+
+RECIPES = {
+    "adamw": Recipe(clip=0.05, backwards=2),
+    "tensor-lr": Recipe(settings={"lr": torch.tensor(1e-2), "weight_decay": 0.1, "amsgrad": True}),
+    "sgd": Recipe(optimizer=SGD, settings={"lr": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "branches": Recipe(Branches, branches_loss),
+}
+
+
+class InOneProcess:
+    """Replicas as the definitions have them: committed weights and their optimizer, and what each replica evaluates."""
+
+    def __init__(self, recipe: Recipe, replicas: int, shards: int) -> None:
+        self.recipe, self.replicas, self.shards = recipe, replicas, shards
+        self.model = seeded(recipe.build)
+        self.optimizer = recipe.make(self.model)
+
+    def gradient(self, model: nn.Module, step: int, replica: int) -> Grads:
+        """Return the mean gradient of a replica."""
+        model.zero_grad()
+        self.recipe.backward(model, step, range(self.shards * replica, self.shards * (replica + 1)))
+        return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+    def step(self, grads: Grads, of_step: int, twin: bool = False) -> nn.Module:
+        """Step committed weights, or a copy of them with a copy of the optimizer's state; return them."""
+        model = copy.deepcopy(self.model) if twin else self.model
+        optimizer = self.optimizer
+        if twin:
+            optimizer = self.recipe.make(model)
+            optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for group in optimizer.param_groups:
+            group["lr"] = self.recipe.settings["lr"] * self.recipe.factor(of_step)
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        return model
+
+    def predict(self, steps: int) -> nn.Module:
+        """Local prediction; returns the weights once the last gradient is committed."""
+        shown: list[nn.Module] = [copy.deepcopy(self.model) for _ in range(self.replicas)]
+        due: Grads | None = None
+        for step in range(steps):
+            found = [self.gradient(model, step, replica) for replica, model in enumerate(shown)]
+            if due is not None:
+                self.step(due, step - 1)
+            shown = [self.step(grads, step, twin=True) for grads in found]
+            due = mean(found)
+        assert due is not None
+        return self.step(due, steps - 1)
+
+    def halves(self, calls: int) -> nn.Module:
+        """Two half batches per step (ACCO)."""
+        shown = copy.deepcopy(self.model)
+        first, second = None, None
+        for call in range(calls):
+            found = mean([self.gradient(copy.deepcopy(shown), call, replica) for replica in range(self.replicas)])
+            if call % 2 == 0:
+                if second is not None:
+                    assert first is not None
+                    self.step(mean([first, second]), call - 1)
+                first, shown = found, self.model
+            else:
+                assert first is not None
+                second, shown = found, self.step(first, call, twin=True)
+        assert first is not None
+        assert second is not None
+        return self.step(first if calls % 2 else mean([first, second]), calls - 1)
+
+
+def mean(several: Sequence[Grads]) -> Grads:
+    """Return the mean gradient: where some have none, it is zero there."""
+    found: Grads = []
+    for grads in zip(*several, strict=True):
+        present = [each for each in grads if each is not None]
+        found.append(torch.stack(present).sum(0) / len(several) if present else None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrap", "replicas", "shards", "half_batches", "steps"),
+    [
+        ("adamw", "shard", 1, 2, False, 6),
+        ("adamw", "shard", 2, 2, False, 6),
+        ("tensor-lr", "fsdp2", 2, 2, False, 6),
+        ("sgd", "plain", 2, 1, False, 6),
+        ("branches", "plain", 4, 1, False, 8),
+        ("adamw", "shard", 1, 2, True, 6),
+        ("adamw", "shard", 2, 2, True, 7),
+        ("sgd", "plain", 4, 1, True, 6),
+        ("branches", "plain", 2, 1, True, 9),
+    ],
+)
+def test_is_what_its_definition_says(
+    recipe: str, wrap: str, replicas: int, shards: int, half_batches: bool, steps: int
+) -> None:
+    _check_definition(
+        world=replicas * shards,
+        recipe=recipe,
+        wrap=wrap,
+        shape=(replicas, shards),
+        half_batches=half_batches,
+        steps=steps,
+    )
 
 
 @ranks("world")
-def _check_prediction(world: int, replicas: int, shards: int) -> None:
-    model = sharded(replicas, shards, "overlap")
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    train(model, optimizer, range(STEPS))
+def _check_definition(
+    world: int, recipe: str, wrap: str, shape: tuple[int, int], half_batches: bool, steps: int
+) -> None:
+    chosen, sync = RECIPES[recipe], Overlap(half_batches=half_batches)
+    mesh = mesh_of(*shape)
+    model: Any = seeded(chosen.build)
+    if wrap == "shard":
+        yafsdp_cc.shard(model, mesh=mesh, sync=sync)
+    else:
+        if wrap == "fsdp2":
+            fully_shard(model, mesh=mesh["shard"])
+        yafsdp_cc.join_replicas(model, mesh["replicate"], sync)
+    optimizer = chosen.make(model)
+    rates = LambdaLR(optimizer, chosen.factor)
+    for step in range(steps):
+        chosen.backward(model, step, [dist.get_rank()])
+        grads = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+        optimizer.step()
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            assert (parameter.grad is None) == (grad is None)
+            assert grad is None or torch.equal(parameter.grad, grad)
+        rates.step()
+        optimizer.zero_grad()
     yafsdp_cc.synchronize_replicas(model)
-    expected = dict(in_one_process(replicas, shards, STEPS).named_parameters())
+    truth = InOneProcess(chosen, *shape)
+    expected = dict((truth.halves(steps) if half_batches else truth.predict(steps)).named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(whole(parameter.detach()), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        found = parameter.detach() if wrap == "plain" else whole(parameter.detach())
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=2e-6, msg=name)
+
+
+@ranks(2)
+def test_encoded_sums_keep_replicas_equal_and_near_exact_ones() -> None:
+    losses = {}
+    for codec in (None, "int8", "int4"):
+        for half_batches in (False, True):
+            model = sharded(2, 1, Overlap(codec, half_batches))
+            optimizer = AdamW(model.parameters(), **ADAMW)
+            train(model, optimizer, range(20))
+            yafsdp_cc.synchronize_replicas(model)
+            found = torch.cat([whole(each.detach()).flatten() for each in model.parameters()])
+            others = [torch.empty_like(found) for _ in range(2)]
+            dist.all_gather(others, found)
+            assert torch.equal(*others)
+            with torch.no_grad():
+                losses[codec, half_batches] = square(model, batch(1, 0)).item()
+    for half_batches in (False, True):
+        exact = losses[None, half_batches]
+        for codec in ("int8", "int4"):
+            assert losses[codec, half_batches] != exact
+            assert losses[codec, half_batches] == pytest.approx(exact, rel=0.1)
+
+
+@ranks(2)
+def test_state_dicts_commit_what_is_on_its_way() -> None:
+    model, recipe = sharded(2, 1, "overlap"), Recipe(decay=0.0)
+    optimizer = recipe.make(model)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()["state"]
+    assert {values["step"].item() for values in state.values()} == {3.0}
+    truth = dict(InOneProcess(recipe, 2, 1).predict(3).named_parameters())
+    for name, found in model.state_dict().items():
+        torch.testing.assert_close(whole(found), truth[name], rtol=1e-5, atol=2e-6)
 
 
 @ranks(4)
@@ -107,18 +287,58 @@ def local_shards(model: Any) -> list[Tensor]:
 
 @ranks(2)
 def test_what_cannot_be_synchronized_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 1)
     with pytest.raises(TypeError, match=r"sync takes 'overlap', or an object .*got 'gossip'"):
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync="gossip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pass init_device_mesh\(..., \(replicas, ranks of each\)"):
         yafsdp_cc.shard(Mlp(), mesh=init_device_mesh("cpu", (2,)), sync="overlap")
     with pytest.raises(ValueError, match="sync differs between ranks"):
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync=None if dist.get_rank() else "overlap")
-    model = sharded(2, 1, "overlap")
+    model = seeded(Mlp)
+    for each in (model.get_parameter("leave.weight"), model.get_parameter("leave.bias")):
+        each.requires_grad_(False)
+    yafsdp_cc.shard(model, mesh=mesh, sync="overlap")
     square(model, batch(0, 0)).backward()
     with pytest.raises(ValueError, match=r"treats each element by itself .*; LBFGS does not"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD.step\(\) was given a closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="two optimizers, a SGD and a AdamW, step this model"):
+        AdamW(model.parameters()).step()
+    frozen = model.get_parameter("leave.bias")
+    frozen.grad = torch.ones_like(frozen)
+    with pytest.raises(ValueError, match=r"'leave.bias' has a gradient, but was frozen"):
+        optimizer.step()
+    frozen.grad = None
+    other = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    other(torch.ones(2)).sum().backward()
+    with pytest.raises(ValueError, match=r"SGD steps a parameter of shape \[2, 2\] that is not of the model"):
+        optimizer.step()
+    other.zero_grad()
+    optimizer.step()  # a group that was added later
+    with pytest.raises(ValueError, match="synchronized already"):
+        yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+
+
+@ranks(2)
+def test_weights_may_be_changed_once_replicas_are_synchronized() -> None:
+    model = sharded(2, 1, "overlap")
+    optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    train(model, optimizer, range(2))
+    yafsdp_cc.synchronize_replicas(model)
+    with torch.no_grad():
+        model.get_parameter("leave.weight").fill_(3.0)
+    train(model, optimizer, range(2, 4))
+    assert bool((whole(model.get_parameter("leave.weight").detach()) == 3).all())
+
+
+@ranks(2)
+def test_what_would_be_lost_is_refused() -> None:
+    model = sharded(2, 1, "overlap")
+    optimizer = AdamW(model.parameters(), **ADAMW)
     train(model, optimizer, range(1))
     for call in (yafsdp_cc.uneven, yafsdp_cc.skip_together):
         with pytest.raises(ValueError, match=f"{call.__name__} settles .* and Overlap needs"), call(model):
@@ -130,12 +350,11 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
 
 
 @ranks(2)
-def test_weights_may_be_changed_once_replicas_are_synchronized() -> None:
+def test_different_numbers_of_steps_are_refused() -> None:
     model = sharded(2, 1, "overlap")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    optimizer = SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(2))
     yafsdp_cc.synchronize_replicas(model)
-    with torch.no_grad():
-        model.get_parameter("leave.weight").fill_(3.0)
-    train(model, optimizer, range(2, 4))
-    assert bool((whole(model.get_parameter("leave.weight").detach()) == 3).all())
+    train(model, optimizer, range(2 + dist.get_rank()))
+    with pytest.raises(RuntimeError, match="replicas have made different numbers of steps"):
+        yafsdp_cc.synchronize_replicas(model)

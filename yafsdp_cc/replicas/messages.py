@@ -1,10 +1,11 @@
-"""Sums over replicas that run in the background while a training step goes on."""
+"""Sums over replicas, and messages between two, that run in the background while a training step goes on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 """Elements that share a scale."""
+_HEADER_TAG, _DATA_TAG = 3, 4
 
 
 class BackgroundSum:
@@ -46,8 +48,7 @@ class BackgroundSum:
         total = self.total.data
         self._comm, self._flags = comm, flags
         self._stream = comm_stream(total.device)
-        self._handle = self._stream.handle()
-        self.is_pending = False
+        self._handle, self._flags_handle = self._stream.handle(), self._stream.handle()
         self._codec: Codec | None = None
         if codec is not None:
             self._codec = codec_of(codec, BLOCK)
@@ -58,14 +59,22 @@ class BackgroundSum:
 
     def start(self) -> None:
         """Begin the sum; its buffers are not to be touched before ``wait``."""
-        self.is_pending = True
-        self._stream.wait_for_caller()
+        self.start_flags()
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
+
+    def start_flags(self) -> None:
+        """Begin the sum of flags alone."""
+        self._stream.wait_for_caller()
+        self._stream.issue(self._flags_handle, lambda async_op: self._comm.all_reduce(self._flags, async_op))
+
+    def wait_flags(self) -> None:
+        """Complete the sum of flags."""
+        self._flags_handle.wait()
 
     def wait(self) -> None:
         """Complete the sum."""
+        self._flags_handle.wait()
         self._handle.wait()
-        self.is_pending = False
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends per sum."""
@@ -101,15 +110,77 @@ class BackgroundSum:
         return self.total.nbytes + encoded
 
     def _issue(self, async_op: bool) -> Works:
-        works = self._comm.all_reduce(self._flags, async_op)
         if self._codec is None:
-            return [*works, *self._comm.all_reduce(self.total.data, async_op)]
+            return self._comm.all_reduce(self.total.data, async_op)
         own = self._messages.narrow(0, self._comm.rank, 1)
         values = self.total.data.unsqueeze(0)
         error_feedback.encode(self._codec, values, own, counts=self._counts, residual=self.residual)
-        return [*works, *self._comm.all_gather(self._messages.view(-1), own.view(-1), async_op)]
+        return self._comm.all_gather(self._messages.view(-1), own.view(-1), async_op)
 
     def _decode(self) -> None:
         assert self._codec is not None
         total = self.total.data
         error_feedback.decode_sum(self._codec, self._messages, total.numel(), None, 0, total)
+
+
+class PeerMessage:
+    """Sends a buffer to one replica and receives one from another, in the background; one at a time.
+
+    A header of a few numbers goes ahead of each. Over NCCL both are one grouped exchange, in which no other replica
+    takes part; over gloo they are point-to-point messages, so that a replica waits for its sender alone.
+
+    Args:
+        comm: the ranks, one in each replica.
+        headers: how many numbers a header has.
+        sent, received: contiguous, equally long.
+    """
+
+    def __init__(self, comm: Communicator, headers: int, sent: Tensor, received: Tensor) -> None:
+        self._comm, self._sent, self._received = comm, sent, received
+        self.sent_header = torch.zeros(headers, dtype=torch.float32, device=sent.device)
+        self.received_header = torch.zeros_like(self.sent_header)
+        self._stream = comm_stream(sent.device)
+        self._header_handle, self._handle = self._stream.handle(), self._stream.handle()
+
+    def start(self, to: int, source: int) -> None:
+        """Send the header and the buffer to the rank ``to``, and receive those of the rank ``source``."""
+        self.start_header(to, source)
+        buffers = self._sent, self._received
+        self._stream.issue(self._handle, lambda async_op: self._exchange(*buffers, to, source, _DATA_TAG, async_op))
+
+    def start_header(self, to: int, source: int) -> None:
+        """Send and receive a header alone."""
+        headers = self.sent_header, self.received_header
+        self._stream.wait_for_caller()
+        self._stream.issue(
+            self._header_handle, lambda async_op: self._exchange(*headers, to, source, _HEADER_TAG, async_op)
+        )
+
+    def wait_header(self) -> None:
+        """Complete the exchange of headers."""
+        self._header_handle.wait()
+
+    def wait(self) -> None:
+        """Complete the exchange."""
+        self._header_handle.wait()
+        self._handle.wait()
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sends per message."""
+        return self._sent.nbytes + self.sent_header.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers and headers."""
+        return self._sent.nbytes + self._received.nbytes + 2 * self.sent_header.nbytes
+
+    def _exchange(self, sent: Tensor, received: Tensor, to: int, source: int, tag: int, async_op: bool) -> Works:
+        group, world = self._comm.group, self._comm.world
+        if sent.is_cpu:
+            return [group.recv([received], source, tag), group.send([sent], to, tag)]
+        theirs, ours = [0] * world, [0] * world
+        theirs[source], ours[to] = received.numel(), sent.numel()
+        options = AllToAllOptions()
+        options.asyncOp = async_op
+        work = group.alltoall_base(received, sent, theirs, ours, options)
+        return [] if work is None else [work]

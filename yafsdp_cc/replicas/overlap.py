@@ -9,8 +9,18 @@ The sum of a step has until the end of the next one, at the bytes of synchronous
 sums to the same weights, and so keep the same optimizer state. With one replica G is g, and training is synchronous but
 for the last gradient, which ``finish`` commits.
 
+``half_batches`` predicts from the sum of one half of a batch while that of the other half is on its way, so that all
+replicas predict the same weights. A step of the optimizer is two calls, A and B:
+
+    call A   gradient a of step t at predicted weights; wait for the sum GB of step t-1;  start the sum of a
+             weights ← step(weights, (GA + GB) / 2), of step t-1: shown
+    call B   gradient b of step t at weights;           wait for the sum GA of step t;    start the sum of b
+             predicted ← step(weights, GA): shown
+
+A sum has until the end of the next half batch, and a step sends twice the bytes.
+
 Source: OD-SGD (Xu et al., 2020, section 3: local update with the own gradient while the global one is on its way), here
-with any optimizer, shards and encoded sums. ``half_batches``: ACCO (Nabli et al., 2024, section 3).
+with any optimizer, shards and encoded sums. ACCO: Accumulate While You Communicate (Nabli et al., 2024, section 3).
 """
 
 from __future__ import annotations
@@ -27,6 +37,7 @@ from yafsdp_cc.replicas.sync import (
     ReplicaSync,
     elementwise,
     local_of,
+    set_settings,
     settings_of,
     step_on,
     with_settings,
@@ -42,6 +53,8 @@ _COUNTER = 2
 """Flags before those of parameters: the number of the step, and its square."""
 _COUNTED = 64
 """Steps are counted modulo this: sums of squares stay exact in fp32 for up to 4,096 replicas."""
+_NO_STEP = _COUNTED
+"""In place of the number of a step, from a rank that compares how many it has made."""
 _RUN = 1 << 22
 """Elements whose optimizer state is copied at a time."""
 
@@ -53,8 +66,8 @@ _RESIDUAL = "residual"
 class _Step:
     """A step whose sum is on its way."""
 
-    used: list[bool]
-    """Which parameters have a gradient on this replica."""
+    used: Sequence[bool]
+    """Which parameters have a gradient on this replica; once the sum has arrived, on some replica."""
     settings: list[dict[str, Any]]
     """Of the optimizer's parameter groups."""
 
@@ -68,8 +81,14 @@ class Overlap(ReplicaSync):
 
     Buffers, for each element of a shard: the sum under way and the own gradient (4 bytes each), the committed weights.
 
+    With ``half_batches`` call ``backward`` and ``optimizer.step()`` once for each half of a batch; a learning rate
+    scheduler then counts halves, too. Of the two settings of a step those of its second half count. Where
+    ``synchronize_replicas`` or ``state_dict()`` finds the first half of a step alone, it is committed as a step of its
+    own: nothing is lost, and the next call is again of a first half.
+
     Args:
         codec: of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in fp32.
+        half_batches: predict from the sum of half a batch, for links with room for two sums per step.
 
     Raises:
         ValueError: there is no such codec.
@@ -77,22 +96,29 @@ class Overlap(ReplicaSync):
 
     finishes_alone = True
 
-    def __init__(self, codec: str | None = None) -> None:
+    def __init__(self, codec: str | None = None, half_batches: bool = False) -> None:
         super().__init__()
-        self.codec = codec
+        self.codec, self.half_batches = codec, half_batches
         self._pending: _Step | None = None
         self._versions: list[int] = []
         """Of the parameters, as they were predicted."""
+        self._first: _Step | None = None
+        """The first half of a step whose sum has arrived; it is in ``_kept``."""
         self._steps = 0
+        # During a step: what it shall leave as it was, and whether it is that of a second half.
+        self._grads: list[Tensor | None] = []
+        self._settings: list[dict[str, Any]] = []
+        self._is_second = False
 
     def __repr__(self) -> str:
-        return f"Overlap(codec={self.codec!r})"
+        return f"Overlap(codec={self.codec!r}, half_batches={self.half_batches})"
 
     def prepare(self) -> None:
         like = self.locals()
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
         self._sum = BackgroundSum(self.comm, like, self._flags, self.codec)
-        self._own = LocalBuffer(like)
+        self._kept = LocalBuffer(like, self._sum.total.align)
+        """The own gradient, during a step; between two halves of one, the sum of the first."""
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
@@ -101,7 +127,7 @@ class Overlap(ReplicaSync):
     def memory(self) -> Mapping[str, int]:
         return {
             "sum over replicas": self._sum.nbytes + self._flags.nbytes,
-            "own gradients": self._own.nbytes,
+            "own gradients": self._kept.nbytes,
             "committed weights": sum(each.nbytes for each in self._committed),
         }
 
@@ -113,37 +139,47 @@ class Overlap(ReplicaSync):
     def before_step(self, optimizer: Optimizer) -> None:
         members = list(self.parameters.values())
         self._grads = [each.grad for each in members]
-        grads = [None if grad is None else local_of(grad) for grad in self._grads]
-        for view, grad in zip(self._own.views, grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-        own = _Step([grad is not None for grad in grads], settings_of(optimizer))
+        self._settings = [dict(group) for group in optimizer.param_groups]
+        own = _Step([grad is not None for grad in self._grads], settings_of(optimizer))
         arrived, self._pending = self._pending, own
-        if arrived is None:  # nothing to commit: the step finds no gradient
-            for parameter in members:
-                parameter.grad = None
+        if arrived is not None:
+            self._check_unchanged()
+            self._wait(arrived)
+        total, kept = self._sum.total, self._kept
+        self._is_second = self.half_batches and arrived is not None and self._first is None
+        if self._is_second:
+            self._first = arrived
+            kept.data.copy_(total.data)
+            self._read(total)
+            self._hide()
+        elif arrived is None:  # nothing to commit
+            self._read(kept)
+            total.data.copy_(kept.data)
+            self._hide()
             torch._foreach_copy_(self._committed, self.locals())
         else:
-            self._check_unchanged()
-            self._restore(arrived)
-            for group, settings in zip(optimizer.param_groups, arrived.settings, strict=True):
-                group.update(settings)
+            divisor = self._join_halves(arrived)
+            self._read(kept)
+            self._show(arrived, divisor)
+            total.data.copy_(kept.data)
+            set_settings(optimizer, arrived.settings)
         self._start(own)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        own = self._pending
-        assert own is not None
-        for group, settings in zip(optimizer.param_groups, own.settings, strict=True):
-            group.update(settings)
-        torch._foreach_copy_(self._committed, self.locals())
-        for parameter, grad, view in zip(self.parameters.values(), self._grads, self._own.views, strict=True):
-            parameter.grad = grad
-            if grad is not None:
-                local_of(grad).copy_(view)
-        self._grads = []
-        self._predict(optimizer)
+        set_settings(optimizer, self._settings)  # the very tensors that were there: schedulers write to them
+        if self._is_second:
+            for parameter, grad in zip(self.parameters.values(), self._grads, strict=True):
+                parameter.grad = grad
+            self._predict(optimizer)
+        else:
+            torch._foreach_copy_(self._committed, self.locals())
+            for parameter, grad, view in zip(self.parameters.values(), self._grads, self._kept.views, strict=True):
+                parameter.grad = grad
+                if grad is not None:
+                    local_of(grad).copy_(view)
+            if not self.half_batches:
+                self._predict(optimizer)
+        self._grads, self._settings = [], []
         self._versions = [each._version for each in self.locals()]
 
     def _check_unchanged(self) -> None:
@@ -156,30 +192,35 @@ class Overlap(ReplicaSync):
                     "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
                 )
 
+    def _read(self, buffer: LocalBuffer) -> None:
+        """Copy this replica's gradient to ``buffer``."""
+        for view, grad in zip(buffer.views, self._grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(local_of(grad))
+
+    def _hide(self) -> None:
+        """Let the optimizer find no gradient."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def _start(self, own: _Step) -> None:
-        torch._foreach_copy_(self._sum.total.views, self._own.views)
-        count = self._steps % _COUNTED
+        self._write_flags(self._steps % _COUNTED, own.used)
         self._steps += 1
-        self._flags.copy_(torch.tensor([count, count * count, *own.used], dtype=torch.float32))
         self._sum.start()
 
-    def _restore(self, step: _Step) -> None:
-        """Wait for the sum of a step: have its mean in ``.grad``, and the weights that it is to be committed to."""
-        self._sum.wait()
-        used = self._used_somewhere(step)
-        for parameter, total, is_used in zip(self.parameters.values(), self._sum.total.views, used, strict=True):
-            if not is_used:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            torch.div(total, self.comm.world, out=local_of(parameter.grad))
-        torch._foreach_copy_(self.locals(), self._committed)
+    def _write_flags(self, count: int, used: Sequence[bool]) -> None:
+        self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32))
 
-    def _used_somewhere(self, step: _Step) -> Sequence[bool]:
-        """Return which parameters have a gradient on some replica."""
-        if self.device.type != "cpu" and all(step.used):
-            return step.used  # reading flags would have the host wait for the network
+    def _wait(self, step: _Step) -> None:
+        """Wait for the sum of a step, and learn which parameters have a gradient on some replica."""
+        self._sum.wait_flags()
+        if self.device.type == "cpu" or not all(step.used):  # reading flags of a GPU is waiting for the network
+            step.used = self._read_flags()
+        self._sum.wait()
+
+    def _read_flags(self) -> list[bool]:
         total, squares, *counts = self._flags.tolist()
         if self.comm.world * squares != total * total:
             raise RuntimeError(
@@ -189,15 +230,39 @@ class Overlap(ReplicaSync):
             )
         return [count > 0 for count in counts]
 
+    def _join_halves(self, second: _Step) -> int:
+        """Add the sum of the first half of a step, if there is one, to that of the second; return their divisor."""
+        first, self._first = self._first, None
+        if first is None:
+            return self.comm.world
+        second.used = [one or other for one, other in zip(first.used, second.used, strict=True)]
+        self._sum.total.data.add_(self._kept.data)
+        return 2 * self.comm.world
+
+    def _show(self, step: _Step, divisor: int) -> None:
+        """Have the mean of a step's gradients in ``.grad``, and the weights that it is to be committed to."""
+        for parameter, total, used in zip(self.parameters.values(), self._sum.total.views, step.used, strict=True):
+            _set_grad(parameter, total if used else None, divisor)
+        torch._foreach_copy_(self.locals(), self._committed)
+
     def _predict(self, optimizer: Optimizer) -> None:
-        """Make a step with the own gradient, of which only the weights are kept."""
-        for run in _runs(list(self.parameters.values())):
+        """Make a step of which only the weights are kept: with ``.grad``, or with the sum of the first half."""
+        first, views = self._first, dict(zip(self.parameters.values(), self._kept.views, strict=True))
+        used = {} if first is None else dict(zip(views, first.used, strict=True))
+        for run in _runs(list(views)):
+            shown = [each.grad for each in run]
+            if first is not None:
+                for each in run:
+                    each.grad = None
+                    _set_grad(each, views[each] if used[each] else None, self.comm.world)
             before = {each: dict(optimizer.state.get(each, {})) for each in run}
             kept = {
                 each: {name: local_of(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
                 for each, state in before.items()
             }
             step_on(optimizer, run)
+            for each, grad in zip(run, shown, strict=True):
+                each.grad = grad
             for each, state in before.items():
                 for name, values in kept[each].items():
                     local_of(state[name]).copy_(values)
@@ -216,13 +281,19 @@ class Overlap(ReplicaSync):
         members = list(self.parameters.values())
         with torch.no_grad():
             shown = [each.grad for each in members]
-            for parameter in members:
-                parameter.grad = None
-            self._restore(step)
+            self._hide()
+            self._wait(step)
+            self._show(step, self._join_halves(step))
             with with_settings(optimizer, step.settings):
                 step_on(optimizer, members)
             for parameter, grad in zip(members, shown, strict=True):
                 parameter.grad = grad
+
+    def compare_steps(self) -> None:
+        self._write_flags(_NO_STEP, [False] * len(self.parameters))
+        self._sum.start_flags()
+        self._sum.wait_flags()
+        self._read_flags()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         residual = self._sum.mean_residual()
@@ -231,8 +302,18 @@ class Overlap(ReplicaSync):
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._pending is not None:
             self._sum.wait()
-            self._pending = None
+        self._pending = self._first = None
         self._sum.load_residual(state.get(_RESIDUAL, ()))
+
+
+def _set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
+    """Have this rank's elements of a sum, divided, in ``.grad``, a tensor that may be there already."""
+    if total is None:
+        parameter.grad = None
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    torch.div(total, divisor, out=local_of(parameter.grad))
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

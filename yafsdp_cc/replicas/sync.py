@@ -64,6 +64,7 @@ class ReplicaSync(ABC):
         self.device: torch.device
         self.members: list[int] = []
         """Global ranks of all replicas."""
+        self._frozen: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
 
     # What a method defines
@@ -102,6 +103,9 @@ class ReplicaSync(ABC):
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Go on from weights that were just loaded, with what ``state`` returned when they were saved, if anything."""
 
+    def compare_steps(self) -> None:
+        """Raise a ``RuntimeError`` where replicas have made different numbers of steps. A collective."""
+
     def check(self, optimizer: Optimizer) -> None:
         """Raise a ``ValueError`` where this optimizer cannot be used."""
 
@@ -122,6 +126,7 @@ class ReplicaSync(ABC):
         if taken is not None:
             raise ValueError(f"the replicas of this {type(model).__name__} are synchronized already ('{taken}' is)")
         self.parameters = named
+        self._frozen = {name: each for name, each in model.named_parameters() if name not in named}
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
@@ -166,13 +171,29 @@ class ReplicaSync(ABC):
         if self.finishes_alone:
             optimizer.register_state_dict_pre_hook(lambda _: self.finish())
 
+    def check_parameters(self, optimizer: Optimizer) -> None:
+        """Raise a ``ValueError`` where a step would change a parameter that replicas do not synchronize."""
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is None or _bound.get(parameter) is self:
+                continue
+            name = next((name for name, each in self._frozen.items() if each is parameter), None)
+            if name is not None:
+                raise ValueError(
+                    f"'{name}' has a gradient, but was frozen when replicas were joined, which do not synchronize it: "
+                    "set requires_grad before shard(..., sync=...) or join_replicas(...)"
+                )
+            raise ValueError(
+                f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is not of the "
+                "model whose replicas are synchronized: make an optimizer for each model"
+            )
+
 
 def elementwise(optimizer: Optimizer, method: str) -> None:
     """Raise a ``ValueError`` unless the optimizer updates each element by its own gradient and state."""
     if isinstance(optimizer, _REFUSED):
         raise ValueError(
-            f"{method} makes steps of its own with an optimizer of torch.optim that treats each element by itself "
-            f"(AdamW, SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
+            f"{method} needs an optimizer of torch.optim that treats each element by itself (AdamW, SGD, ...); "
+            f"{type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
         )
 
 
@@ -207,6 +228,7 @@ def synchronize_replicas(model: nn.Module) -> None:
     sync = sync_of(model)
     if sync is not None:
         sync.finish()
+        sync.compare_steps()
 
 
 def refuse_sync(call: str, *models: nn.Module) -> None:
@@ -239,6 +261,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{type(optimizer).__name__}.step() was given a closure, which would compute gradients in the middle of "
             "an exchange between replicas: compute them before, and call step()"
         )
+    if getattr(optimizer, "found_inf", None) is not None:
+        raise ValueError(
+            "a GradScaler scales and skips steps of a fused optimizer by itself, on each replica differently: train in "
+            "bf16 without one"
+        )
+    sync.check_parameters(optimizer)
     with torch.no_grad():
         sync.before_step(optimizer)
 
@@ -286,16 +314,17 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Have ``settings`` of parameter groups for a while."""
-    before = settings_of(optimizer)
-    _set(optimizer, settings)
+    before = [dict(group) for group in optimizer.param_groups]  # the very tensors: schedulers write to them
+    set_settings(optimizer, settings)
     try:
         yield
     finally:
-        _set(optimizer, before)
+        set_settings(optimizer, before)
 
 
-def _set(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
+def set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Have ``settings`` of parameter groups; groups that were added since keep theirs."""
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
 
 

@@ -1,0 +1,163 @@
+"""Held-out loss of a small language model whose replicas are synchronized in every way that there is.
+
+    python bench/replicas_loss.py                                            # 2 and 4 replicas, three seeds
+    python bench/replicas_loss.py --replicas 2 --steps 300 --seeds 0 --ways sync,overlap --json replicas.json
+
+The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each gloo rank is
+a replica. A step is 1,024 bytes of text, whatever the number of replicas; of half batches, each half is 512. All train
+at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed and number of replicas.
+*Gap*
+is the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica that is
+furthest from their mean was before, by norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from yafsdp_cc.bench.common import save, table
+from yafsdp_cc.bench.train import LENGTH
+from yafsdp_cc.bench.trainers import ADAM, Trainer
+from yafsdp_cc.demo import data
+from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
+from yafsdp_cc.replicas import Gossip, Overlap, ReplicaSync
+
+SEQUENCES = 8
+"""Of all replicas, per step."""
+
+
+class Way(NamedTuple):
+    """A contestant."""
+
+    sync: Callable[[], ReplicaSync | None]
+    halves: int = 1
+    """Calls of ``optimizer.step()`` per step, each with as large a part of the batch."""
+
+
+SYNC = "sync"
+WAYS = {
+    SYNC: Way(lambda: None),
+    "overlap": Way(Overlap),
+    "overlap int4": Way(lambda: Overlap("int4")),
+    "half batches": Way(lambda: Overlap(half_batches=True), halves=2),
+    "gossip": Way(Gossip),
+    "gossip late": Way(lambda: Gossip(overlap=1)),
+    "gossip int8": Way(lambda: Gossip(codec="int8")),
+    "gossip int4": Way(lambda: Gossip(codec="int4")),
+}
+
+
+def run(name: str, seed: int, steps: int, rate: float) -> dict[str, float]:
+    """Train, and return on every rank the held-out loss, how far replicas were apart, seconds, and bytes per step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    warnings.simplefilter("ignore")  # of a model in one shard
+    way, rank, world = WAYS[name], dist.get_rank(), dist.get_world_size()
+    sync, model = way.sync(), GPT(width=128, depth=5, heads=4)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    yafsdp_cc.shard(model, mesh=mesh, sync=sync)
+    trainer = Trainer(model, optimizer=torch.optim.AdamW(model.parameters(), **ADAM | {"lr": rate}))
+    text, draws = data.read(None), torch.Generator("cpu").manual_seed(seed * world + rank)
+    held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, LENGTH, rank, world)
+    begun = time.perf_counter()
+    for step in range(1, steps + 1):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps) / LEARNING_RATE * rate
+        starts = torch.randint(len(text.train) - LENGTH, (SEQUENCES // world,), generator=draws, device="cpu")
+        for part in starts.chunk(way.halves):
+            trainer.step(data.windows(text.train, part, LENGTH), clip=CLIP)
+    seconds = time.perf_counter() - begun
+    if isinstance(sync, Overlap):
+        yafsdp_cc.synchronize_replicas(model)  # predictions are apart by design
+    own = weights_of(model)
+    yafsdp_cc.synchronize_replicas(model)
+    together = weights_of(model)
+    apart = ((own - together).norm() / together.norm()).max()
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    with torch.no_grad():
+        loss = loss_of(model, held_out)
+    dist.all_reduce(loss)
+    sent = (way.halves * sync.planned_bytes()) if sync else yafsdp_cc.counters_of(model).reduced_bytes / steps
+    return {"loss": loss.item() / world, "apart": apart.item(), "seconds": seconds, "sent": sent}
+
+
+def weights_of(model: Any) -> torch.Tensor:
+    """Return all weights of this rank."""
+    return torch.cat([each.detach().to_local().flatten() for each in model.parameters()])
+
+
+def row(runs: dict[str, dict[str, float]], exact: dict[str, dict[str, float]]) -> tuple[str, ...]:
+    """Return losses by seed, their mean gap to synchronous training, and the rest."""
+    gaps = [found["loss"] - exact[seed]["loss"] for seed, found in runs.items() if seed in exact]
+    some = list(runs.values())
+    return (
+        ", ".join(f"{found['loss']:.4f}" for found in some),
+        ", ".join(f"{found['rate']:g}" for found in some),
+        f"{mean(gaps):+.4f}" if gaps else "",
+        f"{max(found['apart'] for found in some):.1e}",
+        f"{some[0]['sent'] / 1e6:.2f}",
+        f"{mean(found['seconds'] for found in some):.0f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ways", default=",".join(WAYS), help="with commas (%(default)s)")
+    parser.add_argument("--replicas", default="2,4", help="with commas (%(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")
+    parser.add_argument("--rates", default="2e-3,4e-3,8e-3", help="of synchronous training, with commas (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument(
+        "--json", type=Path, help="where figures are written, run by run; those there are not run again"
+    )
+    options = parser.parse_args()
+    asked, rates = options.ways.split(","), [float(rate) for rate in options.rates.split(",")]
+    if unknown := set(asked) - set(WAYS):
+        parser.error(f"there is no way {', '.join(unknown)}, only {', '.join(WAYS)}")
+    found: dict[str, dict[str, Any]] = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text())
+
+    def measured(name: str, replicas: str, seed: str, rate: float) -> dict[str, float]:
+        key = f"{name} at {rate:g}, {options.steps} steps"
+        runs = found.setdefault(replicas, {}).setdefault(key, {})
+        if seed not in runs:
+            runs[seed] = on_ranks(int(replicas), run, name, int(seed), options.steps, rate, timeout=7200)[0]
+            runs[seed]["rate"] = rate
+            print(f"{replicas} replicas, seed {seed}, {key}: {runs[seed]['loss']:.4f}", flush=True)
+            save(options.json, found)
+        kept: dict[str, float] = runs[seed]
+        return kept
+
+    for replicas in options.replicas.split(","):
+        shown: dict[str, dict[str, dict[str, float]]] = {name: {} for name in dict.fromkeys([SYNC, *asked])}
+        for seed in options.seeds.split(","):
+            tried = [measured(SYNC, replicas, seed, rate) for rate in rates]
+            shown[SYNC][seed] = min(tried, key=lambda each: each["loss"])
+            for name in shown:
+                if name != SYNC:
+                    shown[name][seed] = measured(name, replicas, seed, shown[SYNC][seed]["rate"])
+        print(f"\n{replicas} replicas, {options.steps} steps")
+        head = ("way", "held-out loss, by seed", "rate", "gap", "apart", "MB per step", "seconds")
+        print(table(head, *((name, *row(runs, shown[SYNC])) for name, runs in shown.items())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

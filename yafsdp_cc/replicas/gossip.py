@@ -1,0 +1,386 @@
+"""Stochastic Gradient Push: in every step each replica gives half of its weights to one other, and waits for no sum.
+
+Replica i of n has biased weights x and a push-sum weight w, 1 at first. The model shows z = x / w. In step k:
+
+    x ← x + (z after the optimizer's step - z before it)         the gradient is that at z
+    keep x / 2 and w / 2, send x / 2 and w / 2 to one replica
+    x ← x + x received,  w ← w + w received,  z ← x / w
+
+What is sent is taken off what is kept: mixing weights P are column-stochastic, so that neither the sum of x over
+replicas nor that of w changes (Σw = n, what is in flight included), and all z go to Σx / n. The peer in step k is
+2^(k mod ⌈log₂ n⌉) ranks further (the directed exponential graph): with n a power of two, a value has been everywhere
+after log₂ n steps. With ``overlap`` 1 what was sent in step k is waited for in step k + 1. Then a part of x and w is
+always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as much.
+
+**Encoded messages.** A message of x / 2 itself would lose as much in every step, however near replicas are. So sender
+and receiver both keep an estimate h of the sender's z on each edge of the graph, and a message holds what is missing:
+
+    m = C(z - h),  h ← h + D(m)         by both, in the same bits
+    v = w / 2                           sent as it is
+    sender:    x ← x - v·h,  w ← w - v
+    receiver:  x ← x + v·h,  w ← w + v
+
+What is moved is v·h, with an error of v·(z - h), and both know it to the bit: whatever the codec loses stays with the
+sender, and Σx is kept as by exact messages. h follows z as EF21's estimates follow gradients: z, unlike x, does not
+change with w, so z - h is what the last few steps have changed, and errors vanish as z comes to rest. Replicas begin
+with the same weights, which are the first h.
+
+An error ε = h - z is itself passed on: it moves a sender by -ε / 2 and a receiver by ε / 2. Of E edges of a rank each
+is used once in E steps, so at most E ε are added to z until h is next brought up to date, and ε itself is due, of which
+a codec that loses a share ω of squares leaves √ω (1 + E) ε. Errors die out where ω (1 + E)² < 1; a codec that loses
+more is refused: among two replicas more than 1/4, among eight more than 1/16 (int4 loses 1/61, one bit 1/3).
+
+Source: Stochastic Gradient Push for Distributed Deep Learning (Assran, Loizou, Ballas, Rabbat, 2019, algorithms 1 and
+2); push-sum: Kempe et al., 2003. Differences: CHOCO-SGD (Koloskova et al., 2019, algorithm 2); here by edge, and
+with push-sum weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
+from yafsdp_cc.engine.mesh import all_gather_objects
+from yafsdp_cc.replicas.messages import BLOCK, PeerMessage
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+_NO_STEP = -1
+"""In place of the number of a step, from a replica that makes no more of them before all meet."""
+_COUNTED = 1 << 20
+"""Steps are counted modulo this in headers, which are fp32."""
+_ROUNDING = 1e-3
+"""By how much the mean of w may differ from 1: roundings of fp32, far less than one lost message of any n."""
+
+
+class Gossip(ReplicaSync):
+    """Let each replica exchange weights with one other per step, instead of a sum over all (Stochastic Gradient Push).
+
+    The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. Replicas have weights and optimizer states of
+    their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save``
+    give all of them the exact mean of the weights and of the optimizer's state: what a state dict holds is a
+    replica's own before. Every replica has to call ``optimizer.step()`` equally often: a slow one holds up the one
+    that it sends to, which waits with ``overlap`` a step later.
+
+    Buffers, for each element of a shard, in bytes: exact, 12 (biased weights, a message there and back); encoded, 8
+    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages.
+
+    Args:
+        graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
+            are slow. Around a ring a value takes n - 1 steps.
+        overlap: steps until a message is waited for: 0, within its step; 1, in the next one.
+        codec: of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    def __init__(
+        self, graph: Literal["exponential", "ring"] = "exponential", overlap: int = 0, codec: str | None = None
+    ) -> None:
+        super().__init__()
+        if graph not in _GRAPHS:
+            raise ValueError(f"there is no graph {graph!r}, only {', '.join(_GRAPHS)}")
+        if overlap not in (0, 1):
+            raise ValueError(f"overlap={overlap}: messages are waited for in their step (0) or in the next one (1)")
+        if codec is not None:
+            codec_of(codec, BLOCK)
+        self.graph, self.overlap, self.codec = graph, overlap, codec
+        self._steps = 0
+        """Since all replicas had the same weights."""
+        self._is_in_flight = False
+
+    def prepare(self) -> None:
+        like = self.locals()
+        self._biased = LocalBuffer(like, 1 if self.codec is None else BLOCK)
+        """x."""
+        self._push_weight = torch.ones((), dtype=torch.float32, device=self.device)
+        """w."""
+        self._distances = _GRAPHS[self.graph](self.comm.world)
+        self._content: _Content
+        edges = len(self._distances)
+        if self.codec is not None and (lost := lost_share(self.codec, BLOCK)) * (1 + edges) ** 2 >= 1:
+            raise ValueError(
+                f"codec={self.codec!r} loses {lost:.0%} of what a message should hold: among {self.comm.world} "
+                f"replicas errors grow from {(1 + edges) ** -2:.0%} on. Take int4 or int8"
+            )
+        if self.codec is None:
+            self._content = _Exact(self._biased.data)
+        else:
+            self._content = _Encoded(self._biased, self.codec, edges)
+        self._message = PeerMessage(self.comm, 2, self._content.sent, self._content.received)
+        self._restart()
+
+    def planned_bytes(self) -> int:
+        return self._message.sent_bytes() if self.comm.world > 1 else 0
+
+    def memory(self) -> Mapping[str, int]:
+        named = {
+            "biased weights": self._biased.nbytes + self._push_weight.nbytes,
+            "messages to and from a peer": self._message.nbytes,
+            "estimates of peers": self._content.nbytes,
+        }
+        return {name: nbytes for name, nbytes in named.items() if nbytes}
+
+    def check(self, optimizer: Optimizer) -> None:
+        elementwise(optimizer, "sync=Gossip()")
+
+    # Around a step -------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Nothing: x / w are the weights before the step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self.comm.world == 1:
+            return
+        for biased, local in zip(self._biased.views, self.locals(), strict=True):
+            before = (biased / self._push_weight).to(local.dtype)
+            biased.add_(local).sub_(before)
+        step, self._steps = self._steps, self._steps + 1
+        if self._is_in_flight:
+            self._wait(step - 1)
+        self._push_weight.mul_(0.5)
+        self._content.push(self._biased.data, self._push_weight, step % len(self._distances))
+        self._write_header(step % _COUNTED)
+        if self._is_in_flight:
+            self._receive(step - 1)
+        self._message.start(*self._peers(step))
+        self._is_in_flight = True
+        if self.overlap == 0:
+            self._wait(step)
+            self._receive(step)
+        self._show()
+
+    def _peers(self, step: int) -> tuple[int, int]:
+        """Return the ranks that this one sends to and receives from."""
+        distance = self._distances[step % len(self._distances)]
+        return (self.comm.rank + distance) % self.comm.world, (self.comm.rank - distance) % self.comm.world
+
+    def _write_header(self, step: int) -> None:
+        self._message.sent_header[0] = step
+        self._message.sent_header[1] = self._push_weight
+
+    def _wait(self, step: int) -> None:
+        """Wait until the message of a step has come, and that of this rank has gone."""
+        self._message.wait_header()
+        self._check_header(step % _COUNTED)
+        self._message.wait()
+
+    def _check_header(self, step: int) -> None:
+        if self.device.type != "cpu":
+            return  # to read it, the host would wait for the network
+        found, weight = self._message.received_header.tolist()
+        if found != step:
+            raise RuntimeError(
+                f"replicas have made different numbers of steps (this one {self._steps} since they had the same "
+                "weights): every replica must call optimizer.step() equally often, a GradScaler that skips a step on "
+                "one of them included"
+            )
+        if step != _NO_STEP and not weight > 0:
+            raise RuntimeError(
+                f"a replica has sent a push-sum weight of {weight}, which is not positive: data was lost"
+            )
+
+    def _receive(self, step: int) -> None:
+        """Add the message of a step to this rank's weights."""
+        weight = self._message.received_header[1]
+        self._content.receive(self._biased.data, weight, step % len(self._distances))
+        self._push_weight.add_(weight)
+        self._is_in_flight = False
+
+    def _show(self) -> None:
+        for biased, local in zip(self._biased.views, self.locals(), strict=True):
+            local.copy_(biased / self._push_weight)
+
+    # Between steps -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self.comm.world == 1:
+            return
+        if self._is_in_flight:
+            self._wait(self._steps - 1)
+            self._receive(self._steps - 1)
+        self._write_header(_NO_STEP)
+        self._message.start_header(*self._peers(self._steps))
+        self._message.wait_header()
+        self._check_header(_NO_STEP)
+        if self._steps == 0:
+            return
+        self._sum(self._biased.data)
+        self._sum(self._push_weight)
+        total = self._push_weight.item()
+        if not abs(total / self.comm.world - 1) < _ROUNDING:
+            raise RuntimeError(f"push-sum weights of {self.comm.world} replicas add up to {total}: a message was lost")
+        self._show()
+        self._restart()
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            self._average_state(optimizer)
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        if self._is_in_flight:
+            self._message.wait()
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin with the weights that are shown, which are the same on all replicas."""
+        for biased, local in zip(self._biased.views, self.locals(), strict=True):
+            biased.copy_(local)
+        self._push_weight.fill_(1.0)
+        self._content.restart(self._biased.data)
+        self._steps, self._is_in_flight = 0, False
+
+    def _sum(self, tensor: Tensor) -> None:
+        for work in self.comm.all_reduce(tensor, async_op=False):
+            work.wait()
+
+    def _average_state(self, optimizer: Optimizer) -> None:
+        """Give all replicas the mean of each tensor of the optimizer's state, of those replicas that have it.
+
+        A parameter without a gradient on some replica may have no state there.
+        """
+        members = list(self.parameters.values())
+        states = [optimizer.state.get(each, {}) for each in members]
+        own = [{name: _Kind(value) for name, value in state.items() if _is_mean(value)} for state in states]
+        everywhere = all_gather_objects(own, [self.comm.group])
+        for name in sorted({name for kinds in everywhere for each in kinds for name in each}):
+            shared: list[tuple[Tensor, int]] = []
+            for place, parameter in enumerate(members):
+                found = [kinds[place][name] for kinds in everywhere if name in kinds[place]]
+                if not found:
+                    continue
+                value = optimizer.state[parameter].setdefault(name, None)
+                if value is None:
+                    value = optimizer.state[parameter][name] = found[0].zeros(parameter)
+                if found[0].number is None:
+                    shared.append((local_of(value), len(found)))
+                else:
+                    local_of(value).fill_(sum(each.number or 0.0 for each in found) / len(found))
+            if shared:
+                flat = torch.cat([values.flatten().to(torch.float32) for values, _ in shared])
+                self._sum(flat)
+                for part, (values, count) in zip(flat.split([v.numel() for v, _ in shared]), shared, strict=True):
+                    values.copy_(part.view(values.shape) / count)
+
+
+def _is_mean(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+class _Kind:
+    """What kind of tensor an optimizer's state has of a parameter, for replicas that have none."""
+
+    def __init__(self, value: Tensor) -> None:
+        local = local_of(value)
+        self.shape, self.dtype, self.device = tuple(value.shape), value.dtype, local.device.type
+        self.number = local.item() if value.ndim == 0 else None
+        """Of a scalar, such as the number of steps, its value."""
+
+    def zeros(self, parameter: Tensor) -> Tensor:
+        if self.shape == tuple(parameter.shape):
+            return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+# Graphs ------------------------------------------------------------------------------------------------------------
+
+
+def _exponential(world: int) -> list[int]:
+    return [1 << power for power in range(max(1, (world - 1).bit_length()))]
+
+
+def _ring(world: int) -> list[int]:
+    return [1]
+
+
+_GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "ring": _ring}
+"""By name, how far the peers of a rank are, one after another, of so many ranks."""
+
+
+# What messages hold ------------------------------------------------------------------------------------------------
+
+
+class _Content(Protocol):
+    """Moves weights to and from the buffers of messages. ``edge`` is the place of a peer among all."""
+
+    sent: Tensor
+    received: Tensor
+
+    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        """Move half of ``biased`` to ``sent``. ``weight`` is what goes with it: half of the push-sum weight."""
+
+    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        """Add what ``received`` holds to ``biased``. ``weight`` came with it."""
+
+    def restart(self, weights: Tensor) -> None:
+        """Begin with ``weights``, which all replicas have."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers beside those of messages."""
+
+
+class _Exact:
+    """fp32."""
+
+    nbytes = 0
+
+    def __init__(self, biased: Tensor) -> None:
+        self.sent, self.received = torch.empty_like(biased), torch.empty_like(biased)
+
+    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        biased.mul_(0.5)
+        self.sent.copy_(biased)
+
+    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        biased.add_(self.received)
+
+    def restart(self, weights: Tensor) -> None:
+        pass
+
+
+class _Encoded:
+    """Differences to an estimate of the sender's weights, which both ends of an edge keep."""
+
+    def __init__(self, biased: LocalBuffer, codec: str, edges: int) -> None:
+        self._codec, self._counts = codec_of(codec, BLOCK), biased.counts()
+        numel, device = biased.data.numel(), biased.data.device
+        self._scratch = torch.empty_like(biased.data)
+        self._minus_sent = [Residual.zeros(1, numel, torch.float32, BLOCK, device) for _ in range(edges)]
+        """-h of each peer that this rank sends to: EF21's residual is what is not there yet."""
+        self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
+        """h of each peer that sends to this rank."""
+        size = self._codec.message_bytes(numel)
+        self.sent, self.received = (torch.zeros(1, size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        minus_sent = self._minus_sent[edge]
+        shown = torch.div(biased, 2 * weight, out=self._scratch).unsqueeze(0)
+        error_feedback.encode(self._codec, shown, self.sent, counts=self._counts, residual=minus_sent, recursion=EF21)
+        biased.addcmul_(minus_sent.values[0], weight)
+
+    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+        estimate = self._of_source[edge]
+        error_feedback.decode_differences(self._codec, self.received, biased.numel(), estimate, self._scratch)
+        biased.addcmul_(estimate, weight)
+
+    def restart(self, weights: Tensor) -> None:
+        for residual in self._minus_sent:
+            torch.neg(weights, out=residual.values[0])
+        for estimate in self._of_source:
+            estimate.copy_(weights)
+
+    @property
+    def nbytes(self) -> int:
+        sent = sum(each.nbytes for each in self._minus_sent)
+        return sent + sum(each.nbytes for each in self._of_source) + self._scratch.nbytes + self._counts.nbytes
