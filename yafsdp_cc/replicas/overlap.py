@@ -110,9 +110,6 @@ class Overlap(ReplicaSync):
         self._settings: list[dict[str, Any]] = []
         self._is_second = False
 
-    def __repr__(self) -> str:
-        return f"Overlap(codec={self.codec!r}, half_batches={self.half_batches})"
-
     def prepare(self) -> None:
         like = self.locals()
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)

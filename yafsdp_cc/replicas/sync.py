@@ -67,6 +67,11 @@ class ReplicaSync(ABC):
         self._frozen: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
 
+    def __repr__(self) -> str:
+        """Return the call that makes one like it: ranks compare that."""
+        given = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     # What a method defines
 
     @abstractmethod
