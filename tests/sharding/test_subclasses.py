@@ -70,6 +70,14 @@ def by_blocks(apply: Callable[..., Any], model: Any, **options: Any) -> Any:
     return apply(model, **options)
 
 
+class Forgetting(Float8Weight):
+    """One that is made again without its context, and as a plain tensor."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
+        return inner["master"]
+
+
 # All-gather extensions -----------------------------------------------------------------------------------------------
 
 
@@ -82,6 +90,7 @@ def test_extensions_train_as_one_process_does(world: int) -> None:
         (Float8Weight, tensor_scale, 33, {"reshard_after_forward": False}),
         (RowScaledWeight, row_scale, 33, {}),
         (RowScaledWeight, row_scale, 3, {}),  # of four ranks, one has no rows
+        (Forgetting, tensor_scale, 33, {}),  # sharded as one of its class
         (PaddedWeight, tensor_scale, 38, {"reshard_after_forward": world // 2}),
     ]
     if world == 4:
@@ -443,14 +452,6 @@ class Growing(Float8Weight):
 
     def fsdp_post_all_gather(self, outputs: Any, *_: Any, **__: Any) -> Any:
         return torch.zeros(self.size(0) * 2, self.size(1)), outputs
-
-
-class Forgetting(Float8Weight):
-    """One that is made again without its context, and as a plain tensor."""
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
-        return inner["master"]
 
 
 class Trained(nn.Parameter):

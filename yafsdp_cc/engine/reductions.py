@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.mesh import all_reduce_over
+from yafsdp_cc.plan.subclasses import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -239,7 +240,7 @@ def reduce_lazily(
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
     # Stacked, so that the number of kernels does not grow with the number of tensors.
     numbers = [
-        each if type(each) is torch.Tensor else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
+        each if type(each) in PLAIN else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
         for each in (of_locals(locals_) if locals_ else ())
     ]
     rows = iter(kind.to_partial(torch.stack(numbers)).unbind() if numbers else ())

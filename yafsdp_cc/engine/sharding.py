@@ -464,7 +464,7 @@ def _flat_param(
         layout = row_layout(owned[0].parameter.shape, world)
     keeps_class = extension is not None and extension.subclass.keeps_class
     dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
-    if keeps_class:  # contiguous by FSDP2's operations
+    if keeps_class:
         rows = -(-owned[0].parameter.shape[0] // world)
         chunk = owned[0].parameter.detach().new_zeros((rows, *owned[0].parameter.shape[1:]))
     elif plan.host is not None and not is_meta:
@@ -508,8 +508,7 @@ def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPP
     if subclass is None:
         return FSDPParam(spec, owned.sites, extent)
     kind = ExtensionParam if subclass.extends_all_gather else SubclassParam
-    if subclass.keeps_class:
-        kind = ClassParam
+    kind = ClassParam if subclass.keeps_class else kind
     return kind(subclass, spec, owned.sites, extent)
 
 
