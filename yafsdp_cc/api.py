@@ -692,7 +692,11 @@ def _check_placement(one: OwnedParameter, placement: object) -> None:
         )
     ndim = one.parameter.ndim
     if not -ndim <= placement.dim < ndim:
-        raise ValueError(f"shard_placement_fn returns {placement} for '{one.name}', which has {ndim} dimensions")
+        shape = list(one.parameter.shape)
+        raise ValueError(
+            f"shard_placement_fn returns Shard({placement.dim}) for '{one.name}' of {shape}: its dimensions are "
+            f"{-ndim} to {ndim - 1}"
+        )
 
 
 def _check_module(module: Any) -> None:
