@@ -1,43 +1,32 @@
-"""Benches that have little to be tested run, and print what they promise. No figure that a machine could change."""
+"""What some benches measure is there, in small. No figure that a machine could change."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from bench import lazy_error
-from tests.ranks import ranks
+from bench import lazy_error, loading, patches
+from tests.ranks import on_ranks, ranks
 from yafsdp_cc.bench import pipeline
 
-BENCHES = Path(__file__).resolve().parents[2] / "bench"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="they read the kernel's counts and malloc's")
 
 
-def figures(name: str, *options: str, folder: Path) -> list[dict[str, Any]]:
-    out = folder / "figures.json"
-    command = [sys.executable, str(BENCHES / name), "--ranks", "2", *options, "--json", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
-    found: list[dict[str, Any]] = json.loads(out.read_text())["figures"]
-    return found
+def test_patches() -> None:
+    for found in on_ranks(2, patches.measured, torch.bfloat16, 1, True):
+        assert 0 <= found["changed"] < 1
+        assert found["bytes"] == 0 or 4 <= found["bytes"] <= 6
+        assert found["kept"] < 8
+        assert min(found["step"], found["patch"]) > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads the kernel's counts and malloc's")
-def test_patches(tmp_path: Path) -> None:
-    (found,) = figures("patches.py", "--tiny", "--dtypes", "bf16", "--rounds", "1", folder=tmp_path)
-    assert 0 <= found["changed"] < 1
-    assert found["bytes"] == 0 or 4 < found["bytes"] <= 6
-    assert found["kept"] < 8
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads the kernel's counts and malloc's")
-def test_loading(tmp_path: Path) -> None:
-    found = figures("loading.py", "--blocks", "2", "--width", "64", folder=tmp_path)
-    assert len({each["way"] for each in found}) == len(found) == 5
-    assert all(len(each["peak"]) == 2 for each in found)
+@pytest.mark.parametrize("way", loading.WAYS)
+def test_loading(way: str, tmp_path: Path) -> None:
+    for peak, new in on_ranks(2, loading.measured, way, 4, 512, str(tmp_path / "weights")):
+        assert peak >= new * 2 * 4 * 512**2  # this rank's shards
 
 
 @ranks(1)
