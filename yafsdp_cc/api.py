@@ -79,7 +79,7 @@ from yafsdp_cc.plan.materialize import materialize, place_buffers
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.parameters import check_shardable, find_parameters
 from yafsdp_cc.plan.report import PlannedArgument
-from yafsdp_cc.plan.units import is_small
+from yafsdp_cc.plan.units import TAKE_TURNS, is_small
 from yafsdp_cc.profiling import mark_optimizer_steps
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
@@ -376,7 +376,7 @@ def shard(
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
     inner = given.plan(prepare, replace(policy, output_dtype=None), owners)  # the model's output is meant
-    blocks = sum(unit.role == "block" for unit in division.units)
+    blocks = sum(unit.role in TAKE_TURNS for unit in division.units)
     root_params: tuple[OwnedParameter, ...] = ()
     for unit in division.units:
         if unit.modules == (model,):
@@ -735,7 +735,11 @@ def _check_placement(one: OwnedParameter, placement: object) -> None:
         )
     ndim = one.parameter.ndim
     if not -ndim <= placement.dim < ndim:
-        raise ValueError(f"shard_placement_fn returns {placement} for '{one.name}', which has {ndim} dimensions")
+        shape = list(one.parameter.shape)
+        raise ValueError(
+            f"shard_placement_fn returns Shard({placement.dim}) for '{one.name}' of {shape}: its dimensions are "
+            f"{-ndim} to {ndim - 1}"
+        )
 
 
 def _check_module(module: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -17,6 +19,8 @@ from tests.fully_shard.programs import Gathers, Sums
 from tests.models import Transformer
 from tests.ranks import ranks
 from tests.twins import seeded
+
+ONES = torch.ones(2, 32)
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "a list of modules without a forward": (
@@ -34,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "a dimension that is not there": (
         lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda p: Shard(p.ndim)),
         ValueError,
-        r"returns .* for 'embed.weight', which has 2 dimensions",
+        r"returns Shard\(2\) for 'embed.weight' of \[96, 32\]: its dimensions are -2 to 1",
     ),
     "no dimension": (
         lambda m: yafsdp_cc.fully_shard(m, shard_placement_fn=lambda _: Replicate()),
@@ -110,6 +114,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         ValueError,
         "Expects FSDPModule",
     ),
+    "a part of a unit by itself": (
+        lambda m: [yafsdp_cc.fully_shard(m.blocks[0]), yafsdp_cc.fully_shard(m).unshard(), m.blocks[0].up(ONES)],
+        NotImplementedError,
+        r"'blocks.0.up' was called outside of unit 'blocks.0', .*: call model.get_submodule\('blocks.0'\), make "
+        r"'blocks.0.up' a unit of its own, or call .*.unshard\(\) before$",
+    ),
     "a reset inside": (
         lambda m: [yafsdp_cc.fully_shard(m.blocks[0]), yafsdp_cc.fully_shard(m), m.blocks[0].reset_iter_state()],
         RuntimeError,
@@ -124,3 +134,17 @@ def test_refused(case: str) -> None:
     attempt, error, said = REFUSED[case]
     with pytest.raises(error, match=f"(?s){said}"):
         attempt(seeded(Transformer))
+
+
+@ranks(2)
+def test_the_warning_of_kept_gradients_names_no_argument_of_shard() -> None:
+    model: Any = seeded(Transformer)
+    for module in (*model.blocks, model):
+        yafsdp_cc.fully_shard(module)
+    messages: list[str] = []
+    logging.getLogger("yafsdp_cc").addFilter(lambda record: bool(messages.append(record.getMessage())) or True)
+    model.set_requires_gradient_sync(False)
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    assert [each.rpartition(". ")[2] for each in messages] == [
+        "Where every micro-batch may be reduced, leaving it on costs none"
+    ] * (dist.get_rank() == 0)

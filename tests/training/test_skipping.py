@@ -35,7 +35,7 @@ from tests.maze import Boom, Program, random_program
 from tests.models import Mlp, Skipping
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
-from tests.twins import inputs, mine, refusal, seeded, square, trains_on, twins
+from tests.twins import inputs, mine, numbers, refusal, seeded, square, trains_on, twins, whole
 from yafsdp_cc.compression.state import local_residuals
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.skipped_batches import OutsideOnlyError
@@ -600,6 +600,26 @@ def test_gradients_of_earlier_micro_batches_stay_as_a_user_has_them() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is before[name]
         assert parameter.grad is None or torch.equal(parameter.grad.to_local(), values[name])
+
+
+@ranks(2)
+def test_replicas_hand_out_gradients_that_another_rank_has_used_before_it() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = yafsdp_cc.fully_shard(Skipping(), mesh=mesh)
+    plain, rank, x = Skipping(), dist.get_rank(), [numbers(3, 64, seed=seed) for seed in range(2)]
+    model.set_requires_all_reduce(False)
+    model(x[rank], rank == 0).square().mean().backward()  # the second layer is used here alone, and by one rank
+    with yafsdp_cc.skip_together(model) as attempt:
+        model(x[rank], True).square().mean().backward()
+        if rank == 1:
+            raise ValueError
+    assert attempt.skipped
+    model.set_requires_all_reduce(True)
+    model(x[rank], True).square().mean().backward()
+    for each, skips in ((x[0], True), (x[1], False), (x[0], True), (x[1], True)):
+        (plain(each, skips).square().mean() / 2).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), parameter.grad)
 
 
 @ranks(2)

@@ -33,7 +33,7 @@ from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
 from yafsdp_cc.plan.blocks import is_called
-from yafsdp_cc.plan.units import ROOT
+from yafsdp_cc.plan.units import ROOT, TAKE_TURNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -380,8 +380,10 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
         return "root"
     if spec.role is not None:
         return spec.role
-    nested = [any(module._modules for module in each.modules) for each in specs if each is not own]
-    return "edge" if any(nested) and not any(module._modules for module in spec.modules) else "block"
+    has_parts = [any(module._modules for module in each.modules) for each in specs if each is not own]
+    if not any(has_parts) or any(module._modules for module in spec.modules):
+        return "block"
+    return "edge" if spec.outer in (None, own) else "nested"
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
@@ -413,7 +415,7 @@ def _make_weight_buffers(context: GroupContext, role: Role, members: Sequence[Pa
     keeping = [group for group in members if group.flats and group.spec.settings.keeps_unsharded]
     nbytes = max(unsharded_bytes(group.flats) for group in members)
     depth = max((len(group.forward_prefetch) for group in sharing), default=0)
-    count = min(max(2, 1 + depth) if role == "block" else 1, len(sharing))
+    count = min(max(2, 1 + depth) if role in TAKE_TURNS else 1, len(sharing))
     pool = BufferPool(count, len(keeping), nbytes, device, stream, _allocator(members, context.gather))
     if sharing or keeping:
         context.weight_pools[role] = pool
@@ -431,7 +433,7 @@ def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[Para
     if not nbytes:
         return
     most = max(group.spec.settings.grad_buffers for group in members)
-    count = min(most if role == "block" else 1, len(members))
+    count = min(most if role in TAKE_TURNS else 1, len(members))
     allocator = _allocator(members, context.reduce)
     context.grad_pools[role] = BufferPool(count, 0, nbytes, context.device, context.reduce_stream, allocator)
     for group in members:

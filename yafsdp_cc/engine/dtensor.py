@@ -19,6 +19,7 @@ import copy
 import functools
 import logging
 import math
+import sys
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -538,6 +539,11 @@ def _instead(spec: ShardSpec) -> str:
     is_unit = group is not None and group.role != "root"
     if not owner.state.context.in_forward:
         unit = f"model.get_submodule('{group.name}')" if is_unit else "model"
+        if is_unit and (called := _called_alone(owner)):
+            return (
+                f"'{called}' was called outside of unit '{group.name}', in whose forward alone it has weights: call "
+                f"{unit}, make '{called}' a unit of its own, or call {unit}.unshard() before"
+            )
         return (
             "outside of a forward, only operations on each element and reductions take it. For a method that reads it, "
             f"call yafsdp_cc.register_forward_method({unit}, name); for edits, "
@@ -555,6 +561,18 @@ def _instead(spec: ShardSpec) -> str:
     if group.role != "edge":
         around = "name a unit that contains both: shard(model, units=...)"
     return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {_FULL}"
+
+
+def _called_alone(owner: Any) -> str:
+    """Return the name of the module that holds the parameter, where a call of that has led here; else nothing."""
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module = frame.f_locals.get("self")
+            if any(module is holder for holder, _ in owner.sites):
+                return str(owner.spec.name.rpartition(".")[0])
+    return ""
 
 
 def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also: str = "") -> NoReturn:

@@ -178,16 +178,15 @@ def _take_over_assigned(
 ) -> None:
     """Before ``module`` loads: take values over, and leave it the parameters themselves to assign."""
     for attribute, param in params:
-        value = state_dict.get(prefix + attribute)
-        if type(value) in (type(None), *PLAIN) or isinstance(value, DTensor):
+        value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
+        if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):
             continue
-        if isinstance(value, Tensor) and (subclass := subclass_of(param.parameter)) is not None:
-            if value.shape != param.parameter.shape:
-                raise ValueError(
-                    f"'{param.spec.name}' is sharded as the bytes of a {subclass.name}, and the state dict has a "
-                    f"{type(value).__name__} of {list(value.shape)} itself: load it into the plain model, before "
-                    "shard(), or load a state dict of a sharded model"
-                )
+        if value.shape != param.parameter.shape:
+            raise ValueError(
+                f"'{param.spec.name}' is sharded as the bytes of a {subclass.name}, and the state dict has a "
+                f"{type(value).__name__} of {list(value.shape)} itself: load it into the plain model, before shard(), "
+                "or load a state dict of a sharded model"
+            )
     if not metadata.get("assign_to_params_buffers"):
         return
     for attribute, param in params:

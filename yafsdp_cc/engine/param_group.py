@@ -166,10 +166,12 @@ class GroupContext:
         if not self.has_warned and self.gather.comm.rank == 0:
             keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
+            is_planned = any(group.spec.role is not None for group in keeping)  # by shard()
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
-                "zero_stage=1 has them in its plan; where every micro-batch may be reduced, leaving it on costs none",
+                "Where every micro-batch may be reduced, leaving it on costs none%s",
                 nbytes,
+                "; zero_stage=1 of shard() has them in its plan" if is_planned else "",
             )
         self.has_warned = True
 

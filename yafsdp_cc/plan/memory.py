@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ def plan_for(state: FSDPState) -> Plan:
         ),
         communication=_communication(state, traffic.values()),
         dtypes=_dtypes(state),
+        whole_elements=sum(math.prod(param.spec.global_shape) for param in state.params),
         traffic=tuple(traffic.values()),
         parameter_shard_bytes=sum(nbytes_of(flat.sharded) for flat in on_device),
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),

@@ -219,6 +219,8 @@ class Plan(RenamedFields):
     """Where arguments are from, if some are from a run file or its like."""
     dtypes: tuple[PlannedDtypes, ...] = ()
     """Of parameters, of the forward, and of what is sent."""
+    whole_elements: int = 0
+    """Elements of the whole model: ``elements``, and the parts that tensor or expert parallelism gives other ranks."""
 
     @property
     def parameters(self) -> int:
@@ -227,7 +229,7 @@ class Plan(RenamedFields):
 
     @property
     def elements(self) -> int:
-        """Elements of the whole model, padding left out."""
+        """Elements that this rank and those that it shards with hold, padding left out."""
         return sum(unit.elements for unit in self.units) + self.replicated.elements
 
     @property
@@ -275,8 +277,10 @@ class Plan(RenamedFields):
         if self.replicas == 1:
             del sent["replicas"]
         optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
+        whole = max(self.whole_elements, self.elements)
+        held = "" if whole == self.elements else f", of which these ranks hold {self.elements:,}"
         parts = [
-            [f"{len(self.units)} units on {ranks}, {self.elements:,} parameters in {self.parameters:,} tensors"],
+            [f"{len(self.units)} units on {ranks}, {whole:,} parameters in {self.parameters:,} tensors{held}"],
             _table(_unit_rows(self.units, self.replicated), left=2),
             *([_table(_dtype_rows(self.dtypes))] if self.dtypes else []),
             _table(_buffer_rows(self.buffers)),

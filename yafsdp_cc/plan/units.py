@@ -34,7 +34,10 @@ from yafsdp_cc.plan.parameters import (
 )
 from yafsdp_cc.plan.subclasses import subclass_of
 
-Role = Literal["block", "edge", "root"]
+Role = Literal["block", "nested", "edge", "root"]
+"""Nested are modules without parts within another unit, such as a block's experts: they have buffers of their own."""
+TAKE_TURNS = ("block", "nested")
+"""Roles of units that are many: two buffers serve them in turn. Edges have one."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
 Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
 """``"auto"``; class names, ``*`` patterns over module names, or classes; modules; or a predicate (name, module)."""
@@ -186,10 +189,12 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
     # Where the caller made the root a unit, it takes all that is left, edges too.
     edges = {} if (model,) in groups else _edges(left, total(paths_of))
     mixed = any(module._modules for group in members for module in group)
+    enclosed = {inner for group in members for module in group for inner in module.modules() if inner is not module}
     names = {module: name for name, module in model.named_modules()}
     found = [UnitSpec(names[edge], (edge,), "edge", tuple(parameters)) for edge, parameters in edges.items()]
     for group, parameters in members.items():
-        role: Role = "edge" if mixed and not any(module._modules for module in group) else "block"
+        is_edge_like = mixed and not any(module._modules for module in group)
+        role: Role = "block" if not is_edge_like else "nested" if group[0] in enclosed else "edge"
         found.append(UnitSpec(names[group[0]], group, role, tuple(parameters)))
     position = {module: index for index, module in enumerate(names)}
     found.sort(key=lambda unit: position[unit.modules[0]])
