@@ -33,7 +33,7 @@ def test_tables_compare_with_exact_sends() -> None:
         "direct int4 / int8": {"by_epoch": [[3.0, 2.1], [3.0, 2.31]], "held_out": [2.5, 2.55]},
     }
     *_, ours = pipeline.loss_table(learnt).splitlines()
-    assert ours.split() == ["direct", "int4", "/", "int8", "2.2050", "+5.00%", "2.5250", "+1.00%"]
+    assert ours.split() == ["direct", "int4", "/", "int8", "2.2050", "+5.00%", "+5.00%", "+5.00%", "2.5250", "+1.00%"]
 
 
 def test_turns_count_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,19 +292,26 @@ def timing_table(figures: Mapping[str, Any]) -> str:
 
 
 def loss_table(learnt: Mapping[str, Any]) -> str:
-    """Return a row for each contestant: means over seeds, and how far above exact sends."""
+    """Return a row for each contestant: means over seeds, how far above exact sends, and that of each seed."""
     exact = learnt.get("exact")
 
     def above(each: Mapping[str, Any], of: str) -> str:
         return cell(_last(each[of]) / _last(exact[of]) - 1 if exact else None, "+.2%")
 
+    def by_seed(each: Mapping[str, Any]) -> str:
+        if exact is None:
+            return "-"
+        pairs = zip(each["by_epoch"], exact["by_epoch"], strict=True)
+        return " ".join(f"{ours[-1] / theirs[-1] - 1:+.2%}" for ours, theirs in pairs)
+
     return table(
-        ("", "last epoch", "above exact", "held-out", "above exact"),
+        ("", "last epoch", "above exact", "by seed", "held-out", "above exact"),
         *(
             (
                 name,
                 f"{_last(each['by_epoch']):.4f}",
                 above(each, "by_epoch"),
+                by_seed(each),
                 f"{_last(each['held_out']):.4f}",
                 above(each, "held_out"),
             )

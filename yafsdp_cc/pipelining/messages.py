@@ -104,9 +104,10 @@ Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
 """How a codec's message x̂ of a block x comes out:
 
 "stochastic": right on average, where the codec can round so, else to nearest
-"scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x, and after a
-    rotation right on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean Estimation
-    for Federated Learning", 2022, section 3). For codecs with a scale for each block; others round to nearest
+"scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x. Behind a
+    rotation that is drawn, x̂ is right on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust
+    Distributed Mean Estimation for Federated Learning", 2022); that of ``rotate`` is fixed. For codecs whose numbers
+    are codes times the scale of their block (``Scaled``); others round to nearest
 "nearest": the least that such a message can lose
 """
 

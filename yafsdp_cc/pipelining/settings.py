@@ -39,8 +39,8 @@ class StageCompression:
         epilogue_only: encode the gradients alone whose transfer no computation hides (``schedule.hidden_gradients``),
             and send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
-        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
-            make it unbiased. For codecs with a scale for each block.
+        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales by
+            which nothing is lost along the block itself. For codecs with a scale for each block.
         block: elements that share a scale.
 
     Raises:
@@ -113,8 +113,8 @@ class StageCompression:
     def of_changes(self) -> Encoding:
         """Return the encoding of changes of samples' activations.
 
-        It rounds without bias, as AQ-SGD's analysis asks for, unless that alone would lose too much: then to nearest,
-        and what is lost is part of the next change.
+        It rounds without bias, as AQ-SGD's analysis asks for (with a rotation, without one along the change), unless
+        that alone would lose too much: then to nearest, and what is lost is part of the next change.
         """
         rounding = self._rounding
         if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:
