@@ -383,7 +383,7 @@ class ShardSpec:
 
     @property
     def updated_shape(self) -> torch.Size:
-        """The shape of the matrix, or the stack, that the shard group updates: whole matrices, here a part of a stack."""
+        """Shape of what the shard group updates: the parameter, or its part of a stack that is divided."""
         parallel = self.tensor_parallel
         return self.shape if parallel is None or not parallel.divides_matrices else parallel.shape
 

@@ -380,7 +380,10 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
     numel, bounds, parallel = math.prod(shape), spec.update_bounds, spec.tensor_parallel
     if bounds is not None:
         bounds = tuple(bound * numel // max(spec.numel, 1) for bound in bounds)
-    if parallel is not None:
-        whole = (*parallel.shape[: len(parallel.shape) - 2], *shape[len(parallel.shape) - 2 :])
-        parallel = None if parallel.divides_matrices else TensorParallel(parallel.mesh, parallel.placements, torch.Size(whole))
+    if parallel is not None and parallel.divides_matrices:
+        parallel = None
+    elif parallel is not None:
+        depth = len(parallel.shape) - 2
+        whole = torch.Size((*parallel.shape[:depth], *shape[depth:]))
+        parallel = TensorParallel(parallel.mesh, parallel.placements, whole)
     return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, parallel, owners=spec.owners)

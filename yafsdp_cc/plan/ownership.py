@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.plan.parameters import present
 
 if TYPE_CHECKING:
@@ -256,13 +255,12 @@ def _updated_shape(owned: OwnedParameter) -> torch.Size:
 
     That is the whole of it, but where experts are divided evenly, and no matrix is, a part of the stack.
     """
-    shape = owned.parameter.shape
-    if isinstance(owned.parameter, DTensor):
-        parallel = TensorParallel.of(owned.parameter)
-        parts = math.prod(
-            parallel.mesh.size(dim) for dim, each in enumerate(parallel.placements) if isinstance(each, Shard)
-        )
-        local = present(owned.parameter).shape
-        if not parallel.divides_matrices and math.prod(local) * parts == math.prod(shape):
+    parameter = owned.parameter
+    if isinstance(parameter, DTensor):
+        cuts = [(dim, each.dim) for dim, each in enumerate(parameter.placements) if isinstance(each, Shard)]
+        parts = math.prod(parameter.device_mesh.size(dim) for dim, _ in cuts)
+        local = present(parameter).shape
+        is_stack = all(cut % parameter.ndim < parameter.ndim - 2 for _, cut in cuts)
+        if is_stack and math.prod(local) * parts == parameter.numel():
             return local
-    return shape
+    return parameter.shape
