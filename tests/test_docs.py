@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 TUTORIALS = ["loop", "lora", "slow-network", "machines", "sparse-attention"]
-GUIDES = ["using", "migrating", "compression", "one-bit", "muon", "launch", "profiling", "pipelines"]
+GUIDES = ["using", "migrating", "compression", "one-bit", "muon", "launch", "profiling", "pipelines", "exchange"]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/tutorials/{name}.md" for name in TUTORIALS)]
 
 
