@@ -99,7 +99,8 @@ def losses_table(found: dict[str, dict[str, float]]) -> str:
 
 def pace(bandwidth: str) -> str:
     """Return a row for each bound of staleness: pushes of both kinds of workers, their delays, and bytes per push."""
-    rows: list[tuple[str, ...]] = [("max_staleness", "pushes/s", "of rank 0", "of rank 1", "mean delay", "largest", "KB sent per push")]
+    head = ("max_staleness", "pushes/s", "of rank 0", "of rank 1", "mean delay", "largest", "KB sent per push")
+    rows: list[tuple[str, ...]] = [head]
     with Lab(WORKERS, bandwidth) as lab:
         for bound in (0, 1, 4, None):
             ranks = lab.run(_work, lab, bound)
