@@ -204,8 +204,8 @@ class ParameterServer:
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
-                f"rank {self._rank} of {world} cannot resume from the part of rank {state['rank']} of {state['ranks']}: "
-                "each from its own, and as many ranks"
+                f"rank {self._rank} of {world} cannot resume from the part of rank {state['rank']} of {state['ranks']}"
+                ": each from its own, and as many ranks"
             )
         with self._changed:
             self.shard.load_state_dict(copy.deepcopy(state["shard"]))
