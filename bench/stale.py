@@ -2,12 +2,16 @@
 
     python bench/stale.py --json stale.json                      # three seeds: half an hour for one free core
     python bench/stale.py --ways "sgd, asgd;sgd, dc-asgd" --seeds 0 --steps 100
+    python bench/stale.py --pace 20mbit                          # one slow worker; a minute and a half
 
 A language model of 0.35 million parameters reads the Python standard library. Four workers take turns in one process:
 each pushes the gradient of 16 x 64 bytes, and pulls again, when the other three have pushed theirs (delay 3); or pulls
 just before (no delay). A push is an update by ``yafsdp_cc.server.ServerShard``, a step is four of them; the rate warms
 up for 20 steps and is then a cosine. Compensation is adaptive, with λ₀ = 2. *Damage* is ASGD's loss less that without a
 delay, *recovered* the part of it that compensation undoes.
+
+``--pace``: four workers over links of this bandwidth, by ``ParameterServer``. Each waits 0.2 s instead of computing,
+rank 1 three times as long, for 20 s at every bound of staleness.
 """
 
 from __future__ import annotations
@@ -16,21 +20,28 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from yafsdp_cc.bench.common import names, save, table
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import loss_of
-from yafsdp_cc.server import ServerShard
+from yafsdp_cc.netlab import Lab
+from yafsdp_cc.server import ParameterServer, ServerShard
 
 WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
+SECONDS = 20.0
+"""Of each bound of staleness."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": torch.optim.SGD, "lr": 1.0},
     "adamw": {"optimizer": torch.optim.AdamW, "lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
@@ -86,14 +97,47 @@ def losses_table(found: dict[str, dict[str, float]]) -> str:
     return table(*rows)
 
 
+def pace(bandwidth: str) -> str:
+    """Return a row for each bound of staleness: pushes of both kinds of workers, their delays, and bytes per push."""
+    head = ("max_staleness", "pushes/s", "of rank 0", "of rank 1", "mean delay", "largest", "KB sent per push")
+    rows: list[tuple[str, ...]] = [head]
+    with Lab(WORKERS, bandwidth) as lab:
+        for bound in (0, 1, 4, None):
+            ranks = lab.run(_work, lab, bound)
+            pushes, delays = [each[0] for each in ranks], sum((each[2] for each in ranks), Counter[int]())
+            figures = (sum(pushes) / SECONDS, pushes[0] / SECONDS, pushes[1] / SECONDS, fmean(delays.elements()))
+            sent = sum(each[1] for each in ranks) / sum(pushes) / 1e3
+            rows.append((str(bound), *(f"{each:.2f}" for each in figures), str(max(delays)), f"{sent:.0f}"))
+    return table(*rows)
+
+
+def _work(lab: Lab, bound: int | None) -> tuple[int, int, Counter[int]]:
+    """Return the pushes of this rank, the bytes it sent, and the delays at its shard."""
+    rank, pushes = dist.get_rank(), 0
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    with ParameterServer(model, lr=0.01, max_staleness=bound) as server:
+        before, start = lab.traffic()[rank], time.perf_counter()
+        while time.perf_counter() - start < SECONDS:
+            server.pull()
+            model(torch.randn(8, 64)).square().mean().backward()
+            time.sleep(0.6 if rank == 1 else 0.2)
+            server.push()
+            pushes += 1
+    return pushes, lab.traffic()[rank].since(before).payload_sent, server.shard.delays
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS), help="; between them (all)")
     parser.add_argument("--seeds", type=names, default=["0", "1", "2"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--pace", metavar="BANDWIDTH", help="measure this instead")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.pace:
+        print(pace(asked.pace))
+        return
     found: dict[str, dict[str, float]] = {}
     for seed in asked.seeds:
         for way in asked.ways:

@@ -22,7 +22,18 @@ ROOT = Path(__file__).parent.parent
 
 
 TUTORIALS = ["loop", "lora", "slow-network", "machines", "sparse-attention"]
-GUIDES = ["using", "migrating", "compression", "one-bit", "muon", "launch", "profiling", "pipelines", "replicas"]
+GUIDES = [
+    "using",
+    "migrating",
+    "compression",
+    "one-bit",
+    "muon",
+    "launch",
+    "profiling",
+    "pipelines",
+    "replicas",
+    "exchange",
+]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/tutorials/{name}.md" for name in TUTORIALS)]
 
 

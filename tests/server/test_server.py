@@ -254,3 +254,5 @@ def test_what_cannot_be_served_is_refused() -> None:
         backward(alone, 0, 0)
         server.push()
     torch.testing.assert_close(weights_of(alone), weights_of(net()) - 0.1 * gradient(net(), weights_of(net()), 0, 0))
+    with pytest.raises(ZeroDivisionError), ParameterServer(net(), lr=0.1):
+        raise ZeroDivisionError

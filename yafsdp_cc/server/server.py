@@ -201,11 +201,11 @@ class ParameterServer:
         Raises:
             ValueError: it is another rank's part, or of another number of ranks.
         """
-        saved, own = (state["rank"], state["ranks"]), (self._rank, len(self._weights))
-        if saved != own:
+        world = len(self._weights)
+        if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
-                "rank {} of {} cannot resume from the part of rank {} of {}: each from its own, and as "
-                "many ranks".format(*own, *saved)
+                f"rank {self._rank} of {world} cannot resume from the part of rank {state['rank']} of {state['ranks']}"
+                ": each from its own, and as many ranks"
             )
         with self._changed:
             self.shard.load_state_dict(copy.deepcopy(state["shard"]))
@@ -249,7 +249,7 @@ class ParameterServer:
     def _error(self, reason: str) -> RuntimeError:
         """Fail for the first reason that any rank has found: others lose their connections to that rank soon after."""
         with self._changed:
-            if not self._failure:
+            if not self._failure and self._peers:
                 with suppress(RuntimeError):  # the store may be gone with a rank
                     reason = self._store.compare_set(self._key, "", reason).decode()
                 self._failure = reason
