@@ -5,10 +5,9 @@
 
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each gloo rank is
 a replica. A step is 1,024 bytes of text, whatever the number of replicas; of half batches, each half is 512. All train
-at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed and number of replicas.
-*Gap*
-is the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica that is
-furthest from their mean was before, by norms.
+at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed and number of replicas. The
+*gap* is the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica
+that is furthest from their mean was before, by norms.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,31 +14,37 @@ from tests.models import Mlp
 from tests.ranks import on_ranks, ranks
 from tests.replicas.test_overlap import ADAMW, sharded, train
 from tests.twins import seeded, whole
-from yafsdp_cc.replicas import Overlap, ReplicaSync
+from yafsdp_cc.replicas import Gossip, Overlap, ReplicaSync
+
+SYNCS: dict[str, Callable[[], ReplicaSync]] = {
+    "overlap": Overlap,
+    "overlap-int4": lambda: Overlap("int4"),
+    "half-batches": lambda: Overlap(half_batches=True),
+    "gossip-late": lambda: Gossip(overlap=1),
+    "gossip-int4": lambda: Gossip(codec="int4"),
+}
 
 
-def make(codec: str | None) -> ReplicaSync:
-    return Overlap(codec)
-
-
-@pytest.mark.parametrize("codec", [None, "int4"])
-def test_resumed_training_is_that_which_went_on(tmp_path: Path, codec: str | None) -> None:
-    _check_resumed(path=tmp_path / "checkpoint", codec=codec)
+@pytest.mark.parametrize("sync", SYNCS)
+def test_resumed_training_is_that_which_went_on(tmp_path: Path, sync: str) -> None:
+    _check_resumed(path=tmp_path / "checkpoint", sync=sync)
 
 
 @ranks(4)
-def _check_resumed(path: Path, codec: str | None) -> None:
-    model = sharded(2, 2, make(codec))
+def _check_resumed(path: Path, sync: str) -> None:
+    model = sharded(2, 2, SYNCS[sync]())
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     train(model, optimizer, range(3))
     yafsdp_cc.save(path, model, optimizer, rank=dist.get_rank())
     train(model, optimizer, range(3, 6))
+    yafsdp_cc.synchronize_replicas(model)
 
-    resumed = sharded(2, 2, make(codec))
+    resumed = sharded(2, 2, SYNCS[sync]())
     its = torch.optim.AdamW(resumed.parameters(), **ADAMW)
     train(resumed, its, range(1))  # what is on its way then is dropped
     assert yafsdp_cc.load(path, resumed, its) == {"rank": dist.get_rank()}
     train(resumed, its, range(3, 6))
+    yafsdp_cc.synchronize_replicas(resumed)
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(resumed.get_parameter(name).detach()), whole(parameter.detach())), name
 

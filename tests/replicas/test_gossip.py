@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.ranks import ranks
 from tests.replicas.test_overlap import Branches, batch, branches_loss, mesh_of, sharded, train
 from tests.twins import numbers, seeded, square, whole
 from yafsdp_cc.replicas import Gossip
-from yafsdp_cc.replicas.sync import sync_of
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
 
@@ -146,30 +144,6 @@ def _check_sum(world: int) -> None:
         assert gossip._push_weight.item() == 1.0
 
 
-@ranks(2)
-def test_training_goes_on_from_a_meeting_as_from_a_checkpoint() -> None:
-    for settings in ({"overlap": 1}, {"codec": "int4"}):
-        runs = []
-        for resumes in (False, True):
-            model = sharded(2, 1, Gossip(**settings))
-            optimizer = AdamW(model.parameters(), **ADAMW)
-            train(model, optimizer, range(3))
-            yafsdp_cc.synchronize_replicas(model)
-            if resumes:
-                weights, state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
-                model = sharded(2, 1, Gossip(**settings))
-                optimizer = AdamW(model.parameters(), **ADAMW)
-                train(model, optimizer, range(1))  # what is in flight then is dropped
-                model.load_state_dict(weights)
-                optimizer.load_state_dict(state)
-                sync = sync_of(model)
-                assert sync is not None
-                sync.load_state({})
-            train(model, optimizer, range(3, 6))
-            runs.append(shown_by(model))
-        assert torch.equal(*runs)
-
-
 @ranks(4)
 def test_state_that_some_replicas_lack_is_shared() -> None:
     model = seeded(Branches)
@@ -229,5 +203,5 @@ def test_plan_and_refusals() -> None:
     square(model, batch(0, 0)).backward()
     with pytest.raises(ValueError, match=r"sync=Gossip\(\) needs an optimizer .*; LBFGS does not"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
-    with pytest.raises(ValueError, match=r"codec='onebit' loses 36% .* among 2 replicas errors grow from 25%"):
-        sharded(2, 2, Gossip(codec="onebit"))
+    with pytest.raises(ValueError, match=r"codec='int3' loses 3.8% .* more than 3.1% grow among 2 replicas"):
+        sharded(2, 2, Gossip(codec="int3"))

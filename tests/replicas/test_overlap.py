@@ -237,24 +237,21 @@ def _check_definition(
 
 @ranks(2)
 def test_encoded_sums_keep_replicas_equal_and_near_exact_ones() -> None:
-    losses = {}
-    for codec in (None, "int8", "int4"):
-        for half_batches in (False, True):
-            model = sharded(2, 1, Overlap(codec, half_batches))
+    for codec, half_batches in (("int8", True), ("int4", False)):
+        losses = []
+        for its in (None, codec):
+            model = sharded(2, 1, Overlap(its, half_batches))
             optimizer = AdamW(model.parameters(), **ADAMW)
-            train(model, optimizer, range(20))
+            train(model, optimizer, range(12))
             yafsdp_cc.synchronize_replicas(model)
             found = torch.cat([whole(each.detach()).flatten() for each in model.parameters()])
             others = [torch.empty_like(found) for _ in range(2)]
             dist.all_gather(others, found)
             assert torch.equal(*others)
             with torch.no_grad():
-                losses[codec, half_batches] = square(model, batch(1, 0)).item()
-    for half_batches in (False, True):
-        exact = losses[None, half_batches]
-        for codec in ("int8", "int4"):
-            assert losses[codec, half_batches] != exact
-            assert losses[codec, half_batches] == pytest.approx(exact, rel=0.1)
+                losses.append(square(model, batch(1, 0)).item())
+        assert losses[0] != losses[1]
+        assert losses[0] == pytest.approx(losses[1], rel=0.25)
 
 
 @ranks(2)
@@ -321,6 +318,12 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     optimizer.step()  # a group that was added later
     with pytest.raises(ValueError, match="synchronized already"):
         yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+    plain = nn.Linear(2, 2)
+    yafsdp_cc.join_replicas(plain, mesh["replicate"], Overlap())
+    scaler, fused = torch.amp.GradScaler("cpu"), SGD(plain.parameters(), fused=True)
+    scaler.scale(plain(torch.ones(2)).sum()).backward()
+    with pytest.raises(ValueError, match="a GradScaler scales and skips steps"):
+        scaler.step(fused)
 
 
 @ranks(2)

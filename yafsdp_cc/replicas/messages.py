@@ -136,7 +136,7 @@ class PeerMessage:
     """
 
     def __init__(self, comm: Communicator, headers: int, sent: Tensor, received: Tensor) -> None:
-        self._comm, self._sent, self._received = comm, sent, received
+        self._comm, self._sent, self._received = comm, sent.view(-1), received.view(-1)
         self.sent_header = torch.zeros(headers, dtype=torch.float32, device=sent.device)
         self.received_header = torch.zeros_like(self.sent_header)
         self._stream = comm_stream(sent.device)
