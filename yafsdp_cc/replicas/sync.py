@@ -102,16 +102,28 @@ class ReplicaSync(ABC):
 
     # What all share
 
-    def bind(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        """Make ``comm``, and let all replicas have the first one's weights and buffers."""
+        if mesh is None:
+            raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
+        group = shard_group(mesh)
+        self.comm = Communicator(group, self.device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = local_of(tensor)
+            carried = local.contiguous()
+            broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+            if carried is not local:
+                local.copy_(carried)
+
+    def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
             model: sharded, or plain.
-            mesh: 1D, the ranks that hold the same shard, one in each replica.
+            mesh: 1D, the ranks that hold the same shard, one in each replica; None where these come and go.
         """
         if self.parameters:
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
-        group = shard_group(mesh)
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         taken = next((name for name, each in named.items() if each in _bound), None)
         if taken is not None:
@@ -120,14 +132,8 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        self.comm = Communicator(group, self.device)
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                local = local_of(tensor)
-                carried = local.contiguous()
-                broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
-                if carried is not local:
-                    local.copy_(carried)
+            self.connect(model, mesh)
         for parameter in named.values():
             _bound[parameter] = self
         self.prepare()
@@ -169,7 +175,7 @@ def elementwise(optimizer: Optimizer, method: str) -> None:
         )
 
 
-def join_replicas(model: nn.Module, mesh: DeviceMesh, sync: ReplicaSync) -> None:
+def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
     """Synchronize the replicas of a model in another way than by a sum in every backward. A collective.
 
     ``shard(model, mesh=mesh, sync=...)`` does it by itself. After ``fully_shard`` with ``mesh["shard"]``, or for plain
@@ -177,7 +183,8 @@ def join_replicas(model: nn.Module, mesh: DeviceMesh, sync: ReplicaSync) -> None
 
     Args:
         model: this rank's; sharded across the ranks of its replica alone, or plain. Takes the first replica's weights.
-        mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``.
+        mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``. None for an ``Outer``
+            with a ``Membership``.
         sync: ``Overlap()``, ``Outer(...)`` or ``Gossip(...)`` of ``yafsdp_cc.replicas``.
 
     Raises:
@@ -300,16 +307,20 @@ class LocalBuffer:
     """
 
     def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
-        sizes = [each.numel() for each in like]
-        rooms = [-(-size // align) * align for size in sizes]
-        self.align, self._sizes = align, sizes
-        self.data = torch.zeros(sum(rooms), dtype=torch.float32, device=like[0].device)
-        parts = zip(self.data.split(rooms), like, strict=True)
-        self.views = [part[: each.numel()].view(each.shape) for part, each in parts]
+        self.align, self._shapes = align, [each.shape for each in like]
+        self._rooms = [-(-each.numel() // align) * align for each in like]
+        self.data = torch.zeros(sum(self._rooms), dtype=torch.float32, device=like[0].device)
+        self.views = self.split(self.data)
+
+    def split(self, data: Tensor) -> list[Tensor]:
+        """Return the part of each tensor in a buffer like this one."""
+        parts = zip(data.split(self._rooms), self._shapes, strict=True)
+        return [part[: shape.numel()].view(shape) for part, shape in parts]
 
     def counts(self) -> Tensor:
         """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
-        found = [min(self.align, size - start) for size in self._sizes for start in range(0, size, self.align)]
+        sizes = [shape.numel() for shape in self._shapes]
+        found = [min(self.align, size - start) for size in sizes for start in range(0, size, self.align)]
         return torch.tensor([found], dtype=torch.int32).to(self.data.device)
 
     @property
