@@ -191,6 +191,11 @@ class Membership(Rounds):
         """The members of the last round that counted, each with its name first."""
         return [] if self._last is None else self._last.replicas
 
+    @property
+    def contributors(self) -> list[str]:
+        """Those of them whose steps counted."""
+        return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
+
     def leave(self) -> None:
         """Let the others not wait for this replica any more. Call it between rounds, on one of its ranks or all."""
         self._ask(lambda store: store.set(f"left/{self._replica}", ""))
@@ -225,6 +230,7 @@ class Membership(Rounds):
         if counts:
             self.version = self._place[0]
             self._ask(lambda store: store.set("last", json.dumps(self._place)))
+            self._last, self._place = members, (self.version + 1, 0)
         else:
             self._group = ""
             if self._comm is not None:

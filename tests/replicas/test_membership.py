@@ -1,0 +1,318 @@
+"""Replicas that are killed, join and stall, against the rounds that they say to have made, in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import yafsdp_cc
+from tests.ranks import on_ranks
+from tests.twins import numbers, refusal, seeded, square
+from yafsdp_cc.replicas import Membership, Outer
+from yafsdp_cc.replicas.sync import join_replicas
+
+EVERY, LR, DEADLINE = 3, 0.05, 2.0
+_FORK: Any = multiprocessing.get_context("fork")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+
+def batch(version: int, step: int, name: str, shard: int) -> Tensor:
+    """What a replica trains on in the round after ``version``: known from that alone."""
+    return numbers(6, 8, seed=10_000 * ord(name) + 100 * version + 10 * step + shard)
+
+
+class Made(NamedTuple):
+    """A round that a replica was in."""
+
+    version: int
+    contributors: list[str]
+    weights: list[float]
+
+
+class Replica:
+    """What runs on a rank of a replica."""
+
+    def __init__(self, port: int, name: str, shard: int, shards: int, folder: str, **options: Any) -> None:
+        self.name, self.shard = name, shard
+        self.signals = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
+        store = dist.PrefixStore("run", dist.TCPStore("localhost", port, is_master=False))
+        self.model: Any = seeded(net, seed=ord(name))
+        if shards > 1:
+            file = dist.FileStore(f"{folder}/{name}", shards)
+            dist.init_process_group("gloo", store=file, rank=shard, world_size=shards)
+            self.model = yafsdp_cc.shard(self.model)
+        settings = {"deadline": DEADLINE, "patience": 60.0}
+        members = {each: options.pop(each) for each in ("first", "deadline") if each in options}
+        self.membership = Membership(store, name, **(settings | members))
+        self.sync = Outer(EVERY, membership=self.membership, **options)
+        join_replicas(self.model, None, self.sync)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.made: list[Made] = []
+        self.losses: list[float] = []
+
+    def train(self) -> None:
+        """One round."""
+        version = self.membership.version
+        for step in range(EVERY):
+            loss = square(self.model, batch(version, step, self.name[0], self.shard))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self.made.append(Made(self.membership.version, self.contributors, flat(self.model)))
+
+    @property
+    def contributors(self) -> list[str]:
+        return [each.partition("-")[0] for each in self.membership.contributors]
+
+    def has(self, key: str) -> bool:
+        found: bool = self.signals.check([key])
+        return found
+
+    def until_stopped(self) -> None:
+        while not (self.has("stop") and self.membership.version >= int(self.signals.get("stop"))):
+            self.train()
+            time.sleep(0.02)
+
+
+def flat(model: Any) -> list[float]:
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return torch.cat([each.detach().view(-1) for each in whole]).tolist()
+
+
+def replayed(rounds: list[tuple[int, list[str]]], shards: int, first: str) -> list[list[float]]:
+    """The outer weights after each round of these contributors, by DiLoCo's definition."""
+    outer = [each.detach().clone() for each in seeded(net, seed=ord(first)).parameters()]
+    buffers = [torch.zeros_like(each) for each in outer]
+    found = []
+    for version, contributors in rounds:
+        ends = [_trained(outer, version - 1, name, shards) for name in contributors]
+        for place, (weights, buffer) in enumerate(zip(outer, buffers, strict=True)):
+            if not ends:
+                continue
+            delta = torch.stack([weights - each[place] for each in ends]).mean(0)
+            buffer.mul_(0.9).add_(delta)
+            weights.sub_(0.7 * (delta + 0.9 * buffer))
+        found.append(torch.cat([each.view(-1) for each in outer]).tolist())
+    return found
+
+
+def _trained(outer: list[Tensor], version: int, name: str, shards: int) -> list[Tensor]:
+    model = net()
+    with torch.no_grad():
+        for own, weights in zip(model.parameters(), outer, strict=True):
+            own.copy_(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(EVERY):
+        for shard in range(shards):
+            (square(model, batch(version, step, name[0], shard)) / shards).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach() for each in model.parameters()]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Processes ---------------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A store's server and replicas, each rank a process; all end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.processes: dict[tuple[str, int], tuple[Any, Any]] = {}
+        pipe, self.server = self._start(_serve)
+        self.port: int = pipe.recv()
+
+    def start(self, body: Any, name: str, shards: int = 1, **options: Any) -> None:
+        for shard in range(shards):
+            args = (body, self.port, name, shard, shards, self.folder, options)
+            self.processes[name, shard] = self._start(_run, *args)
+
+    def result(self, name: str, shard: int = 0, timeout: float = 100.0) -> Any:
+        pipe, _ = self.processes[name, shard]
+        assert pipe.poll(timeout), f"replica {name} does not end"
+        failed, value = pipe.recv()
+        assert not failed, f"replica {name}:\n{value}"
+        return value
+
+    @staticmethod
+    def _start(target: Any, *args: Any) -> tuple[Any, Any]:
+        ours, theirs = _FORK.Pipe()
+        process = _FORK.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def end(self) -> None:
+        for _, process in self.processes.values():
+            process.kill()
+            process.join()
+        self.server.kill()
+        self.server.join()
+
+
+@contextmanager
+def fleet(folder: Path) -> Iterator[Fleet]:
+    made = Fleet(folder)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _serve(pipe: Any) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(3600)
+
+
+def _run(
+    pipe: Any, body: Any, port: int, name: str, shard: int, shards: int, folder: str, options: dict[str, Any]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send((False, body(Replica(port, name, shard, shards, folder, **options))))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+    sys.stdout.flush()
+    time.sleep(3600)  # its end would break others' connections
+
+
+# Tests -------------------------------------------------------------------------------------------------------------
+
+
+def steady(replica: Replica) -> list[Made]:
+    """Let the others come one after another, and then stop all."""
+    while not replica.has("is back"):
+        replica.train()
+        if replica.membership.version == 2:
+            replica.signals.set("may join", "")
+        time.sleep(0.02)
+    replica.signals.set("stop", str(replica.membership.version + 2))
+    replica.until_stopped()
+    return replica.made
+
+
+def is_killed(replica: Replica) -> None:
+    replica.train()
+    before_step = replica.optimizer.step
+    replica.optimizer.step = lambda *_: (before_step(), die())  # type: ignore[method-assign]
+    replica.train()
+
+
+def joins(replica: Replica) -> list[Made]:
+    while "d" not in replica.contributors:
+        replica.train()
+    replica.signals.set("has joined", "")
+    replica.until_stopped()
+    return replica.made
+
+
+def stalls(replica: Replica) -> list[Made]:
+    while not replica.has("has joined"):
+        replica.train()
+    late = replica.membership.version
+    time.sleep(2 * DEADLINE)
+    replica.train()
+    assert replica.membership.version > late + 1 or replica.contributors == ["b"]
+    while "b" not in replica.contributors:
+        replica.train()
+    replica.signals.set("is back", "")
+    replica.until_stopped()
+    return replica.made
+
+
+def test_rounds_go_on_without_the_dead_and_with_the_new_and_the_late(tmp_path: Path) -> None:
+    with fleet(tmp_path) as replicas:
+        for name, body in (("a", steady), ("b", stalls), ("c", is_killed)):
+            replicas.start(body, name, first=3)
+        signals = on_ranks(1, _wait_for, replicas.port, "may join")
+        assert signals == [True]
+        replicas.start(joins, "d")
+        made = {name: replicas.result(name) for name in "abd"}
+    _check_rounds(made)
+    contributors = [set(each.contributors) for each in made["a"]]
+    assert {"a", "b", "c"} in contributors
+    assert any("d" in each for each in contributors)
+    assert any("b" not in each for each in contributors)
+    assert {"a", "b", "d"} in contributors
+
+
+def _wait_for(port: int, key: str) -> bool:
+    dist.TCPStore("localhost", port, is_master=False).wait([key], timedelta(seconds=60))
+    return True
+
+
+def _check_rounds(made: dict[str, list[Made]], shards: int = 1, first: str = "a") -> None:
+    truth = made["a"]
+    assert [each.version for each in truth] == list(range(1, len(truth) + 1))
+    expected = on_ranks(1, replayed, [(each.version, each.contributors) for each in truth], shards, first)[0]
+    for each, weights in zip(truth, expected, strict=True):
+        difference = max(abs(x - y) for x, y in zip(each.weights, weights, strict=True))
+        assert difference < 1e-5, (each.version, each.contributors, difference)
+    by_version = {each.version: each.weights for each in truth}
+    for name, rounds in made.items():
+        for each in rounds:
+            assert each.weights == by_version.get(each.version, each.weights), (name, each.version)
+
+
+def dies_in_an_exchange(replica: Replica) -> None:
+    replica.train()
+    replica.sync._send = lambda *_: die()  # type: ignore[method-assign,assign]
+    replica.train()
+
+
+def four_rounds(replica: Replica) -> list[Made]:
+    for _ in range(4):
+        replica.train()
+    yafsdp_cc.synchronize_replicas(replica.model)  # nothing was done since the round
+    replica.membership.leave()
+    return replica.made
+
+
+def test_a_void_exchange_is_repeated_without_the_dead(tmp_path: Path) -> None:
+    with fleet(tmp_path) as replicas:
+        replicas.start(four_rounds, "a", shards=2, first=2)
+        replicas.start(dies_in_an_exchange, "b", shards=2, first=2)
+        made = {"a": replicas.result("a"), "a1": replicas.result("a", 1)}
+    _check_rounds(made, shards=2)
+    assert [each.contributors for each in made["a"]] == [["a", "b"], ["a"], ["a"], ["a"]]
+
+
+def loses_its_store(replica: Replica) -> str:
+    replica.train()
+    replica.signals.set("trained", "")
+    while True:
+        try:
+            replica.has("trained")
+        except RuntimeError:
+            return refusal(replica.train)
+        time.sleep(0.02)
+
+
+def test_an_error_names_the_store_that_is_gone(tmp_path: Path) -> None:
+    with fleet(tmp_path) as replicas:
+        replicas.start(loses_its_store, "a")
+        on_ranks(1, _wait_for, replicas.port, "trained")
+        replicas.server.kill()
+        assert f"localhost:{replicas.port}" in replicas.result("a")
