@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from tests.twins import numbers, refusal, seeded, square
+from tests.twins import numbers, refusal, seeded
 from yafsdp_cc.replicas import Membership, Outer
 from yafsdp_cc.replicas.sync import join_replicas
 
-EVERY, LR, DEADLINE = 3, 0.05, 2.0
+EVERY, LR, DEADLINE = 3, 0.05, 1.0
 _FORK: Any = multiprocessing.get_context("fork")
 
 
@@ -43,6 +44,8 @@ class Made(NamedTuple):
     version: int
     contributors: list[str]
     weights: list[float]
+    seconds: float
+    """Since the one before."""
 
 
 class Replica:
@@ -54,28 +57,40 @@ class Replica:
         store = dist.PrefixStore("run", dist.TCPStore("localhost", port, is_master=False))
         self.model: Any = seeded(net, seed=ord(name))
         if shards > 1:
-            file = dist.FileStore(f"{folder}/{name}", shards)
+            file = dist.FileStore(f"{folder}/store of {name}", shards)
             dist.init_process_group("gloo", store=file, rank=shard, world_size=shards)
             self.model = yafsdp_cc.shard(self.model)
         settings = {"deadline": DEADLINE, "patience": 60.0}
+        inner = 0.9 if "codec" in options else 0.0
         members = {each: options.pop(each) for each in ("first", "deadline") if each in options}
         self.membership = Membership(store, name, **(settings | members))
         self.sync = Outer(EVERY, membership=self.membership, **options)
         join_replicas(self.model, None, self.sync)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=inner)
         self.made: list[Made] = []
-        self.losses: list[float] = []
+        self.began = time.monotonic()
+        self.file = open(f"{folder}/{name}-{os.getpid()}.jsonl", "w")
+        self.note()
 
     def train(self) -> None:
         """One round."""
         version = self.membership.version
         for step in range(EVERY):
-            loss = square(self.model, batch(version, step, self.name[0], self.shard))
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.losses.append(float(loss.detach()))
-        self.made.append(Made(self.membership.version, self.contributors, flat(self.model)))
+            self.step(version, step)
+        self.note()
+
+    def step(self, version: int, step: int) -> None:
+        loss_of(self.model, batch(version, step, self.name, self.shard)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def note(self) -> None:
+        now = time.monotonic()
+        self.made.append(Made(self.membership.version, self.contributors, flat(self.model), now - self.began))
+        self.began = now
+        if self.shard == 0:
+            self.file.write(json.dumps(self.made[-1]) + "\n")
+            self.file.flush()
 
     @property
     def contributors(self) -> list[str]:
@@ -91,14 +106,21 @@ class Replica:
             time.sleep(0.02)
 
 
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - (2 * x[:, :5]).sin()).square().mean()
+
+
 def flat(model: Any) -> list[float]:
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
     return torch.cat([each.detach().view(-1) for each in whole]).tolist()
 
 
-def replayed(rounds: list[tuple[int, list[str]]], shards: int, first: str) -> list[list[float]]:
+def replayed(rounds: list[tuple[int, list[str]]], shards: int, start: list[float]) -> list[list[float]]:
     """The outer weights after each round of these contributors, by DiLoCo's definition."""
-    outer = [each.detach().clone() for each in seeded(net, seed=ord(first)).parameters()]
+    like = list(net().parameters())
+    outer = [
+        each.view_as(own) for own, each in zip(like, torch.tensor(start).split([e.numel() for e in like]), strict=True)
+    ]
     buffers = [torch.zeros_like(each) for each in outer]
     found = []
     for version, contributors in rounds:
@@ -121,7 +143,7 @@ def _trained(outer: list[Tensor], version: int, name: str, shards: int) -> list[
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(EVERY):
         for shard in range(shards):
-            (square(model, batch(version, step, name[0], shard)) / shards).backward()
+            (loss_of(model, batch(version, step, name, shard)) / shards).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [each.detach() for each in model.parameters()]
@@ -201,7 +223,7 @@ def _run(
 # Tests -------------------------------------------------------------------------------------------------------------
 
 
-def steady(replica: Replica) -> list[Made]:
+def steady(replica: Replica) -> None:
     """Let the others come one after another, and then stop all."""
     while not replica.has("is back"):
         replica.train()
@@ -210,7 +232,6 @@ def steady(replica: Replica) -> list[Made]:
         time.sleep(0.02)
     replica.signals.set("stop", str(replica.membership.version + 2))
     replica.until_stopped()
-    return replica.made
 
 
 def is_killed(replica: Replica) -> None:
@@ -220,15 +241,14 @@ def is_killed(replica: Replica) -> None:
     replica.train()
 
 
-def joins(replica: Replica) -> list[Made]:
+def joins(replica: Replica) -> None:
     while "d" not in replica.contributors:
         replica.train()
     replica.signals.set("has joined", "")
     replica.until_stopped()
-    return replica.made
 
 
-def stalls(replica: Replica) -> list[Made]:
+def stalls(replica: Replica) -> None:
     while not replica.has("has joined"):
         replica.train()
     late = replica.membership.version
@@ -239,7 +259,6 @@ def stalls(replica: Replica) -> list[Made]:
         replica.train()
     replica.signals.set("is back", "")
     replica.until_stopped()
-    return replica.made
 
 
 def test_rounds_go_on_without_the_dead_and_with_the_new_and_the_late(tmp_path: Path) -> None:
@@ -249,9 +268,9 @@ def test_rounds_go_on_without_the_dead_and_with_the_new_and_the_late(tmp_path: P
         signals = on_ranks(1, _wait_for, replicas.port, "may join")
         assert signals == [True]
         replicas.start(joins, "d")
-        made = {name: replicas.result(name) for name in "abd"}
-    _check_rounds(made)
-    contributors = [set(each.contributors) for each in made["a"]]
+        for name in "abd":
+            replicas.result(name)
+    contributors = [set(each) for each in _check_rounds(tmp_path).values()]
     assert {"a", "b", "c"} in contributors
     assert any("d" in each for each in contributors)
     assert any("b" not in each for each in contributors)
@@ -263,17 +282,19 @@ def _wait_for(port: int, key: str) -> bool:
     return True
 
 
-def _check_rounds(made: dict[str, list[Made]], shards: int = 1, first: str = "a") -> None:
-    truth = made["a"]
-    assert [each.version for each in truth] == list(range(1, len(truth) + 1))
-    expected = on_ranks(1, replayed, [(each.version, each.contributors) for each in truth], shards, first)[0]
-    for each, weights in zip(truth, expected, strict=True):
-        difference = max(abs(x - y) for x, y in zip(each.weights, weights, strict=True))
-        assert difference < 1e-5, (each.version, each.contributors, difference)
-    by_version = {each.version: each.weights for each in truth}
-    for name, rounds in made.items():
-        for each in rounds:
-            assert each.weights == by_version.get(each.version, each.weights), (name, each.version)
+def _check_rounds(folder: Path, shards: int = 1) -> dict[int, list[str]]:
+    """All replicas have noted the same of each round, and it is what DiLoCo gives. Returns who contributed to each."""
+    notes = [Made(*json.loads(line)) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    made = {each.version: each for each in notes}
+    assert sorted(made) == list(range(len(made)))
+    for each in notes:
+        assert each.weights == made[each.version].weights, each.version
+    contributors = {version: made[version].contributors for version in range(1, len(made))}
+    expected = on_ranks(1, replayed, list(contributors.items()), shards, made[0].weights)[0]
+    for version, weights in enumerate(expected, 1):
+        found = made[version].weights
+        assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-5, (version, contributors[version])
+    return contributors
 
 
 def dies_in_an_exchange(replica: Replica) -> None:
@@ -282,21 +303,44 @@ def dies_in_an_exchange(replica: Replica) -> None:
     replica.train()
 
 
-def four_rounds(replica: Replica) -> list[Made]:
+def four_rounds(replica: Replica) -> list[float]:
     for _ in range(4):
         replica.train()
-    yafsdp_cc.synchronize_replicas(replica.model)  # nothing was done since the round
+    yafsdp_cc.synchronize_replicas(replica.model)  # alone: ends a round without steps
     replica.membership.leave()
-    return replica.made
+    return flat(replica.model)
 
 
 def test_a_void_exchange_is_repeated_without_the_dead(tmp_path: Path) -> None:
     with fleet(tmp_path) as replicas:
         replicas.start(four_rounds, "a", shards=2, first=2)
         replicas.start(dies_in_an_exchange, "b", shards=2, first=2)
-        made = {"a": replicas.result("a"), "a1": replicas.result("a", 1)}
-    _check_rounds(made, shards=2)
-    assert [each.contributors for each in made["a"]] == [["a", "b"], ["a"], ["a"], ["a"]]
+        assert replicas.result("a") == replicas.result("a", 1)
+    assert _check_rounds(tmp_path, shards=2) == {1: ["a", "b"], 2: ["a"], 3: ["a"], 4: ["a"]}
+
+
+STREAMING = {"codec": "topk2bit", "lr": 1.0, "momentum": 0.5, "fragments": 2, "delay": 1}
+
+
+def streams(replica: Replica) -> tuple[list[float], list[float]]:
+    """Until another one has come; then an end of the round, of all that is on its way, and some more."""
+    while len(replica.contributors) < 2:
+        replica.step(replica.membership.version, 0)
+        time.sleep(0.02)
+    for _ in range(2):
+        for step in range(EVERY + 1):
+            replica.step(0, step)
+        yafsdp_cc.synchronize_replicas(replica.model)
+    state = [each["momentum_buffer"] for each in replica.optimizer.state.values()]
+    return flat(replica.model), torch.cat([each.view(-1) for each in state]).tolist()
+
+
+def test_a_new_one_takes_its_place_among_fragments_under_way(tmp_path: Path) -> None:
+    with fleet(tmp_path) as replicas:
+        replicas.start(streams, "a", deadline=20.0, **STREAMING)
+        on_ranks(1, _wait_for, replicas.port, "run/1/0/members")
+        replicas.start(streams, "b", deadline=20.0, **STREAMING)
+        assert replicas.result("a") == replicas.result("b")
 
 
 def loses_its_store(replica: Replica) -> str:

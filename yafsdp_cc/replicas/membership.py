@@ -48,6 +48,8 @@ T = TypeVar("T")
 _GLANCE = 0.02
 """Seconds between looks at the store."""
 _VOID, _COMMIT = "void", "commit"
+_FIRST = "0/0"
+"""The key of the first round, which has no deadline."""
 
 
 class Task(NamedTuple):
@@ -161,7 +163,7 @@ class Membership(Rounds):
             outlives them; ``PrefixStore`` of a name for each run.
         replica: name of this one, for errors; two may have the same.
         deadline: seconds that a round waits for a replica: until it comes, and until it has sent.
-        first: so many replicas make the first round before its deadline.
+        first: how many replicas the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
 
     Raises:
@@ -278,7 +280,7 @@ class Membership(Rounds):
             newest = _number(key) - 1
             if not began and any(each.version == newest for each in known.values()):
                 began = now
-            is_late = bool(began) and now > began + self._deadline
+            is_late = bool(began) and key != _FIRST and now > began + self._deadline
             if self._are_all(there) or (is_late and any(each.version == newest for each in there)):
                 self._fix(key, there)
             elif there and now > arrived + self._patience:
