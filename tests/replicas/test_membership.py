@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.ranks import on_ranks
+from tests.soak import LONG
 from tests.twins import numbers, refusal, seeded
 from yafsdp_cc.replicas import Membership, Outer
 from yafsdp_cc.replicas.sync import join_replicas
@@ -62,14 +66,14 @@ class Replica:
             self.model = yafsdp_cc.shard(self.model)
         settings = {"deadline": DEADLINE, "patience": 60.0}
         inner = 0.9 if "codec" in options else 0.0
-        members = {each: options.pop(each) for each in ("first", "deadline") if each in options}
+        members = {each: options.pop(each) for each in ("first", "deadline", "patience") if each in options}
         self.membership = Membership(store, name, **(settings | members))
         self.sync = Outer(EVERY, membership=self.membership, **options)
         join_replicas(self.model, None, self.sync)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=inner)
         self.made: list[Made] = []
         self.began = time.monotonic()
-        self.file = open(f"{folder}/{name}-{os.getpid()}.jsonl", "w")
+        self.file = Path(folder, f"{name}-{os.getpid()}.jsonl")
         self.note()
 
     def train(self) -> None:
@@ -89,8 +93,8 @@ class Replica:
         self.made.append(Made(self.membership.version, self.contributors, flat(self.model), now - self.began))
         self.began = now
         if self.shard == 0:
-            self.file.write(json.dumps(self.made[-1]) + "\n")
-            self.file.flush()
+            with self.file.open("a") as file:
+                file.write(json.dumps(self.made[-1]) + "\n")
 
     @property
     def contributors(self) -> list[str]:
@@ -100,8 +104,11 @@ class Replica:
         found: bool = self.signals.check([key])
         return found
 
+    def is_over(self) -> bool:
+        return self.has("stop") and self.membership.version >= int(self.signals.get("stop"))
+
     def until_stopped(self) -> None:
-        while not (self.has("stop") and self.membership.version >= int(self.signals.get("stop"))):
+        while not self.is_over():
             self.train()
             time.sleep(0.02)
 
@@ -176,6 +183,10 @@ class Fleet:
         failed, value = pipe.recv()
         assert not failed, f"replica {name}:\n{value}"
         return value
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        _, process = self.processes[name, 0]
+        os.kill(process.pid, number)
 
     @staticmethod
     def _start(target: Any, *args: Any) -> tuple[Any, Any]:
@@ -282,9 +293,9 @@ def _wait_for(port: int, key: str) -> bool:
     return True
 
 
-def _check_rounds(folder: Path, shards: int = 1) -> dict[int, list[str]]:
+def _check_rounds(folder: Path, shards: int = 1, until: int = 1_000_000) -> dict[int, list[str]]:
     """All replicas have noted the same of each round, and it is what DiLoCo gives. Returns who contributed to each."""
-    notes = [Made(*json.loads(line)) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    notes = [each for each in _notes(folder) if each.version <= until]
     made = {each.version: each for each in notes}
     assert sorted(made) == list(range(len(made)))
     for each in notes:
@@ -295,6 +306,11 @@ def _check_rounds(folder: Path, shards: int = 1) -> dict[int, list[str]]:
         found = made[version].weights
         assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-5, (version, contributors[version])
     return contributors
+
+
+def _notes(folder: Path) -> list[Made]:
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines(keepends=True)]
+    return [Made(*json.loads(line)) for line in lines if line.endswith("\n")]  # killed in the middle of one
 
 
 def dies_in_an_exchange(replica: Replica) -> None:
@@ -360,3 +376,99 @@ def test_an_error_names_the_store_that_is_gone(tmp_path: Path) -> None:
         on_ranks(1, _wait_for, replicas.port, "trained")
         replicas.server.kill()
         assert f"localhost:{replicas.port}" in replicas.result("a")
+
+
+EVENTS = 100
+
+
+def goes_on(replica: Replica) -> None:
+    leaves: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: leaves.append(1))
+    while not leaves and not replica.is_over():
+        replica.train()
+        time.sleep(0.05)
+    replica.membership.leave()
+
+
+@LONG
+@pytest.mark.parametrize("seed", range(2))
+def test_soak(tmp_path: Path, seed: int) -> None:
+    """Random joins, leaves, kills and stalls: no hang, the same weights everywhere, and those that DiLoCo gives."""
+    chance, counts = random.Random(seed), Counter[str]()
+    stalled: dict[str, float] = {}
+    with fleet(tmp_path) as replicas:
+        alive = set("abcd")
+        for name in alive:
+            replicas.start(goes_on, name, first=4, patience=30.0)
+        on_ranks(1, _wait_for, replicas.port, "run/2/0/members")
+        while counts.total() < EVENTS:
+            time.sleep(chance.uniform(0.1, 1.0))
+            for name in [each for each, until in stalled.items() if time.monotonic() > until]:
+                replicas.send(name, signal.SIGCONT)
+                del stalled[name]
+            well = sorted(_up_to_date(tmp_path) & alive - set(stalled))  # someone has to know the weights
+            events = ["join"] if len(alive) < 4 else []
+            events += ["kill", "stall", "leave"] if len(well) > 2 else []
+            if not events:
+                continue
+            event = chance.choice(events)
+            counts[event] += 1
+            if event == "join":
+                name = min(set("abcd") - alive)
+                for file in tmp_path.glob(f"{name}-*.jsonl"):  # of the one before
+                    file.rename(file.with_name(f"old-{file.name}"))
+                replicas.start(goes_on, name, patience=30.0)
+                alive.add(name)
+            else:
+                name = chance.choice(well)
+                if event == "stall":
+                    replicas.send(name, signal.SIGSTOP)
+                    stalled[name] = time.monotonic() + chance.uniform(0.2, 3 * DEADLINE)
+                else:
+                    replicas.send(name, signal.SIGKILL if event == "kill" else signal.SIGUSR1)
+                    alive.remove(name)
+        for name in stalled:
+            replicas.send(name, signal.SIGCONT)
+        time.sleep(5 * DEADLINE)
+        (stop,) = on_ranks(1, _stop, replicas.port)
+        for name in alive:
+            replicas.result(name)
+        contributors = _check_rounds(tmp_path, until=stop)
+    undisturbed = [(version, list("abcd")) for version in contributors]
+    found, expected = on_ranks(1, _final_losses, list(contributors.items()), undisturbed, tmp_path)[0]
+    waits = sorted(each.seconds for each in _notes(tmp_path) if each.contributors and each.version > 1)
+    sizes = Counter(map(len, contributors.values()))
+    print(f"{dict(counts)}; {stop} rounds, by contributors {dict(sizes)}; loss {found:.4f}, undisturbed {expected:.4f}")
+    longest = [round(each, 1) for each in waits[-10:]]
+    print(f"seconds of a round: median {waits[len(waits) // 2]:.2f}, the longest ten {longest}")
+    assert min(counts[event] for event in ("join", "kill", "leave", "stall")) > 0
+    assert abs(found - expected) < 0.05 * expected
+
+
+def _up_to_date(folder: Path) -> set[str]:
+    """The names of replicas that were in one of the last two rounds; some may be dead."""
+    last = {file.name.partition("-")[0]: 0 for file in folder.glob("*.jsonl")}
+    for file in folder.glob("*.jsonl"):
+        lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        name = file.name.partition("-")[0]
+        last[name] = max(last[name], *(json.loads(line)[0] for line in lines[-1:]), 0)
+    return {name for name, version in last.items() if version >= max(last.values()) - 1}
+
+
+def _stop(port: int) -> int:
+    store = dist.TCPStore("localhost", port, is_master=False)
+    stop: int = json.loads(store.get("run/last"))[0] + 5
+    store.set("stop", str(stop))
+    return stop
+
+
+def _final_losses(*runs: Any) -> list[float]:
+    *histories, folder = runs
+    start = next(each.weights for each in _notes(folder) if each.version == 0)
+    x = numbers(500, 8)
+    losses = []
+    for rounds in histories:
+        model = net()
+        torch.nn.utils.vector_to_parameters(torch.tensor(replayed(rounds, 1, start)[-1]), model.parameters())
+        losses.append(loss_of(model, x).item())
+    return losses

@@ -19,7 +19,7 @@ from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.replicas import Outer
 from yafsdp_cc.replicas.sync import sync_of
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 STEPS = 14
 
 
@@ -115,7 +115,7 @@ class Simulation:
             self.found |= self.gradient(members)
             self.apply(members, 0.0)
         for each in self.parameters:
-            torch._foreach_copy_(each, self.outer)
+            torch._foreach_copy_(list[Tensor](each), self.outer)
         for each in zip(*self.parameters, strict=True):
             states = [optimizer.state[one] for optimizer, one in zip(self.optimizers, each, strict=True)]
             for key in ("exp_avg", "exp_avg_sq"):

@@ -17,8 +17,8 @@ So a replica that is killed or stalls costs the others at most two deadlines, on
 can go on: it should be none of the replicas.
 
 Why not torchft, whose lighthouse and manager do work on CPU and gloo (0.2 was tried): its vote is one within a replica
-(``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not; the
-manager lets the second discard its weights and take those of the first. Here no replica loses steps to another's
+(``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not;
+the manager lets the second discard its weights and take those of the first. Here no replica loses steps to another's
 death. And its rounds have no deadline for those who were in the last one, only a heartbeat; it needs a server in Rust,
 and 14 packages beside it, for OpenTelemetry.
 """
@@ -250,18 +250,17 @@ class Membership(Rounds):
             dist.broadcast_object_list(names, src=0)
         self._replica = names[0]
         self._place = (0, 0)
-        if self._ask(lambda store: store.check(["last"])):
-            number, attempt = json.loads(self._ask(lambda store: store.get("last")))
+        if self._has("last"):
+            number, attempt = json.loads(self._read("last"))
             self._place = (number, attempt)
 
     def _find_round(self) -> str:
         """Return the key of the first round without an outcome."""
         assert self._place is not None
-        while self._ask(lambda store: store.check([f"{_key(*self._place)}/outcome"])):
+        while self._has(f"{_key(*self._place)}/outcome"):
             number, attempt = self._place
-            key = _key(number, attempt)
-            if self._ask(lambda store: store.get(f"{key}/outcome")).decode() == _COMMIT:
-                self._last = self._read_members(key)
+            if self._read(f"{_key(number, attempt)}/outcome").decode() == _COMMIT:
+                self._last = self._read_members(_key(number, attempt))
                 self._place = (number + 1, 0)
             else:
                 self._place = (number, attempt + 1)
@@ -273,7 +272,7 @@ class Membership(Rounds):
         own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
         self._ask(lambda store: store.set(f"{key}/arrival/{slot}", json.dumps(own)))
         arrived, began, known = time.monotonic(), 0.0, {}
-        while not self._ask(lambda store: store.check([f"{key}/members"])):
+        while not self._has(f"{key}/members"):
             now = time.monotonic()
             self._read_arrivals(key, known)
             there = _complete([known[slot] for slot in sorted(known)])
@@ -299,8 +298,8 @@ class Membership(Rounds):
         count = self._ask(lambda store: store.add(f"{key}/arrivals", 0))
         for slot in range(count):
             entry = f"{key}/arrival/{slot}"
-            if slot not in known and self._ask(lambda store, entry=entry: store.check([entry])):
-                found = _Arrival(*json.loads(self._ask(lambda store, entry=entry: store.get(entry))))
+            if slot not in known and self._has(entry):
+                found = _Arrival(*json.loads(self._read(entry)))
                 known[slot] = found._replace(task=_task(found.task))
 
     def _are_all(self, there: Sequence[_Arrival]) -> bool:
@@ -309,7 +308,7 @@ class Membership(Rounds):
             return len(there) >= self._first
         here = {each.replica for each in there}
         missing = [each for each in self._last.replicas if each not in here]
-        return bool(here) and all(self._ask(lambda store, e=e: store.check([f"left/{e}"])) for e in missing)
+        return bool(here) and all(self._has(f"left/{each}") for each in missing)
 
     def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
         newest = max(each.version for each in there)
@@ -335,7 +334,7 @@ class Membership(Rounds):
         self._ask(lambda store: store.compare_set(f"{key}/members", "", json.dumps(found)))
 
     def _read_members(self, key: str) -> _Members:
-        return _Members.read(self._ask(lambda store: store.get(f"{key}/members")))
+        return _Members.read(self._read(f"{key}/members"))
 
     def _connect(self, members: _Members) -> Communicator:
         """Return the communicator of the members' ranks that hold this shard."""
@@ -357,18 +356,24 @@ class Membership(Rounds):
     def _await_outcome(self, key: str, patience: float) -> str:
         """Return how a round has ended; void if it has not after so many seconds."""
         until = time.monotonic() + patience
-        while not self._ask(lambda store: store.check([f"{key}/outcome"])):
+        while not self._has(f"{key}/outcome"):
             if time.monotonic() > until:
                 self._settle(key, _VOID)
             time.sleep(_GLANCE)
-        return self._ask(lambda store: store.get(f"{key}/outcome")).decode()
+        return self._read(f"{key}/outcome").decode()
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda store: bool(store.check([key])))
+
+    def _read(self, key: str) -> bytes:
+        return self._ask(lambda store: bytes(store.get(key)))
 
     def _ask(self, act: Callable[[Any], T]) -> T:
         try:
             return act(self._store)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the store that keeps the rounds of replicas does not answer {self._replica} ({_place_of(self._store)}): "
+                f"the store that keeps the rounds of replicas, {_place_of(self._store)}, does not answer: "
                 "without it no round can be made. Start it on a host that outlives the replicas, and go on from a "
                 "checkpoint"
             ) from error

@@ -1,4 +1,4 @@
-"""Replicas that train by themselves and meet rarely: DiLoCo, in fragments (streaming) or by sparse messages (SparseLoCo).
+"""Replicas that train by themselves and meet rarely: DiLoCo, also in fragments or by sparse messages (SparseLoCo).
 
 Each replica makes H steps of its own optimizer from the outer weights θ, to θᵢ. Then
 
