@@ -63,7 +63,7 @@ class ReplicaSync(ABC):
         """Of the ranks that hold this shard, one in each replica."""
         self.device: torch.device
         self.members: list[int] = []
-        """Global ranks of all replicas."""
+        """Global ranks of all replicas; of this one alone, where replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
 
@@ -116,16 +116,29 @@ class ReplicaSync(ABC):
 
     # What all share
 
-    def bind(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        """Make ``comm``, and let all replicas have the first one's weights and buffers."""
+        if mesh is None:
+            raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
+        group = shard_group(mesh)
+        self.comm = Communicator(group, self.device)
+        self.members = sorted({rank for ranks in all_gather_objects(self.members, [group]) for rank in ranks})
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = local_of(tensor)
+            carried = local.contiguous()
+            broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+            if carried is not local:
+                local.copy_(carried)
+
+    def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
             model: sharded, or plain.
-            mesh: 1D, the ranks that hold the same shard, one in each replica.
+            mesh: 1D, the ranks that hold the same shard, one in each replica; None where these come and go.
         """
         if self.parameters:
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
-        group = shard_group(mesh)
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         taken = next((name for name, each in named.items() if each in _bound), None)
         if taken is not None:
@@ -135,16 +148,9 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        self.comm = Communicator(group, self.device)
-        own = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else [dist.get_rank()]
-        self.members = sorted({rank for ranks in all_gather_objects(own, [group]) for rank in ranks})
+        self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else [dist.get_rank()]
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                local = local_of(tensor)
-                carried = local.contiguous()
-                broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
-                if carried is not local:
-                    local.copy_(carried)
+            self.connect(model, mesh)
         for parameter in named.values():
             _bound[parameter] = self
         self.prepare()
@@ -202,7 +208,7 @@ def elementwise(optimizer: Optimizer, method: str) -> None:
         )
 
 
-def join_replicas(model: nn.Module, mesh: DeviceMesh, sync: ReplicaSync) -> None:
+def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
     """Synchronize the replicas of a model in another way than by a sum in every backward. A collective.
 
     ``shard(model, mesh=mesh, sync=...)`` does it by itself. After ``fully_shard`` with ``mesh["shard"]``, or for plain
@@ -210,7 +216,8 @@ def join_replicas(model: nn.Module, mesh: DeviceMesh, sync: ReplicaSync) -> None
 
     Args:
         model: this rank's; sharded across the ranks of its replica alone, or plain. Takes the first replica's weights.
-        mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``.
+        mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``. None for an ``Outer``
+            with a ``Membership``.
         sync: ``Overlap()``, ``Outer(...)`` or ``Gossip(...)`` of ``yafsdp_cc.replicas``.
 
     Raises:

@@ -1,0 +1,268 @@
+"""Replicas that meet rarely, against the same steps of plain models in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_cc
+from tests.models import WIDTH, Mlp
+from tests.ranks import ranks
+from tests.twins import numbers, refusal, seeded, square, whole
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.replicas import Outer
+from yafsdp_cc.replicas.sync import sync_of
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+STEPS = 14
+
+
+def sharded(replicas: int, shards: int, sync: Any) -> Any:
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return yafsdp_cc.shard(seeded(Mlp), mesh=mesh, sync=sync)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return numbers(4, WIDTH, seed=100 * step + rank)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        square(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Simulation:
+    """The algorithms as the papers have them, of whole replicas in one process, parameter by parameter."""
+
+    def __init__(self, replicas: int, shards: int, **settings: Any) -> None:
+        self.shards = shards
+        self.every, self.lr, self.momentum = settings["every"], settings.get("lr", 0.7), settings.get("momentum", 0.9)
+        self.left = settings.get("sync_steps", 0)
+        self.delay, self.mix = settings.get("delay", 0), settings.get("mix", 0.5)
+        self.models: list[nn.Module] = [seeded(Mlp) for _ in range(replicas)]
+        self.optimizers = [torch.optim.AdamW(each.parameters(), **ADAMW) for each in self.models]
+        self.parameters = [list(each.parameters()) for each in self.models]
+        self.outer = [each.detach().clone() for each in self.parameters[0]]
+        self.buffers = [torch.zeros_like(each) for each in self.outer]
+        total, before = sum(each.numel() for each in self.outer), 0
+        self.fragments: list[list[int]] = [[] for _ in range(settings.get("fragments", 1))]
+        for place, each in enumerate(self.outer):
+            self.fragments[int(len(self.fragments) * (before + each.numel() / 2) / total)].append(place)
+            before += each.numel()
+        self.step = 0
+        self.sent = [0] * len(self.fragments)
+        self.due: dict[int, list[int]] = {}
+        self.found: dict[int, Tensor] = {}
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            for replica, model in enumerate(self.models):
+                model.zero_grad()
+                for rank in range(self.shards * replica, self.shards * (replica + 1)):
+                    (square(model, batch(step, rank)) / self.shards).backward()
+            if self.left:
+                for each in zip(*self.parameters, strict=True):
+                    mean = torch.stack([one.grad for one in each]).mean(0)
+                    for one in each:
+                        one.grad = mean.clone()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.after()
+
+    @torch.no_grad()
+    def after(self) -> None:
+        if self.left:
+            self.left -= 1
+            self.outer = [each.detach().clone() for each in self.parameters[0]]
+            return
+        self.step += 1
+        if self.step in self.due:
+            self.apply(self.due.pop(self.step), self.mix if self.delay else 0.0)
+        for number, members in enumerate(self.fragments):
+            if self.step % self.every == (number + 1) * self.every // len(self.fragments) % self.every:
+                self.found |= self.gradient(members)
+                self.sent[number] = self.step
+                if self.delay:
+                    self.due[self.step + self.delay] = members
+                else:
+                    self.apply(members, 0.0)
+
+    def gradient(self, members: list[int]) -> dict[int, Tensor]:
+        return {n: torch.stack([self.outer[n] - each[n] for each in self.parameters]).mean(0) for n in members}
+
+    def apply(self, members: list[int], mix: float) -> None:
+        for n in members:
+            self.buffers[n] = self.momentum * self.buffers[n] + self.found[n]
+            self.outer[n] = self.outer[n] - self.lr * (self.found[n] + self.momentum * self.buffers[n])
+            for each in self.parameters:
+                each[n].copy_(mix * each[n] + (1 - mix) * self.outer[n])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """An outer step at once, and the mean of inner states."""
+        moved = [members for members, sent in zip(self.fragments, self.sent, strict=True) if sent < self.step]
+        for members in self.due.values():
+            self.apply(members, self.mix)
+        for members in moved:
+            self.found |= self.gradient(members)
+            self.apply(members, 0.0)
+        for each in self.parameters:
+            torch._foreach_copy_(list[Tensor](each), self.outer)
+        for each in zip(*self.parameters, strict=True):
+            states = [optimizer.state[one] for optimizer, one in zip(self.optimizers, each, strict=True)]
+            for key in ("exp_avg", "exp_avg_sq"):
+                mean = torch.stack([state[key] for state in states]).mean(0)
+                for state in states:
+                    state[key].copy_(mean)
+        self.step, self.due, self.sent = 0, {}, [0] * len(self.sent)
+
+
+STREAMING = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "settings"),
+    [(2, 1, {"every": 3, "sync_steps": 2}), (2, 2, {"every": 5, "momentum": 0.0, "lr": 1.0}), (2, 2, STREAMING)],
+)
+def test_is_the_papers_algorithm(replicas: int, shards: int, settings: dict[str, Any]) -> None:
+    _check_algorithm(world=replicas * shards, replicas=replicas, shards=shards, settings=settings)
+
+
+@ranks("world")
+def _check_algorithm(world: int, replicas: int, shards: int, settings: dict[str, Any]) -> None:
+    model = sharded(replicas, shards, Outer(**settings))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    truth = Simulation(replicas, shards, **settings)
+    mine = truth.models[dist.get_rank() // shards]
+    for steps in (range(STEPS), range(STEPS, STEPS + 4)):  # the second from means of states, in a new round
+        train(model, optimizer, steps)
+        truth.train(steps)
+        _same(model, mine)  # each replica has weights of its own
+        yafsdp_cc.synchronize_replicas(model)
+        yafsdp_cc.synchronize_replicas(model)  # nothing more to do
+        truth.finish()
+        _same(model, mine)
+        for name, parameter in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                expected = truth.optimizers[0].state[truth.models[0].get_parameter(name)][key]
+                torch.testing.assert_close(whole(optimizer.state[parameter][key]), expected, rtol=1e-5, atol=1e-6)
+    assert _are_equal([each.detach() for each in model.parameters()])
+
+
+def _same(model: nn.Module, plain: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        expected = plain.get_parameter(name).detach()
+        torch.testing.assert_close(whole(parameter.detach()), expected, rtol=1e-5, atol=1e-6)
+
+
+def _are_equal(tensors: list[Any]) -> bool:
+    """Whether all ranks have the same, bit for bit."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [whole(each).tolist() for each in tensors])
+    return all(each == found[0] for each in found)
+
+
+@ranks(4)
+def test_what_messages_lose_is_sent_later() -> None:
+    """SparseLoCo: after each round β e + Δ = sent + e', and weights move by the mean of what was sent."""
+    sync = Outer(every=2, codec="topk2bit", lr=1.0, momentum=0.0, decay=0.5)
+    model = sharded(2, 2, sync)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    outer = _flat(model)
+    lost = torch.zeros_like(outer)
+    for start in range(0, 6, 2):
+        train(model, optimizer, range(start, start + 1))
+        square(model, batch(start + 1, dist.get_rank())).backward()
+        trained = _step_without_exchange(model, optimizer)
+        delta = outer - trained
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = _coded(0.5 * lost + delta)
+        lost = 0.5 * lost + delta - sent
+        mean = sent.clone()
+        dist.all_reduce(mean, group=sync.comm.group)
+        outer = outer - mean / 2
+        torch.testing.assert_close(_flat(model), outer, rtol=1e-5, atol=1e-6)
+    assert 0 < sent.count_nonzero() <= 64 * -(-len(sent) // 4096)
+    assert sync.planned_bytes() < 0.04 * _flat(model).numel() + 200
+    state = sync.state()["outer_residual"]
+    dist.all_reduce(lost, group=sync.comm.group)
+    torch.testing.assert_close(torch.cat([each.view(-1) for each in state]), lost / 2, rtol=1e-4, atol=1e-6)
+
+
+def _flat(model: Any) -> Tensor:
+    return torch.cat([each.to_local().detach().view(-1) for each in model.parameters()])
+
+
+def _step_without_exchange(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The weights that a local step gives; nothing is changed."""
+    twin = [nn.Parameter(each.to_local().detach().clone()) for each in model.parameters()]
+    its = torch.optim.AdamW(twin, **ADAMW)
+    for own, parameter in zip(twin, model.parameters(), strict=True):
+        own.grad = parameter.grad.to_local().clone()
+        state = {
+            key: value.to_local() if hasattr(value, "to_local") else value
+            for key, value in optimizer.state[parameter].items()
+        }
+        its.state[own] = copy.deepcopy(state)
+    its.step()
+    return torch.cat([each.detach().view(-1) for each in twin])
+
+
+def _coded(values: Tensor) -> Tensor:
+    codec = codec_of("topk2bit", 4096)
+    padded = torch.nn.functional.pad(values, (0, -len(values) % 4096)).unsqueeze(0)
+    message = torch.zeros(1, codec.message_bytes(padded.shape[1]), dtype=torch.uint8)
+    decoded = torch.empty_like(padded)
+    codec.encode(padded, None, message)
+    codec.decode(message, decoded)
+    return decoded[0, : len(values)]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_goes_on_from_saved_state_bit_for_bit(steps: int) -> None:
+    """From within the synchronous start, and from the middle of a round."""
+    _check_resumed(steps=steps)
+
+
+@ranks(4)
+def _check_resumed(steps: int) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = sharded(2, 2, Outer(every=3, sync_steps=3, fragments=2, delay=1, codec="int4"))
+        return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    model, optimizer = make()
+    train(model, optimizer, range(steps))
+    yafsdp_cc.synchronize_replicas(model)
+    sync = sync_of(model)
+    assert sync is not None
+    weights = {n: p.to_local().detach() for n, p in model.named_parameters()}
+    saved = copy.deepcopy((weights, optimizer.state_dict(), sync.state()))
+    train(model, optimizer, range(steps, 12))
+
+    resumed, its = make()
+    train(resumed, its, range(5))  # what is on its way then is dropped
+    for name, parameter in resumed.named_parameters():
+        parameter.to_local().detach().copy_(saved[0][name])
+    its.load_state_dict(saved[1])
+    other = sync_of(resumed)
+    assert other is not None
+    other.load_state(saved[2])
+    train(resumed, its, range(steps, 12))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(resumed.get_parameter(name).detach()), whole(parameter.detach())), name
+
+
+def test_refuses_settings_that_cannot_be() -> None:
+    assert "delay=3" in refusal(lambda: Outer(every=4, fragments=2, delay=3))
+    assert "fragments=5" in refusal(lambda: Outer(every=4, fragments=5))
+    assert "momentum=1" in refusal(lambda: Outer(momentum=1.0))
+    assert "'nothing'" in refusal(lambda: Outer(codec="nothing"))

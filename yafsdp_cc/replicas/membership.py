@@ -1,0 +1,401 @@
+"""Who takes part in a round of replicas that meet rarely: those of a mesh, or those who are there by a deadline.
+
+Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPStore``). Each goes so:
+
+    arrive    every rank of a replica adds itself to the round; a replica is there when all its ranks are
+    fix       once all of the round before are there, or ``deadline`` seconds after the first of them: whoever sees
+              this first writes down the members, by compare-and-set
+    exchange  over a gloo group of the members, a new one where they are others than before. A member that was not in
+              the round before (a new one, or one that came too late) takes weights and outer momentum from one that
+              was, and adds nothing
+    vote      every rank whose exchange worked adds a vote; the last one writes "commit". One whose exchange failed, or
+              that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so all
+              see the same. Nothing is changed before. A void round is repeated, at first by arriving again: what is
+              sent is still there, and whoever is dead does not arrive
+
+So a replica that is killed or stalls costs the others at most two deadlines, once. Where the store's host dies nothing
+can go on: it should be none of the replicas.
+
+Why not torchft, whose lighthouse and manager do work on CPU and gloo (0.2 was tried): its vote is one within a replica
+(``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not;
+the manager lets the second discard its weights and take those of the first. Here no replica loses steps to another's
+death. And its rounds have no deadline for those who were in the last one, only a heartbeat; it needs a server in Rust,
+and 14 packages beside it, for OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
+
+from yafsdp_cc.engine.communicator import Communicator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+_GLANCE = 0.02
+"""Seconds between looks at the store."""
+_VOID, _COMMIT = "void", "commit"
+_FIRST = "0/0"
+"""The key of the first round, which has no deadline."""
+
+
+class Task(NamedTuple):
+    """What a round exchanges."""
+
+    fragments: tuple[int, ...]
+    """Whose outer gradients."""
+    ends: bool
+    """Whether the state of optimizers, too, and a new round of steps begins."""
+
+
+@dataclass
+class Round:
+    """A round whose members are fixed."""
+
+    comm: Communicator
+    """Of the members' ranks that hold this shard."""
+    task: Task
+    contributors: Sequence[int]
+    """Members whose outer gradients count."""
+    transfers: bool = False
+    """Whether a member takes weights from another."""
+    source: int = 0
+    """The member whose."""
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this replica's outer gradient counts; else it takes weights."""
+        return self.comm.rank in self.contributors
+
+    def broadcast(self, tensor: Tensor) -> list[dist.Work]:
+        """Start to overwrite ``tensor`` with that of the source."""
+        options = BroadcastOptions()
+        options.rootRank, options.asyncOp = self.source, True
+        return [self.comm.group.broadcast([tensor], options)]
+
+
+class Rounds(ABC):
+    """Finds who takes part in a round, and whether it counts."""
+
+    @abstractmethod
+    def open(self, task: Task) -> Round:
+        """Return the next round with this replica in it."""
+
+    @abstractmethod
+    def close(self, error: RuntimeError | None) -> bool:
+        """Return whether the round counts, on all members alike, after this one's exchange worked or failed."""
+
+
+class AllReplicas(Rounds):
+    """The same replicas in every round, those of a mesh."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def open(self, task: Task) -> Round:
+        return Round(self._comm, task, range(self._comm.world))
+
+    def close(self, error: RuntimeError | None) -> bool:
+        if error is not None:
+            raise error
+        return True
+
+
+class _Arrival(NamedTuple):
+    """A rank that waits for a round."""
+
+    replica: str
+    shard: int
+    shards: int
+    """Ranks of its replica."""
+    version: int
+    """The last round that it was in; -1: none."""
+    task: Task
+
+
+class _Members(NamedTuple):
+    """What is written down of a round."""
+
+    replicas: list[str]
+    contributors: list[int]
+    source: int
+    transfers: bool
+    votes: int
+    """How many ranks' votes it takes."""
+    task: Task
+    group: str
+    """The key that the group was made under."""
+
+    @classmethod
+    def read(cls, text: bytes) -> _Members:
+        found = cls(*json.loads(text))
+        return found._replace(task=_task(found.task))
+
+
+def _task(found: Any) -> Task:
+    fragments, ends = found
+    return Task(tuple(fragments), ends)
+
+
+class Membership(Rounds):
+    """Replicas that come, go and lag, for ``Outer``: a round is made by those who are there by a deadline.
+
+    Each replica is a job of its own: its process group is of its own ranks alone, or there is none, for a model on a
+    single rank. It joins with ``join_replicas(model, None, Outer(..., membership=...))``, which returns once it has the
+    weights of the others, and may be killed at any time. Replicas that save or call ``synchronize_replicas`` do so at
+    the same steps. Exchanges go through host memory, over gloo.
+
+    Args:
+        store: that all ranks of all replicas reach, such as ``TCPStore(host, port, is_master=False)`` of a server that
+            outlives them; ``PrefixStore`` of a name for each run.
+        replica: name of this one, for errors; two may have the same.
+        deadline: seconds that a round waits for a replica: until it comes, and until it has sent.
+        first: how many replicas the first round waits for, without a deadline.
+        patience: seconds that a replica waits for a round of the others to end.
+
+    Raises:
+        ValueError: ``deadline`` or ``patience`` is not positive, or ``first`` less than 1.
+    """
+
+    def __init__(
+        self, store: dist.Store, replica: str, *, deadline: float = 60.0, first: int = 1, patience: float = 3600.0
+    ) -> None:
+        if not (deadline > 0 and patience > 0 and first >= 1):
+            raise ValueError(f"deadline={deadline}, patience={patience}, first={first}: all are to be positive")
+        self._store, self._deadline, self._first, self._patience = store, deadline, first, patience
+        self._replica = replica
+        self._shard, self._shards = 0, 1
+        self.version = -1
+        """The last round that this replica was in; -1: none."""
+        self._place: tuple[int, int] | None = None
+        """The number of the round, and how often it was void."""
+        self._last: _Members | None = None
+        """Of the last round that counted."""
+        self._members: _Members | None = None
+        self._group = ""
+        self._comm: Communicator | None = None
+
+    @property
+    def replicas(self) -> list[str]:
+        """The members of the last round that counted, each with its name first."""
+        return [] if self._last is None else self._last.replicas
+
+    @property
+    def contributors(self) -> list[str]:
+        """Those of them whose steps counted."""
+        return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
+
+    def leave(self) -> None:
+        """Let the others not wait for this replica any more. Call it between rounds, on one of its ranks or all."""
+        self._ask(lambda store: store.set(f"left/{self._replica}", ""))
+
+    def open(self, task: Task) -> Round:
+        if self._place is None:
+            self._enter()
+        while True:
+            key = self._find_round()
+            members = self._arrive(key, task)
+            if self._replica not in members.replicas:  # too late for this one
+                self._await_outcome(key, self._patience)
+                continue
+            self._members = members
+            try:
+                comm = self._connect(members)
+            except RuntimeError as error:
+                self.close(error)
+                continue
+            return Round(comm, members.task, members.contributors, members.transfers, members.source)
+
+    def close(self, error: RuntimeError | None) -> bool:
+        assert self._place is not None
+        assert self._members is not None
+        members, key = self._members, _key(*self._place)
+        votes = not members.contributors or members.replicas.index(self._replica) in members.contributors
+        if error is not None:
+            self._settle(key, _VOID)
+        elif votes and self._ask(lambda store: store.add(f"{key}/votes", 1)) == members.votes:
+            self._settle(key, _COMMIT)
+        counts = self._await_outcome(key, self._deadline if votes else self._patience) == _COMMIT
+        if counts:
+            self.version = self._place[0]
+            self._ask(lambda store: store.set("last", json.dumps(self._place)))
+            self._last, self._place = members, (self.version + 1, 0)
+        else:
+            self._group = ""
+            if self._comm is not None:
+                self._comm.group.abort()
+                self._comm = None
+        return counts
+
+    # Steps of a round ----------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Find this rank's place in its replica, and where the rounds are."""
+        names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
+        if dist.is_initialized():
+            self._shard, self._shards = dist.get_rank(), dist.get_world_size()
+            dist.broadcast_object_list(names, src=0)
+        self._replica = names[0]
+        self._place = (0, 0)
+        if self._has("last"):
+            number, attempt = json.loads(self._read("last"))
+            self._place = (number, attempt)
+
+    def _find_round(self) -> str:
+        """Return the key of the first round without an outcome."""
+        assert self._place is not None
+        while self._has(f"{_key(*self._place)}/outcome"):
+            number, attempt = self._place
+            if self._read(f"{_key(number, attempt)}/outcome").decode() == _COMMIT:
+                self._last = self._read_members(_key(number, attempt))
+                self._place = (number + 1, 0)
+            else:
+                self._place = (number, attempt + 1)
+        return _key(*self._place)
+
+    def _arrive(self, key: str, task: Task) -> _Members:
+        """Wait for the round's members to be fixed, and return them."""
+        slot = self._ask(lambda store: store.add(f"{key}/arrivals", 1)) - 1
+        own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
+        self._ask(lambda store: store.set(f"{key}/arrival/{slot}", json.dumps(own)))
+        arrived, began, known = time.monotonic(), 0.0, {}
+        while not self._has(f"{key}/members"):
+            now = time.monotonic()
+            self._read_arrivals(key, known)
+            there = _complete([known[slot] for slot in sorted(known)])
+            newest = _number(key) - 1
+            if not began and any(each.version == newest for each in known.values()):
+                began = now
+            is_late = bool(began) and key != _FIRST and now > began + self._deadline
+            if self._are_all(there) or (is_late and any(each.version == newest for each in there)):
+                self._fix(key, there)
+            elif there and now > arrived + self._patience:
+                if newest >= 0 and all(each.version < 0 for each in there):
+                    raise RuntimeError(
+                        f"{self._replica} has waited {self._patience:g} s for the replicas of round {newest} "
+                        f"({', '.join(self.replicas)}), to take weights from one: none has come. If all have ended, "
+                        "start the run anew from its checkpoint, with a store of a new prefix"
+                    )
+                self._fix(key, there)
+            else:
+                time.sleep(_GLANCE)
+        return self._read_members(key)
+
+    def _read_arrivals(self, key: str, known: dict[int, _Arrival]) -> None:
+        count = self._ask(lambda store: store.add(f"{key}/arrivals", 0))
+        for slot in range(count):
+            entry = f"{key}/arrival/{slot}"
+            if slot not in known and self._has(entry):
+                found = _Arrival(*json.loads(self._read(entry)))
+                known[slot] = found._replace(task=_task(found.task))
+
+    def _are_all(self, there: Sequence[_Arrival]) -> bool:
+        """Return whether there is nobody to wait for."""
+        if self._last is None:
+            return len(there) >= self._first
+        here = {each.replica for each in there}
+        missing = [each for each in self._last.replicas if each not in here]
+        return bool(here) and all(self._has(f"left/{each}") for each in missing)
+
+    def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
+        newest = max(each.version for each in there)
+        first = next(each for each in there if each.version == newest)
+        members = sorted(there, key=lambda each: each.replica)
+        replicas = [each.replica for each in members]
+        contributors = [
+            place for place, each in enumerate(members) if each.version == newest >= 0 and each.task == first.task
+        ]
+        votes = sum(members[place].shards for place in contributors) or sum(each.shards for each in members)
+        group = key
+        if self._last is not None and key.endswith("/0") and self._last.replicas == replicas:
+            group = self._last.group
+        found = _Members(
+            replicas,
+            contributors,
+            replicas.index(first.replica),
+            len(contributors) < len(members),
+            votes,
+            first.task,
+            group,
+        )
+        self._ask(lambda store: store.compare_set(f"{key}/members", "", json.dumps(found)))
+
+    def _read_members(self, key: str) -> _Members:
+        return _Members.read(self._read(f"{key}/members"))
+
+    def _connect(self, members: _Members) -> Communicator:
+        """Return the communicator of the members' ranks that hold this shard."""
+        if self._comm is not None and members.group == self._group:
+            return self._comm
+        rank, world = members.replicas.index(self._replica), len(members.replicas)
+        store = dist.PrefixStore(f"{members.group}/gloo/{self._shard}", self._store)
+        group = dist.ProcessGroup(store, rank, world)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        backend = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._deadline))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self._comm = Communicator(group, torch.device("cpu"))
+        self._group = members.group
+        return self._comm
+
+    def _settle(self, key: str, outcome: str) -> None:
+        self._ask(lambda store: store.compare_set(f"{key}/outcome", "", outcome))
+
+    def _await_outcome(self, key: str, patience: float) -> str:
+        """Return how a round has ended; void if it has not after so many seconds."""
+        until = time.monotonic() + patience
+        while not self._has(f"{key}/outcome"):
+            if time.monotonic() > until:
+                self._settle(key, _VOID)
+            time.sleep(_GLANCE)
+        return self._read(f"{key}/outcome").decode()
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda store: bool(store.check([key])))
+
+    def _read(self, key: str) -> bytes:
+        return self._ask(lambda store: bytes(store.get(key)))
+
+    def _ask(self, act: Callable[[Any], T]) -> T:
+        try:
+            return act(self._store)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the store that keeps the rounds of replicas, {_place_of(self._store)}, does not answer: "
+                "without it no round can be made. Start it on a host that outlives the replicas, and go on from a "
+                "checkpoint"
+            ) from error
+
+
+def _complete(arrivals: Sequence[_Arrival]) -> list[_Arrival]:
+    """Return one arrival of each replica of which all ranks are there, in the order of their first ones."""
+    found: dict[str, list[_Arrival]] = {}
+    for each in arrivals:
+        found.setdefault(each.replica, []).append(each)
+    return [each[0] for each in found.values() if len(each) == each[0].shards]
+
+
+def _key(number: int, attempt: int) -> str:
+    return f"{number}/{attempt}"
+
+
+def _number(key: str) -> int:
+    return int(key.partition("/")[0])
+
+
+def _place_of(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__

@@ -1,0 +1,571 @@
+"""Replicas that train by themselves and meet rarely: DiLoCo, also in fragments or by sparse messages (SparseLoCo).
+
+Each replica makes H steps of its own optimizer from the outer weights θ, to θᵢ. Then
+
+    Δᵢ = θ − θᵢ            the outer gradient of replica i
+    Δ  = mean of Δᵢ        over replicas, exact or of encoded messages
+    m  ← μ m + Δ           outer Nesterov momentum
+    θ  ← θ − lr (Δ + μ m)
+    θᵢ ← θ
+
+``fragments``: parameters are divided into P runs, each of which has an outer step every H steps, H/P steps after the
+one before it: a P-th of the bytes at a time. ``delay``: the sum of a fragment is on its way while the next τ steps are
+made, and then θᵢ ← α θᵢ + (1 − α) θ.
+
+``codec``: a message holds C(β eᵢ + Δᵢ) and eᵢ is what it loses. SparseLoCo is ``codec="topk2bit"``, lr = 1, μ = 0.
+
+Source: DiLoCo (Douillard et al., 2023, algorithm 1); Streaming DiLoCo (Douillard et al., 2025, algorithm 2);
+SparseLoCo (Sarfi et al., 2025, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.compression import error_feedback, sparse
+from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.replicas.membership import AllReplicas, Task
+from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from yafsdp_cc.engine.communicator import Communicator
+    from yafsdp_cc.engine.streams import CommHandle
+    from yafsdp_cc.replicas.membership import Membership, Round
+
+_SPARSE_BLOCK = 4096
+_RUN = 1 << 22
+"""Elements of optimizer state that are averaged at a time."""
+_MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
+"""In checkpoints: as they are, or those of earlier versions would not load."""
+
+
+class Outer(ReplicaSync):
+    """Let replicas train by themselves for some steps, and make an outer step with what all have found (DiLoCo).
+
+    What trains is unchanged: ``loss.backward()``, ``optimizer.step()``. The optimizer's state is each replica's own.
+    ``synchronize_replicas`` and ``save`` end the round at once: all replicas have the outer weights then, and the mean
+    of the optimizers' states, so that a checkpoint is one of ordinary training, for any number of replicas.
+
+    Buffers, for each element of a shard: outer weights, outer momentum, outer gradient; with a codec what messages lose
+    and their sum (4 bytes each). They are in host memory with a ``membership``.
+
+    Args:
+        every: steps of a round.
+        lr: of the outer step.
+        momentum: Nesterov's, of the outer step; 0: none.
+        sync_steps: so many steps at first are synchronous, with sums of gradients; outer momentum hurts without them.
+        fragments: runs of parameters that are exchanged one at a time.
+        delay: steps that a replica makes while an exchange is on its way.
+        mix: how much of a replica's own weights it keeps where an exchange arrives late, 0 to 1.
+        codec: of the outer gradients, with error feedback: ``"topk2bit"``, ``"int4"``, ...; None: exact sums in fp32.
+        decay: β, how much of what messages have lost the next one carries.
+        membership: of replicas that come and go; None: they are those of the mesh, and one that fails ends all.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no such codec.
+    """
+
+    def __init__(
+        self,
+        every: int = 30,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        sync_steps: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.5,
+        codec: str | None = None,
+        decay: float = 0.95,
+        membership: Membership | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= fragments <= every:
+            raise ValueError(f"fragments={fragments} is to be from 1 to the steps of a round, every={every}")
+        if not 0 <= delay <= every // fragments:
+            raise ValueError(
+                f"delay={delay}, but one of {fragments} fragments is exchanged every {every // fragments} steps: an "
+                "exchange has to arrive before the next one starts"
+            )
+        if not (lr > 0 and 0 <= momentum < 1 and 0 <= mix <= 1 and 0 <= decay <= 1 and sync_steps >= 0):
+            raise ValueError(
+                f"lr={lr}, momentum={momentum}, mix={mix}, decay={decay}, sync_steps={sync_steps}: lr is to be "
+                "positive, momentum from 0 to less than 1, mix and decay from 0 to 1, sync_steps not negative"
+            )
+        if membership is not None and sync_steps:
+            raise ValueError(f"sync_steps={sync_steps}: replicas that come and go cannot sum gradients in every step")
+        self.every, self.lr, self.momentum, self.sync_steps = every, lr, momentum, sync_steps
+        self.fragments, self.delay, self.mix, self.codec, self.decay = fragments, delay, mix, codec, decay
+        self.membership = membership
+        block = _SPARSE_BLOCK if codec == sparse.TopK2Bit.name else BLOCK
+        self._codec = None if codec is None else codec_of(codec, block)
+        self._step = 0
+        """Steps of this round."""
+        self._left = sync_steps
+        """Synchronous steps to come."""
+        self._moved = False
+        """Whether there were local steps since the last ``finish``."""
+        self._pending: _Exchange | None = None
+        self._age = 0
+        """Steps since the pending exchange began."""
+
+    def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        if self.membership is None:
+            super().connect(model, mesh)
+        elif mesh is not None:
+            raise ValueError("an Outer with a membership finds its replicas by itself: pass mesh=None")
+        trained = set(self.parameters.values())
+        others = [each for each in model.parameters() if each not in trained]
+        self._untrained = [local_of(each) for each in (*others, *model.buffers())]
+
+    def prepare(self) -> None:
+        place = self.device if self.membership is None else torch.device("cpu")
+        self._rounds = AllReplicas(self.comm) if self.membership is None else self.membership
+        self._stream = comm_stream(place)
+        block = 1 if self._codec is None else self._codec.block
+        is_repeated = self.membership is not None
+        runs = _runs(list(self.parameters.values()), self.fragments)
+        self._fragments = [_Fragment(each, place, block, self.momentum > 0, is_repeated) for each in runs]
+        count = len(self._fragments)
+        self._due = {(n + 1) * self.every // count: n for n in range(count)}
+        self._sum: BackgroundSum | None = None
+        if self.membership is not None:
+            self._exchange(Task((), False))  # takes weights, and counts from the next round on
+
+    def planned_bytes(self) -> int:
+        comm = self.comm
+        if self._codec is None:
+            total = sum(comm.all_reduce_bytes(each.outer.nbytes) for each in self._fragments)
+        else:
+            total = (comm.world - 1) * sum(self._codec.message_bytes(each.numel) for each in self._fragments)
+        return -(-total // self.every)
+
+    def memory(self) -> Mapping[str, int]:
+        def of(name: str) -> int:
+            found = (getattr(each, name) for each in self._fragments)
+            return sum(each.nbytes for each in found if each is not None)
+
+        rows = {"outer weights": of("outer"), "outer momentum": of("momentum"), "outer gradients": of("delta")}
+        if self._codec is not None:
+            messages = self.comm.world * sum(self._codec.message_bytes(each.numel) for each in self._fragments)
+            rows["lost by messages"], rows["messages"] = of("residual"), messages
+        rows["sums of outer gradients"] = of("total")
+        if self._left:
+            rows["sums of the synchronous start"] = 4 * (len(self.parameters) + sum(e.numel() for e in self.locals()))
+        return {name: size for name, size in rows.items() if size}
+
+    def check(self, optimizer: Optimizer) -> None:
+        elementwise(optimizer, "sync=Outer(...)")
+
+    # Around a step -------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if not self._left:
+            return
+        members = list(self.parameters.values())
+        if self._sum is None:
+            self._flags = torch.zeros(len(members), dtype=torch.float32, device=self.device)
+            self._sum = BackgroundSum(self.comm, self.locals(), self._flags, None)
+        total = self._sum.total
+        for parameter, view in zip(members, total.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(local_of(parameter.grad))
+        used = [each.grad is not None for each in members]
+        self._flags.copy_(torch.tensor(used, dtype=torch.float32))
+        self._sum.start()
+        self._sum.wait()
+        for parameter, view, replicas in zip(members, total.views, self._flags.tolist(), strict=True):
+            if replicas:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                torch.div(view, self.comm.world, out=local_of(parameter.grad))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._left:
+            self._left -= 1
+            self._begin()
+            return
+        self._step += 1
+        self._moved = True
+        for each in self._fragments:
+            each.steps += 1
+        if self._pending is not None:
+            self._age += 1
+            if self._age >= self.delay:
+                self._complete(self.mix)
+        if (due := self._due.get(self._step)) is not None:
+            self._start(Task((due,), False))
+            if not self.delay:
+                self._complete(0.0)
+        self._step %= self.every
+
+    def _begin(self) -> None:
+        """Begin a round at these weights."""
+        self._step, self._moved = 0, False
+        for each in self._fragments:
+            each.load()
+            each.steps = 0
+        if not self._left:
+            self._sum = None
+
+    # Exchanges -----------------------------------------------------------------------------------------------------
+
+    def _exchange(self, task: Task) -> None:
+        self._start(task)
+        self._complete(0.0)
+
+    def _start(self, task: Task) -> None:
+        """Begin to exchange outer gradients."""
+        for each in (self._fragments[n] for n in task.fragments):
+            self._find_gradient(each)
+        self._age = 0
+        self._issue(task)
+
+    def _find_gradient(self, fragment: _Fragment) -> None:
+        """Have the outer gradient of a fragment, and its message."""
+        fragment.find_gradient()
+        if self._codec is not None:
+            assert fragment.residual is not None
+            fragment.residual.multiply(self.decay)
+            if fragment.message is None:
+                size = self._codec.message_bytes(fragment.numel)
+                fragment.message = torch.zeros(1, size, dtype=torch.uint8, device=fragment.delta.data.device)
+            row = fragment.delta.data.unsqueeze(0)
+            error_feedback.encode(self._codec, row, fragment.message, residual=fragment.residual)
+
+    def _issue(self, task: Task) -> None:
+        """Let the rounds find who takes part, and start sending."""
+        current = self._rounds.open(task)
+        self.comm = current.comm
+        exchange = self._pending = _Exchange(current, self._stream.handle())
+        if not current.contributes:
+            self._take_position(current.task)
+
+        def issue(async_op: bool) -> list[Any]:
+            works: list[Any] = []
+            if current.transfers:
+                for tensor in self._transferred():
+                    works += current.broadcast(tensor)
+            for n in current.task.fragments:
+                works += self._send(exchange, n, async_op)
+            return works
+
+        self._stream.wait_for_caller()
+        try:
+            self._stream.issue(exchange.handle, issue)
+        except RuntimeError as error:
+            exchange.error = error
+
+    def _send(self, exchange: _Exchange, n: int, async_op: bool) -> Sequence[Any]:
+        fragment, comm = self._fragments[n], exchange.round.comm
+        contributes = exchange.round.contributes
+        if self._codec is None:
+            total = fragment.delta.data
+            if fragment.total is not None:  # an exchange may fail, and be repeated
+                total = fragment.total.data
+                total.copy_(fragment.delta.data) if contributes else total.zero_()
+            exchange.buffers[n] = total
+            return comm.all_reduce(total, async_op)
+        messages = torch.zeros(comm.world, self._codec.message_bytes(fragment.numel), dtype=torch.uint8)
+        exchange.buffers[n] = messages = messages.to(fragment.delta.data.device)
+        own = messages.narrow(0, comm.rank, 1)
+        if contributes:
+            assert fragment.message is not None
+            own.copy_(fragment.message)
+        return comm.all_gather(messages.view(-1), own.view(-1), async_op)
+
+    def _complete(self, mix: float) -> None:
+        """Wait for the exchange under way, and make the outer step."""
+        while True:
+            exchange = self._pending
+            assert exchange is not None
+            if exchange.error is None:
+                try:
+                    exchange.handle.wait()
+                    if exchange.round.task.ends:
+                        exchange.state = self._mean_state(exchange.round)
+                except RuntimeError as error:
+                    exchange.error = error
+            if self._rounds.close(exchange.error):
+                break
+            self._issue(exchange.round.task if exchange.round.contributes else Task((), False))
+        self._pending = None
+        current = exchange.round
+        for n in current.task.fragments if current.contributors else ():
+            fragment = self._fragments[n]
+            delta = fragment.delta.data
+            if self._codec is None:
+                torch.div(exchange.buffers[n], len(current.contributors), out=delta)
+            else:
+                messages = exchange.buffers[n][list(current.contributors)]
+                error_feedback.decode_sum(self._codec, messages, fragment.numel, None, 0, delta)
+                delta.div_(len(current.contributors))
+            fragment.step(self.lr, self.momentum)
+            if current.contributes:
+                fragment.adopt(mix)
+        self._write_state(exchange.state)
+        if not current.contributes:
+            for fragment in self._fragments:
+                fragment.adopt()
+                fragment.steps = 0
+                if fragment.residual is not None:
+                    fragment.residual.clear()
+            for local, taken in zip(self._untrained, self._staged, strict=True):
+                local.copy_(taken.view(local.dtype).view(local.shape))
+
+    def _transferred(self) -> list[Tensor]:
+        """Return what a replica takes that comes, the tensors themselves, as bytes."""
+        self._staged = [each.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8) for each in self._untrained]
+        found = [each.outer.data for each in self._fragments]
+        found += [each.momentum.data for each in self._fragments if each.momentum is not None]
+        return [*found, *(each for each in self._staged if each.numel())]
+
+    def _take_position(self, task: Task) -> None:
+        """Go on from where the replicas are whose weights this one takes."""
+        self._step = 0
+        if task.fragments and not task.ends:
+            self._step = next(step for step, n in self._due.items() if n == task.fragments[0]) % self.every
+
+    # Between steps -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None or not self._moved:
+            return
+        if self._pending is not None:
+            self._complete(self.mix)
+        moved = tuple(n for n, each in enumerate(self._fragments) if each.steps)
+        self._exchange(Task(moved, True))
+        for each in self._fragments:
+            each.adopt()
+        self._begin()  # weights may be rounded
+
+    def _mean_state(self, current: Round) -> list[_State]:
+        """Return the mean over replicas of the optimizer's state. A collective.
+
+        What is not like its parameter, as the number of steps, is that of the first replica that has it.
+        """
+        optimizer = None if self._optimizer is None or not current.contributes else self._optimizer()
+        known: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.parameters.items():
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            known[name] = {key: None if _is_like(value, parameter) else _plain(value) for key, value in state.items()}
+        everywhere: dict[tuple[str, str], Any] = {}
+        for theirs in _all_gather_objects(known, current.comm):
+            for name, state in theirs.items():
+                for key, value in state.items():
+                    everywhere.setdefault((name, key), value)
+        found = [_State(name, key, value) for (name, key), value in everywhere.items() if value is not None]
+        alike = [place for place, value in everywhere.items() if value is None]
+        while alike:
+            run, alike = _first_run(alike, self.parameters)
+            mean = LocalBuffer([local_of(self.parameters[name]).to(current.comm.device) for name, _ in run])
+            for (name, key), view in zip(run, mean.views, strict=True):
+                value = None if optimizer is None else optimizer.state.get(self.parameters[name], {}).get(key)
+                if value is not None:
+                    view.copy_(local_of(value))
+            for work in current.comm.all_reduce(mean.data, async_op=True):
+                work.wait()
+            mean.data.div_(len(current.contributors))
+            found += [_State(*place, view, is_like=True) for place, view in zip(run, mean.views, strict=True)]
+        return found
+
+    def _write_state(self, states: Sequence[_State]) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            return
+        for name, key, value, is_like in states:
+            parameter = self.parameters[name]
+            own = optimizer.state[parameter]
+            if is_like and key not in own:
+                own[key] = torch.zeros_like(parameter, requires_grad=False)
+            if isinstance(own.get(key), Tensor):
+                local_of(own[key]).copy_(value)
+            else:
+                own[key] = value
+
+    def state(self) -> Mapping[str, Sequence[Tensor]]:
+        if self._left:
+            done = float(self.sync_steps - self._left)
+            return {_START: [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]}
+        found = {}
+        if self.momentum:
+            found[_MOMENTUM] = [
+                view for each in self._fragments if each.momentum for view in each.of(each.momentum.data)
+            ]
+        if self._codec is not None:
+            lost = [each.residual.values for each in self._fragments if each.residual is not None]
+            for values in lost:
+                for work in self.comm.all_reduce(values, async_op=False):
+                    work.wait()
+                values.div_(self.comm.world)
+            found[_RESIDUAL] = [
+                view for each, values in zip(self._fragments, lost, strict=True) for view in each.of(values[0])
+            ]
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        if self._pending is not None:  # of weights that are no more
+            self._pending.handle.wait()
+            self._rounds.close(None)
+            self._pending = None
+        done = [int(each.view(-1)[0]) for each in state.get(_START, ()) if each.numel()]
+        self._left = max(0, self.sync_steps - max(done)) if done else 0
+        self._begin()
+        momentum, residual = iter(state.get(_MOMENTUM, ())), iter(state.get(_RESIDUAL, ()))
+        for each in self._fragments:
+            if each.momentum is not None:
+                each.momentum.data.zero_()
+                for view, values in zip(each.of(each.momentum.data), momentum, strict=False):
+                    view.copy_(values)
+            if each.residual is not None:
+                each.residual.clear()
+                for view, values in zip(each.of(each.residual.values[0]), residual, strict=False):
+                    view.copy_(values)
+
+
+@dataclass
+class _Exchange:
+    """An exchange under way."""
+
+    round: Round
+    handle: CommHandle
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By fragment: its sum, or the messages of all."""
+    state: list[_State] = field(default_factory=list)
+    error: RuntimeError | None = None
+
+
+class _State(NamedTuple):
+    """A value of the optimizer's state."""
+
+    name: str
+    """Of the parameter."""
+    key: str
+    value: Any
+    is_like: bool = False
+    """Whether it has a number for each element of the parameter."""
+
+
+class _Fragment:
+    """Parameters that are exchanged together.
+
+    Args:
+        parameters: some of a model.
+        place: device of the buffers.
+        block: of messages, which are of whole blocks; 1: there are none.
+        has_momentum: whether outer steps have.
+        is_repeated: whether an exchange may fail and be repeated.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], place: torch.device, block: int, has_momentum: bool, is_repeated: bool
+    ) -> None:
+        self.parameters = parameters
+        like = [each.to(place) for each in self.weights]
+        like.append(like[0].new_empty(-sum(each.numel() for each in like) % block))
+        self._count = len(parameters)
+        self.outer, self.delta = LocalBuffer(like), LocalBuffer(like)
+        self.numel = self.outer.data.numel()
+        self.momentum = LocalBuffer(like) if has_momentum else None
+        self.total = LocalBuffer(like) if is_repeated and block == 1 else None
+        """The sum, where the outer gradient has to stay."""
+        self.message: Tensor | None = None
+        self.residual = None if block == 1 else Residual.zeros(1, self.numel, torch.float32, block, place)
+        self.steps = 0
+        """Local steps that no exchange has seen."""
+        self.load()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [local_of(each) for each in self.parameters]
+
+    def of(self, data: Tensor) -> list[Tensor]:
+        """Return the part of each parameter in a buffer of all."""
+        return self.outer.split(data)[: self._count]
+
+    def load(self) -> None:
+        """Make these weights the outer ones."""
+        torch._foreach_copy_(self.of(self.outer.data), self.weights)
+
+    def find_gradient(self) -> None:
+        """Have Δ = θ − θᵢ."""
+        torch._foreach_copy_(self.of(self.delta.data), self.weights)
+        torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
+        self.steps = 0
+
+    def step(self, lr: float, momentum: float) -> None:
+        """Make the outer step with Δ."""
+        delta = self.delta.data
+        if self.momentum is not None:
+            self.momentum.data.mul_(momentum).add_(delta)
+            delta.add_(self.momentum.data, alpha=momentum)
+        self.outer.data.sub_(delta, alpha=lr)
+
+    def adopt(self, mix: float = 0.0) -> None:
+        """Have the outer weights, mixed with so much of these."""
+        outer, weights = self.of(self.outer.data), self.weights
+        if mix:
+            own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]
+            outer = torch._foreach_lerp(outer, own, mix)
+        torch._foreach_copy_(weights, outer)
+
+
+def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
+    """Yield neighbours of about a ``count``-th of all elements together; fewer runs where parameters are too large."""
+    sizes = [each.numel() for each in parameters]
+    middles = [after - size / 2 for after, size in zip(accumulate(sizes), sizes, strict=True)]
+    places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]
+    for _, run in groupby(zip(places, parameters, strict=True), key=lambda each: each[0]):
+        yield [parameter for _, parameter in run]
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+
+
+def _plain(value: Any) -> Any:
+    return local_of(value).cpu() if isinstance(value, Tensor) else value
+
+
+def _first_run(
+    places: list[tuple[str, str]], parameters: Mapping[str, nn.Parameter]
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the first places, of about ``_RUN`` elements, and the others."""
+    elements = accumulate(local_of(parameters[name]).numel() for name, _ in places)
+    last = next((n for n, each in enumerate(elements, 1) if each >= _RUN), len(places))
+    return places[:last], places[last:]
+
+
+def _all_gather_objects(item: object, comm: Communicator) -> list[Any]:
+    """Return every rank's item: ``dist.all_gather_object`` knows groups of torch's own making alone."""
+    data = pickle.dumps(item)
+    sizes = torch.zeros(comm.world, dtype=torch.float32, device=comm.device)
+    sizes[comm.rank] = len(data)
+    for work in comm.all_reduce(sizes, async_op=True):
+        work.wait()
+    width = -(-int(sizes.max()) // 64) * 64
+    texts = torch.zeros(comm.world, width, dtype=torch.uint8, device=comm.device)
+    texts[comm.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for work in comm.all_gather(texts.view(-1), texts[comm.rank], async_op=True):
+        work.wait()
+    return [pickle.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
