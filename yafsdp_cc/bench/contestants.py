@@ -134,5 +134,11 @@ REPLICAS = {
     "synchronous": _replicas("synchronous"),
     "overlap": _replicas("Overlap"),
     "overlap int8": _replicas("Overlap", codec="int8"),
+    "half batches": _replicas("Overlap", half_batches=True),
+    "gossip": _replicas("Gossip"),
+    "gossip late": _replicas("Gossip", overlap=1),
+    "diloco": _replicas("Outer", every=30),
+    "diloco streaming": _replicas("Outer", every=30, fragments=3, delay=5),
+    "sparseloco": _replicas("Outer", every=30, lr=1.0, momentum=0.0, codec="topk2bit", delay=5),
 }
 """Contestants of the suite ``replicas``: classes of ``yafsdp_cc.replicas``."""

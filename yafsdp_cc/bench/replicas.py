@@ -2,9 +2,9 @@
 
 Each replica has a network namespace, which its ranks share: links within it are fast. A step is forward, backward and
 AdamW on 1,024 tokens per rank. The bandwidth ``matched`` is that at which the exact sum over replicas takes as long as
-an unshaped step of synchronous training. Contestants take turns in interleaved rounds. Each turn begins with a step and
-ends with ``synchronize_replicas``, neither of which is measured: what counts is training as it goes on, with the
-exchange of an earlier step under way.
+an unshaped step of synchronous training. Contestants take turns in interleaved rounds. Each turn begins with a step, or
+a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what counts is
+training as it goes on, with the exchange of an earlier step under way.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Trainer:
         mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
         sync = None if contestant.maker == "synchronous" else getattr(replicas, contestant.maker)(**contestant.settings)
         self.model = yafsdp_cc.shard(GPT(), mesh=mesh, sync=sync)
+        self.period = contestant.settings.get("every", 1)
+        """Steps from one exchange to the next."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
         self._draws = torch.Generator("cpu").manual_seed(dist.get_rank())
 
@@ -137,17 +139,19 @@ def _on_rank(
 
     def turn(name: str) -> Turn:
         trainer, slow = trainers[name], slowdown if rank >= last else 1.0
-        trainer.step(slow)
+        for _ in range(trainer.period):
+            trainer.step(slow)
         before, start = lab.traffic()[rank // shards], time.perf_counter()
-        for _ in range(steps):
+        count = -(-steps // trainer.period) * trainer.period
+        for _ in range(count):
             trainer.step(slow)
         seconds, sent = time.perf_counter() - start, lab.traffic()[rank // shards].since(before).sent
         yafsdp_cc.synchronize_replicas(trainer.model)
         dist.barrier()
-        return Turn(seconds / steps, sent / steps)
+        return Turn(seconds / count, sent / count)
 
-    for name in contestants:
-        turn(name)
+    for trainer in trainers.values():
+        trainer.step(1.0)
     for number, name in interleaved(contestants, rounds):
         turns[name].append(turn(name))
         if rank == 0:
