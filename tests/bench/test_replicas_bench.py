@@ -1,0 +1,40 @@
+"""Suite ``replicas``: bytes between replicas are those of the plan, whatever crosses within one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.netlab.labs import lab_of
+from yafsdp_cc.bench import replicas, train
+from yafsdp_cc.bench.contestants import REPLICAS
+from yafsdp_cc.demo.model import GPT
+
+NAMES = ("synchronous", "overlap", "gossip", "sparseloco")
+
+
+def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, 64, 2, 2))
+    monkeypatch.setattr(train, "SEQUENCES", 1)
+    elements = sum(each.numel() for each in GPT(64, 2, 2).parameters())
+    with lab_of(ranks=4, ranks_per_machine=2) as lab:
+        per_rank = lab.run(replicas._on_rank, lab, {name: REPLICAS[name] for name in NAMES}, "unshaped", 1, 2, 2, 1.0)
+    found = {name: replicas._summary([turns[name] for turns in per_rank], 4) for name in NAMES}
+    sums = 4 * elements  # of all shards of a replica; half of it each way, twice
+    assert sums < found["synchronous"]["sent_bytes"] < 1.3 * sums
+    for name in ("overlap", "gossip"):  # some of the last step's may cross later, and some of the one before
+        assert 0.5 * sums < found[name]["sent_bytes"] < 1.5 * sums
+    assert found["sparseloco"]["sent_bytes"] < 0.02 * sums
+    *_, last = replicas.replicas_table(
+        {name: {**each, "of_unshaped": 0.5} for name, each in found.items()}
+    ).splitlines()
+    assert last.split()[0] == "sparseloco"
+    assert last.split()[3] == "0.50"
+
+
+def test_replicas_need_ranks() -> None:
+    with pytest.raises(ValueError, match="ranks=2, shards=2: two replicas or more"):
+        replicas.run(["overlap"], shards=2)
+    with pytest.raises(ValueError, match="bandwidth 'fast'"):
+        replicas.run(["overlap"], bandwidths=["fast"])
