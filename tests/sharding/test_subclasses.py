@@ -272,13 +272,15 @@ def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
     ]
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        cases.append((Pair, WIDTH, {"mesh": mesh}))
+        cases = [cases[-1], (Pair, WIDTH, {"mesh": mesh})]
     for kind, width, options in cases:
         times = 1 if "mp_policy" in options else 2  # FSDP2 adds what two calls bring in bf16
         found: list[list[Tensor]] = []
         norms: list[Tensor] = []
         for apply in (yafsdp_cc.fully_shard, fsdp2):
-            model = by_blocks(apply, extended(seeded(partial(Twice, width, times)), kind.of), **options)
+            model: Any = extended(seeded(partial(Twice, width, times)), kind.of)
+            model.blocks[0][2] = nn.Linear(2 * width, width)  # plain, with gradients of the class
+            by_blocks(apply, model, **options)
             # In FSDP2, foreach steps beside such a class change plain parameters twice.
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=apply is not fsdp2)
             held: list[Tensor] = []
@@ -290,8 +292,9 @@ def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
                     held += [whole(p.grad) for p in model.parameters()]
                     assert all(type(p.grad.to_local()) is Tensor for p in model.parameters())
                     optimizer.zero_grad()
-            for parameter in model.parameters():
-                assert type(parameter.to_local()) is (kind if parameter.ndim == 2 else Tensor)
+            for name, parameter in model.named_parameters():
+                is_plain = parameter.ndim < 2 or name == "blocks.0.2.weight"
+                assert type(parameter.to_local()) is (Tensor if is_plain else kind)
                 held += parts(parameter.detach()) + parts(optimizer.state[parameter]["exp_avg"])
             found.append(held)
         for one, other in zip(*found, strict=True):
@@ -543,7 +546,7 @@ def test_local_tensors_of_a_class_are_given_extensions() -> None:
         found = []
         for kind, apply in ((Bare, yafsdp_cc.fully_shard), others):
             model = extended(seeded(partial(Twice, width)), kind.of)
-            by_blocks(apply, model, reshard_after_forward=False)
+            by_blocks(apply, model)
             for parameter in model.parameters():
                 if parameter.ndim == 2 and kind is Bare:
                     local = parameter._local_tensor
@@ -551,11 +554,12 @@ def test_local_tensors_of_a_class_are_given_extensions() -> None:
                         setattr(local, name, getattr(Difference, name).__get__(local))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
             for step in range(3):
+                with torch.no_grad():  # what is written past the parameter, too, is gathered
+                    model(numbers(3, width))
+                    model.blocks[0][0].weight.to_local().other.mul_(0.5)
                 square(model, numbers(3, width, seed=10 * step + dist.get_rank())).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                with torch.no_grad():  # what is written past the parameter is gathered, too
-                    model.enter.weight.to_local().other.mul_(0.5)
             found.append([part for parameter in model.parameters() for part in parts(parameter.detach())])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), width
 

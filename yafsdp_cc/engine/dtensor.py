@@ -119,6 +119,8 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
 class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
     """A tensor sharded by a ``ShardSpec``; made by ``flat_dtensor``. ``shape`` is global, ``to_local()`` a flat range.
 
+    By a ``RowShardSpec``, ``to_local()`` is rows, perhaps of a tensor subclass, whose own operations are then called.
+
     Element-wise, foreach and fused operations act on the local tensor, in place where torch's do; its version counter
     grows with every such change. Norms, sums, means and extremes are lazy (``reductions.LazyReduction``). Every other
     operation raises ``NotImplementedError`` with the parameter's full name.
@@ -704,8 +706,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         specs = [_spec_of_result(row) for row in zip(*columns, strict=True)]
     if RowShardSpec in map(type, specs) and len(kinds := _places_by_class(columns)) > 1:
-        found = {places[0]: _foreach_at(func, args, kwargs, places, len(specs)) for places in kinds}
-        results = {place: one for places in kinds for place, one in zip(places, found[places[0]] or (), strict=False)}
+        results: dict[int, Any] = {}
+        for places in kinds:
+            results.update(zip(places, _foreach_at(func, args, kwargs, places, len(specs)) or (), strict=False))
         return [results[place] for place in sorted(results)] or None
 
     def local(value: Any, name: str) -> Any:

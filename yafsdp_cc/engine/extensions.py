@@ -1,9 +1,10 @@
 """Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
 
-What is sharded is a plain tensor (``plan.subclasses``); what a forward sees is a tensor of the subclass around views of
-the weight buffer. A frozen parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an
-all-gather extension has a ``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the
-weight buffer holds what it makes of them:
+What is sharded is a plain tensor (``plan.subclasses``), but for trained classes around several tensors
+(``class_shards``); what a forward sees is a tensor of the subclass around views of the weight buffer. A frozen
+parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an all-gather extension has a
+``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the weight buffer holds what it
+makes of them:
 
     sharded, fp32      | rows 0, 1 of w | rows 2, 3      | row 4, zeros   |      FSDP2's shards along dimension 0
                          fsdp_pre_all_gather, on each rank
