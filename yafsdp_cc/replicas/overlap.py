@@ -102,11 +102,16 @@ class Overlap(ReplicaSync):
         self._pending: _Step | None = None
         self._first: _Step | None = None
         """The first half of a step whose sum has arrived; it is in ``_kept``."""
+        self._versions: list[int] = []
+        """Of the parameters, as the last step left them."""
         self._steps = 0
         # During a step: what it shall leave as it was, and whether it is that of a second half.
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
         self._is_second = False
+
+    def __repr__(self) -> str:
+        return f"Overlap(codec={self.codec!r}, half_batches={self.half_batches})"
 
     def prepare(self) -> None:
         like = self.locals()
@@ -138,6 +143,7 @@ class Overlap(ReplicaSync):
         own = _Step([grad is not None for grad in self._grads], settings_of(optimizer))
         arrived, self._pending = self._pending, own
         if arrived is not None:
+            self._check_unchanged()
             self._wait(arrived)
         total, kept = self._sum.total, self._kept
         self._is_second = self.half_batches and arrived is not None and self._first is None
@@ -174,6 +180,17 @@ class Overlap(ReplicaSync):
             if not self.half_batches:
                 self._predict(optimizer)
         self._grads, self._settings = [], []
+        self._versions = [each._version for each in self.locals()]
+
+    def _check_unchanged(self) -> None:
+        """Raise where somebody has changed the shown weights, which the committed ones are about to overwrite."""
+        for name, local, version in zip(self.parameters, self.locals(), self._versions, strict=True):
+            if local._version != version:
+                raise RuntimeError(
+                    f"'{name}', or a parameter that shares its buffer, was changed between two steps of an optimizer, "
+                    "where both hold predicted weights: the change would be lost. Call "
+                    "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
+                )
 
     def _read(self, buffer: LocalBuffer) -> None:
         """Copy this replica's gradient to ``buffer``."""
