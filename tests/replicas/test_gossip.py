@@ -144,6 +144,19 @@ def _check_sum(world: int) -> None:
         assert gossip._push_weight.item() == 1.0
 
 
+@ranks(2)
+def test_weights_may_be_changed_between_steps() -> None:
+    model = sharded(2, 1, Gossip(overlap=1))
+    optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    train(model, optimizer, range(2))
+    weight = model.get_parameter("leave.weight")
+    before = whole(weight.detach())
+    with torch.no_grad():
+        weight.fill_(3.0)
+    train(model, optimizer, range(2, 3))  # w was 3/4, half of it stays, and 1/4 comes with the weights from before
+    close(whole(weight.detach()), (3.0 * 3 / 8 + before / 4) / (5 / 8))
+
+
 @ranks(4)
 def test_state_that_some_replicas_lack_is_shared() -> None:
     model = seeded(Branches)

@@ -103,6 +103,11 @@ class Gossip(ReplicaSync):
         self._steps = 0
         """Since all replicas had the same weights."""
         self._is_in_flight = False
+        self._versions: list[int] = []
+        """Of the parameters, as they were shown."""
+
+    def __repr__(self) -> str:
+        return f"Gossip(graph={self.graph!r}, overlap={self.overlap}, codec={self.codec!r})"
 
     def prepare(self) -> None:
         like = self.locals()
@@ -143,7 +148,10 @@ class Gossip(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Nothing: x / w are the weights before the step."""
+        """Take what somebody has changed since the last step into x."""
+        for biased, local, version in zip(self._biased.views, self.locals(), self._versions, strict=True):
+            if local._version != version:
+                torch.mul(local, self._push_weight, out=biased)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self.comm.world == 1:
@@ -206,6 +214,10 @@ class Gossip(ReplicaSync):
     def _show(self) -> None:
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             local.copy_(biased / self._push_weight)
+        self._keep_versions()
+
+    def _keep_versions(self) -> None:
+        self._versions = [each._version for each in self.locals()]
 
     # Between steps -------------------------------------------------------------------------------------------------
 
@@ -245,6 +257,7 @@ class Gossip(ReplicaSync):
         self._push_weight.fill_(1.0)
         self._content.restart(self._biased.data)
         self._steps, self._is_in_flight = 0, False
+        self._keep_versions()
 
     def _sum(self, tensor: Tensor) -> None:
         for work in self.comm.all_reduce(tensor, async_op=False):

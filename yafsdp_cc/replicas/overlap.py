@@ -100,10 +100,10 @@ class Overlap(ReplicaSync):
         super().__init__()
         self.codec, self.half_batches = codec, half_batches
         self._pending: _Step | None = None
-        self._versions: list[int] = []
-        """Of the parameters, as they were predicted."""
         self._first: _Step | None = None
         """The first half of a step whose sum has arrived; it is in ``_kept``."""
+        self._versions: list[int] = []
+        """Of the parameters, as the last step left them."""
         self._steps = 0
         # During a step: what it shall leave as it was, and whether it is that of a second half.
         self._grads: list[Tensor | None] = []
@@ -180,7 +180,7 @@ class Overlap(ReplicaSync):
         self._versions = [each._version for each in self.locals()]
 
     def _check_unchanged(self) -> None:
-        """Raise where somebody has changed the predicted weights, which the committed ones are about to overwrite."""
+        """Raise where somebody has changed the shown weights, which the committed ones are about to overwrite."""
         for name, local, version in zip(self.parameters, self.locals(), self._versions, strict=True):
             if local._version != version:
                 raise RuntimeError(
