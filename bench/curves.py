@@ -89,9 +89,8 @@ def make(way: str, steps: int, rate: float, muon_rate: float) -> Trainer:
         gradients, _, weights = codecs.partition("/")
         form: Any = True if "ef" in options else "ef21"
         block: Any = next((int(each) for each in options if each.isdecimal()), 256)
-        settings = {"feedback": form, "residual": "fp32", "block": block}
-        compression = Compression(gradients, weights or None, **settings) if gradients else None
-        yafsdp_cc.shard(model, compression=compression, zero_stage=2, ownership="matrix")
+        encoding = Compression(gradients or "fp32", weights or None, feedback=form, residual="fp32", block=block)
+        yafsdp_cc.shard(model, compression=encoding if gradients else None, zero_stage=2, ownership="matrix")
         kind = UnclippedMatrices if "unclipped" in options else Trainer
         return kind(model, optimizer=Muon(model.parameters(), muon_rate, adamw=adam, ns_dtype=torch.float32))
     gradients, _, weights = way.partition("/")

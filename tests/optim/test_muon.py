@@ -628,7 +628,8 @@ def tensor_parallel(folder: Path) -> None:
         for name, each in plain.named_parameters():
             if is_matrix(name, each):
                 momentum = momenta.setdefault(name, torch.zeros_like(each))
-                in_double_precision(each, found[name], momentum)
+                assert each.grad is not None
+                in_double_precision(each, each.grad, momentum)
         model(batches[dist.get_rank() // 2]).square().mean().backward()
         muon.step()
         muon.zero_grad()
@@ -668,7 +669,7 @@ class WithNorms(yafsdp_cc.optim.Muon):
     """Also sums up norms of gradients: a state with a shape of its own for each matrix."""
 
     def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        return {**super().state_shapes(rows, columns), "norms": (2,)}
+        return {name: tuple(shape) for name, shape in super().state_shapes(rows, columns).items()} | {"norms": (2,)}
 
     def updates(self, gradients: Any, states: Any, group: Any) -> Any:
         for gradient, state in zip(gradients, states, strict=True):
@@ -712,11 +713,12 @@ def expert_parallel(folder: Path) -> None:
 
         for _ in range(2):
             _, found = mean_gradients(plain, loss, list(range(4)))
+            exact: dict[str, Any] = dict(found)
             for name, each in plain.named_parameters():
-                each.grad = found[name]
+                each.grad = exact[name]
                 for k in range(len(each) if each.ndim == 3 else each.ndim - 1):
                     weight, gradient, momentum = (
-                        one[k] if one.ndim == 3 else one for one in (each.detach(), found[name], truth[name])
+                        one[k] if one.ndim == 3 else one for one in (each.detach(), exact[name], truth[name])
                     )
                     norms[name][k] += gradient.norm()
                     in_double_precision(weight, gradient, momentum)
