@@ -196,11 +196,7 @@ def test_differences_from_fsdp2() -> None:
     assert gathered(model) == 0  # until the weights change
     weight = model.blocks[0].qkv.weight
     assert weight.to_local().ndim == 1
-    assert isinstance(weight, DTensor)  # after the forward, too
-    model.blocks[0].unshard()
-    assert type(model.blocks[0].qkv.weight) is not type(weight)
-    assert all(isinstance(p, DTensor) for p in model.blocks[0].parameters())
-    model.blocks[0].reshard()
+    assert isinstance(weight, DTensor)  # after the backward, too
     model = bottom_up(reshard_after_forward=True)
     root = sum(p.numel() * 4 for name, p in model.named_parameters() if "blocks" not in name and p.ndim == 2) // 2
     assert gathered(model) - gathered(model) >= root  # which keeps its slot
@@ -209,8 +205,8 @@ def test_differences_from_fsdp2() -> None:
     for refused, error in (
         (lambda: torch.save(model.state_dict(), io.BytesIO()), TypeError),
         (lambda: pickle.dumps(model), TypeError),
-        (lambda: copy.deepcopy(model), RuntimeError),
-        (lambda: AveragedModel(model), RuntimeError),
+        (lambda: copy.deepcopy(model), ValueError),
+        (lambda: AveragedModel(model), ValueError),
         (lambda: model.to(torch.bfloat16), RuntimeError),
         (lambda: share_comm_ctx([model]), NotImplementedError),
     ):

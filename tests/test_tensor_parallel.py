@@ -313,7 +313,10 @@ def by_one_line() -> None:
     yafsdp_cc.shard(model, mesh=mesh["dp"], sync_module_states=True)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     assert torch.allclose(model(tokens), Job(None).model(tokens), atol=1e-6)
-    elements = sum(unit.elements for unit in yafsdp_cc.plan_of(model).units)
+    plan = yafsdp_cc.plan_of(model)
+    elements, whole_elements = sum(unit.elements for unit in plan.units), sum(p.numel() for p in model.parameters())
+    assert f"{whole_elements:,} parameters in " in str(plan)
+    assert f"of which these ranks hold {plan.elements:,}" in str(plan)
     assert elements == sum(p.numel() // 2 for p in model.parameters() if Shard(0) == p.placements[0])
 
 

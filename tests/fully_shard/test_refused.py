@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         ValueError,
         "with ownership, ranks own parts of different lengths",
     ),
-    "copies": (lambda m: copy.deepcopy(yafsdp_cc.fully_shard(m)), AssertionError, "Copy the model before"),
+    "copies": (lambda m: copy.deepcopy(yafsdp_cc.fully_shard(m)), AssertionError, "copy the model before"),
     "no bool": (lambda m: yafsdp_cc.fully_shard(m).set_reshard_after_forward(1), ValueError, "should be a bool"),
     "a divisor of nothing": (
         lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor(0),

@@ -336,7 +336,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise MisuseError(
-            f"FSDP does not support deepcopy: a sharded {class_of(self).__name__} cannot be copied. Copy the model "
+            f"FSDP does not support deepcopy: a sharded {class_of(self).__name__} cannot be copied: copy the model "
             "before shard(), or keep an average of the weights with copies of model.parameters()"
         )
 
