@@ -43,7 +43,7 @@ WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
 SECONDS = 20.0
 """Of each bound of staleness."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": torch.optim.SGD, "lr": 1.0},
+    "sgd": {"optimizer": torch.optim.SGD, "lr": 0.25},
     "adamw": {"optimizer": torch.optim.AdamW, "lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
 DELAYS: dict[str, dict[str, Any]] = {
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS), help="; between them (all)")
     parser.add_argument("--seeds", type=names, default=["0", "1", "2"])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, help="in the place of each optimizer's own")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pace", metavar="BANDWIDTH", help="measure this instead")
     asked = parser.parse_args()
@@ -138,11 +139,12 @@ def main() -> None:
     if asked.pace:
         print(pace(asked.pace))
         return
+    lr = {} if asked.lr is None else {"lr": asked.lr}
     found: dict[str, dict[str, float]] = {}
     for seed in asked.seeds:
         for way in asked.ways:
             start = time.perf_counter()
-            loss = found.setdefault(seed, {})[way] = learn(int(seed), asked.steps, **WAYS[way])
+            loss = found.setdefault(seed, {})[way] = learn(int(seed), asked.steps, **WAYS[way] | lr)
             print(f"seed {seed}, {way}: {loss:.4f}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
             save(asked.json, found)
     print(losses_table(found))
