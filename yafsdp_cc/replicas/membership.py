@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
 from yafsdp_cc.engine.communicator import Communicator
 
@@ -171,7 +171,7 @@ class Membership(Rounds):
     """
 
     def __init__(
-        self, store: dist.Store, replica: str, *, deadline: float = 60.0, first: int = 1, patience: float = 3600.0
+        self, store: Store, replica: str, *, deadline: float = 60.0, first: int = 1, patience: float = 3600.0
     ) -> None:
         if not (deadline > 0 and patience > 0 and first >= 1):
             raise ValueError(f"deadline={deadline}, patience={patience}, first={first}: all are to be positive")
@@ -271,7 +271,8 @@ class Membership(Rounds):
         slot = self._ask(lambda store: store.add(f"{key}/arrivals", 1)) - 1
         own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
         self._ask(lambda store: store.set(f"{key}/arrival/{slot}", json.dumps(own)))
-        arrived, began, known = time.monotonic(), 0.0, {}
+        known: dict[int, _Arrival] = {}
+        arrived, began = time.monotonic(), 0.0
         while not self._has(f"{key}/members"):
             now = time.monotonic()
             self._read_arrivals(key, known)
@@ -341,7 +342,7 @@ class Membership(Rounds):
         if self._comm is not None and members.group == self._group:
             return self._comm
         rank, world = members.replicas.index(self._replica), len(members.replicas)
-        store = dist.PrefixStore(f"{members.group}/gloo/{self._shard}", self._store)
+        store = PrefixStore(f"{members.group}/gloo/{self._shard}", self._store)
         group = dist.ProcessGroup(store, rank, world)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         backend = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._deadline))
@@ -395,7 +396,7 @@ def _number(key: str) -> int:
     return int(key.partition("/")[0])
 
 
-def _place_of(store: dist.Store) -> str:
-    while isinstance(store, dist.PrefixStore):
+def _place_of(store: Store) -> str:
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else type(store).__name__
