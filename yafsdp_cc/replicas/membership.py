@@ -10,8 +10,8 @@ Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPS
               was, and adds nothing
     vote      every rank whose exchange worked adds a vote; the last one writes "commit". One whose exchange failed, or
               that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so all
-              see the same. Nothing is changed before. A void round is repeated, at first by arriving again: what is
-              sent is still there, and whoever is dead does not arrive
+              see the same. Nothing is changed before. A void round is repeated, at first by arriving again, without
+              those who come: what is sent is still there, and whoever is dead does not arrive
 
 So a replica that is killed or stalls costs the others at most two deadlines, once. Where the store's host dies nothing
 can go on: it should be none of the replicas.
@@ -162,7 +162,8 @@ class Membership(Rounds):
         store: that all ranks of all replicas reach, such as ``TCPStore(host, port, is_master=False)`` of a server that
             outlives them; ``PrefixStore`` of a name for each run.
         replica: name of this one, for errors; two may have the same.
-        deadline: seconds that a round waits for a replica: until it comes, and until it has sent.
+        deadline: seconds that a round waits for a replica: until it comes, and until it has sent. More than an exchange
+            takes, and than it takes to send the outer weights and momentum to a replica that comes.
         first: how many replicas the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
 
@@ -313,6 +314,8 @@ class Membership(Rounds):
 
     def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
         newest = max(each.version for each in there)
+        if newest >= 0 and not key.endswith("/0"):  # what cannot be sent to a new one by the deadline must not stop all
+            there = [each for each in there if each.version == newest]
         first = next(each for each in there if each.version == newest)
         members = sorted(there, key=lambda each: each.replica)
         replicas = [each.replica for each in members]

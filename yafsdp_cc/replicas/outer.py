@@ -283,8 +283,8 @@ class Outer(ReplicaSync):
                 total.copy_(fragment.delta.data) if contributes else total.zero_()
             exchange.buffers[n] = total
             return comm.all_reduce(total, async_op)
-        messages = torch.zeros(comm.world, self._codec.message_bytes(fragment.numel), dtype=torch.uint8)
-        exchange.buffers[n] = messages = messages.to(fragment.delta.data.device)
+        size, place = self._codec.message_bytes(fragment.numel), fragment.delta.data.device
+        exchange.buffers[n] = messages = torch.zeros(comm.world, size, dtype=torch.uint8, device=place)
         own = messages.narrow(0, comm.rank, 1)
         if contributes:
             assert fragment.message is not None
@@ -315,8 +315,10 @@ class Outer(ReplicaSync):
             if self._codec is None:
                 torch.div(exchange.buffers[n], len(current.contributors), out=delta)
             else:
-                messages = exchange.buffers[n][list(current.contributors)]
-                error_feedback.decode_sum(self._codec, messages, fragment.numel, None, 0, delta)
+                delta.zero_()
+                for sender in current.contributors:  # all at once would take room for each
+                    message = exchange.buffers[n].narrow(0, sender, 1)
+                    error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
                 delta.div_(len(current.contributors))
             fragment.step(self.lr, self.momentum)
             if current.contributes:
