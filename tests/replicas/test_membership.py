@@ -417,7 +417,9 @@ def test_soak(tmp_path: Path, seed: int) -> None:
             if event == "join":
                 name = min(set("abcd") - alive)
                 for file in tmp_path.glob(f"{name}-*.jsonl"):  # of the one before
-                    file.rename(file.with_name(f"old-{file.name}"))
+                    file.rename(
+                        file.with_name(f"old{counts.total()}-{file.name}")
+                    )  # one that leaves goes on with another
                 replicas.start(goes_on, name, patience=30.0)
                 alive.add(name)
             else:
@@ -435,15 +437,19 @@ def test_soak(tmp_path: Path, seed: int) -> None:
         for name in alive:
             replicas.result(name)
         contributors = _check_rounds(tmp_path, until=stop)
-    undisturbed = [(version, list("abcd")) for version in contributors]
-    found, expected = on_ranks(1, _final_losses, list(contributors.items()), undisturbed, tmp_path)[0]
+    fixed = [
+        [(version, list(names)) for version in contributors] for names in ("abcd", "efgh", "ijkl", "mn", "op", "qr")
+    ]
+    found, *undisturbed = on_ranks(1, _final_losses, list(contributors.items()), *fixed, tmp_path)[0]
     waits = sorted(each.seconds for each in _notes(tmp_path) if each.contributors and each.version > 1)
     sizes = Counter(map(len, contributors.values()))
-    print(f"{dict(counts)}; {stop} rounds, by contributors {dict(sizes)}; loss {found:.4f}, undisturbed {expected:.4f}")
+    print(f"{dict(counts)}; {stop} rounds, by contributors {dict(sizes)}; loss {found:.4f}")
+    print(f"undisturbed, four and two replicas, other batches: {[round(each, 4) for each in undisturbed]}")
     longest = [round(each, 1) for each in waits[-10:]]
     print(f"seconds of a round: median {waits[len(waits) // 2]:.2f}, the longest ten {longest}")
     assert min(counts[event] for event in ("join", "kill", "leave", "stall")) > 0
-    assert abs(found - expected) < 0.05 * expected
+    noise = max(undisturbed) - min(undisturbed)
+    assert min(undisturbed) - noise < found < max(undisturbed) + noise
 
 
 def _up_to_date(folder: Path) -> set[str]:
