@@ -305,7 +305,9 @@ def _check_rounds(folder: Path, shards: int = 1, until: int = 1_000_000) -> dict
     expected = on_ranks(1, replayed, list(contributors.items()), shards, made[0].weights)[0]
     for version, weights in enumerate(expected, 1):
         found = made[version].weights
-        assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-5, (version, contributors[version])
+        assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-6 * (10 + version), (
+            version
+        )  # of rounding, round by round
     return contributors
 
 
