@@ -13,9 +13,9 @@ Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPS
               see the same. Nothing is changed before. A void round is repeated, at first by arriving again, without
               those who come: what is sent is still there, and whoever is dead does not arrive
 
-So a replica that is killed costs the others one deadline, once; one that stalls at most three: until it comes, until its
-exchange is given up, and until it is not waited for again. Where the store's host dies nothing can go on: it should be
-none of the replicas.
+So a replica that is killed costs the others one deadline, once; one that stalls at most three: until it comes, until
+its exchange is given up, and until it is not waited for again. Where the store's host dies nothing can go on: it should
+be none of the replicas.
 
 Why not torchft, whose lighthouse and manager do work on CPU and gloo (0.2 was tried): its vote is one within a replica
 (``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not;
