@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.compression import definition
-from yafsdp_cc.compression import codecs  # noqa: F401 (codecs registers them)
+from yafsdp_cc.compression import codecs, sparse  # noqa: F401 (they register codecs)
 from yafsdp_cc.compression.codec import BLOCKS, Codec, Noise, block_sum, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 
-CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit", "topk")
+CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit", "topk", "topk2bit")
 SCALED = ("fp8", "int8", "int6", "int4", "int3", "int2", "ternary", "onebit")
 SUMMED = ("int3", "int2", "ternary", "onebit")
 """Their scales are of mean magnitudes."""
@@ -123,6 +123,17 @@ def test_topk_by_hand() -> None:
     ).ljust(60, b"\0")
 
 
+def test_topk2bit_by_hand() -> None:
+    values = [0.0] * 256
+    values[5], values[100], values[150], values[151] = -1.0, 3.0, -3.0, 1.0
+    codec = codec_of("topk2bit", 256)
+    bits = 1 | 2 << 2 | 3 << 4  # negative; large; both; neither
+    assert message_of(codec, values) == struct.pack("<f4HB", 2.0, 5, 100, 150, 151, bits).ljust(64, b"\0")
+    found = round_trip(codec, torch.tensor([values]))[0]
+    assert found[[5, 100, 150, 151]].tolist() == pytest.approx([-1.84, 2.6, -2.6, 1.84])
+    assert found.count_nonzero() == 4
+
+
 def test_floats_by_hand() -> None:
     values = [1.0, -2.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, float("nan")] + [0.0] * 59
     bf16 = struct.pack("<5H", 0x3F80, 0xC000, 0x3F80, 0x3F82, 0x7FC0)
@@ -143,7 +154,7 @@ def test_sizes() -> None:
         "ternary": 1.725,
         "onebit": 1.125,
     }
-    for name, size in {**expected, "int6": 6.125, "int2": 2.125, "topk": 0.32}.items():
+    for name, size in {**expected, "int6": 6.125, "int2": 2.125, "topk": 0.32, "topk2bit": 0.40625}.items():
         assert bits[name] == pytest.approx(size, rel=2e-3), name
     for name in CODECS:
         assert all(codec_of(name, block).message_bytes(block) % 64 == 0 for block in BLOCKS)

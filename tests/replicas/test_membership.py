@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 import yafsdp_cc
 from tests.ranks import on_ranks
@@ -57,14 +58,14 @@ class Replica:
 
     def __init__(self, port: int, name: str, shard: int, shards: int, folder: str, **options: Any) -> None:
         self.name, self.shard = name, shard
-        self.signals = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
-        store = dist.PrefixStore("run", dist.TCPStore("localhost", port, is_master=False))
+        self.signals = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
+        store = PrefixStore("run", TCPStore("localhost", port, is_master=False))
         self.model: Any = seeded(net, seed=ord(name))
         if shards > 1:
-            file = dist.FileStore(f"{folder}/store of {name}", shards)
+            file = FileStore(f"{folder}/store of {name}", shards)
             dist.init_process_group("gloo", store=file, rank=shard, world_size=shards)
             self.model = yafsdp_cc.shard(self.model)
-        settings = {"deadline": DEADLINE, "patience": 60.0}
+        settings: dict[str, Any] = {"deadline": DEADLINE, "patience": 60.0}
         inner = 0.9 if "codec" in options else 0.0
         members = {each: options.pop(each) for each in ("first", "deadline", "patience") if each in options}
         self.membership = Membership(store, name, **(settings | members))
@@ -114,7 +115,8 @@ class Replica:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - (2 * x[:, :5]).sin()).square().mean()
+    loss: Tensor = (model(x) - (2 * x[:, :5]).sin()).square().mean()
+    return loss
 
 
 def flat(model: Any) -> list[float]:
@@ -214,7 +216,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
 
 
 def _serve(pipe: Any) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     time.sleep(3600)
 
@@ -247,9 +249,8 @@ def steady(replica: Replica) -> None:
 
 def is_killed(replica: Replica) -> None:
     replica.train()
-    before_step = replica.optimizer.step
-    replica.optimizer.step = lambda *_: (before_step(), die())  # type: ignore[method-assign]
-    replica.train()
+    replica.step(replica.membership.version, 0)
+    die()
 
 
 def joins(replica: Replica) -> None:
@@ -289,7 +290,7 @@ def test_rounds_go_on_without_the_dead_and_with_the_new_and_the_late(tmp_path: P
 
 
 def _wait_for(port: int, key: str) -> bool:
-    dist.TCPStore("localhost", port, is_master=False).wait([key], timedelta(seconds=60))
+    TCPStore("localhost", port, is_master=False).wait([key], timedelta(seconds=60))
     return True
 
 
@@ -304,7 +305,9 @@ def _check_rounds(folder: Path, shards: int = 1, until: int = 1_000_000) -> dict
     expected = on_ranks(1, replayed, list(contributors.items()), shards, made[0].weights)[0]
     for version, weights in enumerate(expected, 1):
         found = made[version].weights
-        assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-5, (version, contributors[version])
+        assert max(abs(x - y) for x, y in zip(weights, found, strict=True)) < 1e-6 * (10 + version), (
+            version
+        )  # of rounding, round by round
     return contributors
 
 
@@ -315,7 +318,7 @@ def _notes(folder: Path) -> list[Made]:
 
 def dies_in_an_exchange(replica: Replica) -> None:
     replica.train()
-    replica.sync._send = lambda *_: die()  # type: ignore[method-assign,assign]
+    setattr(replica.sync, "_send", lambda *_: die())  # noqa: B010
     replica.train()
 
 
@@ -335,7 +338,7 @@ def test_a_void_exchange_is_repeated_without_the_dead(tmp_path: Path) -> None:
     assert _check_rounds(tmp_path, shards=2) == {1: ["a", "b"], 2: ["a"], 3: ["a"], 4: ["a"]}
 
 
-STREAMING = {"codec": "topk2bit", "lr": 1.0, "momentum": 0.5, "fragments": 2, "delay": 1}
+STREAMING: dict[str, Any] = {"codec": "topk2bit", "lr": 1.0, "momentum": 0.5, "fragments": 2, "delay": 1}
 
 
 def streams(replica: Replica) -> tuple[list[float], list[float]]:
@@ -416,7 +419,9 @@ def test_soak(tmp_path: Path, seed: int) -> None:
             if event == "join":
                 name = min(set("abcd") - alive)
                 for file in tmp_path.glob(f"{name}-*.jsonl"):  # of the one before
-                    file.rename(file.with_name(f"old-{file.name}"))
+                    file.rename(
+                        file.with_name(f"old{counts.total()}-{file.name}")
+                    )  # one that leaves goes on with another
                 replicas.start(goes_on, name, patience=30.0)
                 alive.add(name)
             else:
@@ -434,15 +439,19 @@ def test_soak(tmp_path: Path, seed: int) -> None:
         for name in alive:
             replicas.result(name)
         contributors = _check_rounds(tmp_path, until=stop)
-    undisturbed = [(version, list("abcd")) for version in contributors]
-    found, expected = on_ranks(1, _final_losses, list(contributors.items()), undisturbed, tmp_path)[0]
+    fixed = [
+        [(version, list(names)) for version in contributors] for names in ("abcd", "efgh", "ijkl", "mn", "op", "qr")
+    ]
+    found, *undisturbed = on_ranks(1, _final_losses, list(contributors.items()), *fixed, tmp_path)[0]
     waits = sorted(each.seconds for each in _notes(tmp_path) if each.contributors and each.version > 1)
     sizes = Counter(map(len, contributors.values()))
-    print(f"{dict(counts)}; {stop} rounds, by contributors {dict(sizes)}; loss {found:.4f}, undisturbed {expected:.4f}")
+    print(f"{dict(counts)}; {stop} rounds, by contributors {dict(sizes)}; loss {found:.4f}")
+    print(f"undisturbed, four and two replicas, other batches: {[round(each, 4) for each in undisturbed]}")
     longest = [round(each, 1) for each in waits[-10:]]
     print(f"seconds of a round: median {waits[len(waits) // 2]:.2f}, the longest ten {longest}")
     assert min(counts[event] for event in ("join", "kill", "leave", "stall")) > 0
-    assert abs(found - expected) < 0.05 * expected
+    noise = max(undisturbed) - min(undisturbed)
+    assert min(undisturbed) - noise < found < max(undisturbed) + noise
 
 
 def _up_to_date(folder: Path) -> set[str]:
@@ -456,7 +465,7 @@ def _up_to_date(folder: Path) -> set[str]:
 
 
 def _stop(port: int) -> int:
-    store = dist.TCPStore("localhost", port, is_master=False)
+    store = TCPStore("localhost", port, is_master=False)
     stop: int = json.loads(store.get("run/last"))[0] + 5
     store.set("stop", str(stop))
     return stop

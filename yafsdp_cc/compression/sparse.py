@@ -61,8 +61,7 @@ class TopK2Bit(Codec):
         means, places, bits = self._parts(message, values.shape[1])
         blocks = self.blocks(values)
         kept = self.block // _SHARE
-        order = torch.argsort(blocks.abs().nan_to_num_(torch.inf, torch.inf), dim=-1, descending=True, stable=True)
-        chosen = order[..., :kept].sort(-1).values
+        chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices.sort(-1).values
         found = blocks.gather(-1, chosen)
         magnitudes = found.abs()
         mean, inverse = step_of(magnitudes.sum(-1) / kept, 1.0)

@@ -10,11 +10,12 @@ Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPS
               was, and adds nothing
     vote      every rank whose exchange worked adds a vote; the last one writes "commit". One whose exchange failed, or
               that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so all
-              see the same. Nothing is changed before. A void round is repeated, at first by arriving again: what is
-              sent is still there, and whoever is dead does not arrive
+              see the same. Nothing is changed before. A void round is repeated, at first by arriving again, without
+              those who come: what is sent is still there, and whoever is dead does not arrive
 
-So a replica that is killed or stalls costs the others at most two deadlines, once. Where the store's host dies nothing
-can go on: it should be none of the replicas.
+So a replica that is killed costs the others one deadline, once; one that stalls at most three: until it comes, until
+its exchange is given up, and until it is not waited for again. Where the store's host dies nothing can go on: it should
+be none of the replicas.
 
 Why not torchft, whose lighthouse and manager do work on CPU and gloo (0.2 was tried): its vote is one within a replica
 (``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not;
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
 from yafsdp_cc.engine.communicator import Communicator
 
@@ -162,7 +163,8 @@ class Membership(Rounds):
         store: that all ranks of all replicas reach, such as ``TCPStore(host, port, is_master=False)`` of a server that
             outlives them; ``PrefixStore`` of a name for each run.
         replica: name of this one, for errors; two may have the same.
-        deadline: seconds that a round waits for a replica: until it comes, and until it has sent.
+        deadline: seconds that a round waits for a replica: until it comes, and until it has sent. More than an exchange
+            takes, and than it takes to send the outer weights and momentum to a replica that comes.
         first: how many replicas the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
 
@@ -171,7 +173,7 @@ class Membership(Rounds):
     """
 
     def __init__(
-        self, store: dist.Store, replica: str, *, deadline: float = 60.0, first: int = 1, patience: float = 3600.0
+        self, store: Store, replica: str, *, deadline: float = 60.0, first: int = 1, patience: float = 3600.0
     ) -> None:
         if not (deadline > 0 and patience > 0 and first >= 1):
             raise ValueError(f"deadline={deadline}, patience={patience}, first={first}: all are to be positive")
@@ -271,7 +273,8 @@ class Membership(Rounds):
         slot = self._ask(lambda store: store.add(f"{key}/arrivals", 1)) - 1
         own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
         self._ask(lambda store: store.set(f"{key}/arrival/{slot}", json.dumps(own)))
-        arrived, began, known = time.monotonic(), 0.0, {}
+        known: dict[int, _Arrival] = {}
+        arrived, began = time.monotonic(), 0.0
         while not self._has(f"{key}/members"):
             now = time.monotonic()
             self._read_arrivals(key, known)
@@ -312,6 +315,8 @@ class Membership(Rounds):
 
     def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
         newest = max(each.version for each in there)
+        if newest >= 0 and not key.endswith("/0"):  # what cannot be sent to a new one by the deadline must not stop all
+            there = [each for each in there if each.version == newest]
         first = next(each for each in there if each.version == newest)
         members = sorted(there, key=lambda each: each.replica)
         replicas = [each.replica for each in members]
@@ -341,7 +346,7 @@ class Membership(Rounds):
         if self._comm is not None and members.group == self._group:
             return self._comm
         rank, world = members.replicas.index(self._replica), len(members.replicas)
-        store = dist.PrefixStore(f"{members.group}/gloo/{self._shard}", self._store)
+        store = PrefixStore(f"{members.group}/gloo/{self._shard}", self._store)
         group = dist.ProcessGroup(store, rank, world)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         backend = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=self._deadline))
@@ -395,7 +400,7 @@ def _number(key: str) -> int:
     return int(key.partition("/")[0])
 
 
-def _place_of(store: dist.Store) -> str:
-    while isinstance(store, dist.PrefixStore):
+def _place_of(store: Store) -> str:
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else type(store).__name__
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else type(store).__name__

@@ -283,8 +283,8 @@ class Outer(ReplicaSync):
                 total.copy_(fragment.delta.data) if contributes else total.zero_()
             exchange.buffers[n] = total
             return comm.all_reduce(total, async_op)
-        messages = torch.zeros(comm.world, self._codec.message_bytes(fragment.numel), dtype=torch.uint8)
-        exchange.buffers[n] = messages = messages.to(fragment.delta.data.device)
+        size, place = self._codec.message_bytes(fragment.numel), fragment.delta.data.device
+        exchange.buffers[n] = messages = torch.zeros(comm.world, size, dtype=torch.uint8, device=place)
         own = messages.narrow(0, comm.rank, 1)
         if contributes:
             assert fragment.message is not None
@@ -300,6 +300,7 @@ class Outer(ReplicaSync):
                 try:
                     exchange.handle.wait()
                     if exchange.round.task.ends:
+                        exchange.residuals = self._mean_residuals(exchange.round)
                         exchange.state = self._mean_state(exchange.round)
                 except RuntimeError as error:
                     exchange.error = error
@@ -314,13 +315,14 @@ class Outer(ReplicaSync):
             if self._codec is None:
                 torch.div(exchange.buffers[n], len(current.contributors), out=delta)
             else:
-                messages = exchange.buffers[n][list(current.contributors)]
-                error_feedback.decode_sum(self._codec, messages, fragment.numel, None, 0, delta)
+                delta.zero_()
+                for sender in current.contributors:  # all at once would take room for each
+                    message = exchange.buffers[n].narrow(0, sender, 1)
+                    error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
                 delta.div_(len(current.contributors))
             fragment.step(self.lr, self.momentum)
             if current.contributes:
                 fragment.adopt(mix)
-        self._write_state(exchange.state)
         if not current.contributes:
             for fragment in self._fragments:
                 fragment.adopt()
@@ -329,6 +331,10 @@ class Outer(ReplicaSync):
                     fragment.residual.clear()
             for local, taken in zip(self._untrained, self._staged, strict=True):
                 local.copy_(taken.view(local.dtype).view(local.shape))
+        self._write_state(exchange.state)
+        for fragment, mean in zip(self._fragments, exchange.residuals, strict=False):
+            if fragment.residual is not None:
+                fragment.residual.values.copy_(mean)
 
     def _transferred(self) -> list[Tensor]:
         """Return what a replica takes that comes, the tensors themselves, as bytes."""
@@ -357,6 +363,16 @@ class Outer(ReplicaSync):
         for each in self._fragments:
             each.adopt()
         self._begin()  # weights may be rounded
+
+    def _mean_residuals(self, current: Round) -> list[Tensor]:
+        """Return the mean over replicas of what messages have lost, for each fragment. A collective."""
+        found = []
+        for residual in (each.residual for each in self._fragments if each.residual is not None):
+            mean = residual.values.clone() if current.contributes else torch.zeros_like(residual.values)
+            for work in current.comm.all_reduce(mean, async_op=True):
+                work.wait()
+            found.append(mean.div_(len(current.contributors)))
+        return found
 
     def _mean_state(self, current: Round) -> list[_State]:
         """Return the mean over replicas of the optimizer's state. A collective.
@@ -412,13 +428,11 @@ class Outer(ReplicaSync):
                 view for each in self._fragments if each.momentum for view in each.of(each.momentum.data)
             ]
         if self._codec is not None:
-            lost = [each.residual.values for each in self._fragments if each.residual is not None]
-            for values in lost:
-                for work in self.comm.all_reduce(values, async_op=False):
-                    work.wait()
-                values.div_(self.comm.world)
             found[_RESIDUAL] = [
-                view for each, values in zip(self._fragments, lost, strict=True) for view in each.of(values[0])
+                view
+                for each in self._fragments
+                if each.residual is not None
+                for view in each.of(each.residual.values[0])
             ]
         return found
 
@@ -451,6 +465,8 @@ class _Exchange:
     handle: CommHandle
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By fragment: its sum, or the messages of all."""
+    residuals: list[Tensor] = field(default_factory=list)
+    """Means of what messages have lost, where a round ends."""
     state: list[_State] = field(default_factory=list)
     error: RuntimeError | None = None
 
@@ -526,7 +542,7 @@ class _Fragment:
         outer, weights = self.of(self.outer.data), self.weights
         if mix:
             own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]
-            outer = torch._foreach_lerp(outer, own, mix)
+            outer = list(torch._foreach_lerp(outer, own, mix))
         torch._foreach_copy_(weights, outer)
 
 
