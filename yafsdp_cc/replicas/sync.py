@@ -148,7 +148,8 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else [dist.get_rank()]
+        alone = [dist.get_rank()] if dist.is_initialized() else []  # replicas that come and go need no group
+        self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else alone
         with torch.no_grad():
             self.connect(model, mesh)
         for parameter in named.values():
