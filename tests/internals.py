@@ -37,6 +37,7 @@ from yafsdp_cc.engine.offload import HostTransfer, HostTransfers
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.reductions import LazyReduction
+from yafsdp_cc.engine.shown import held_parameters
 from yafsdp_cc.engine.state import FSDPState, IterationState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback, StreamEvent
 
@@ -572,6 +573,15 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
         yield
     finally:
         CudaCommStream.issue = issue  # type: ignore[method-assign]
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """As ``named_parameters()``, the sharded ones also where modules see unsharded weights outside of forwards."""
+    seen: set[nn.Parameter] = set()
+    for name, parameter in held_parameters(model):
+        if parameter not in seen:
+            seen.add(parameter)
+            yield name, parameter
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

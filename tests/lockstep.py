@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
+from tests import internals
 from tests.maze import WIDTH, Boom, Maze, Program, calls, kinds, nests
 from tests.reference import far_apart, mean_in_rank_order
 
@@ -156,11 +157,11 @@ class Pair:
     def _freeze(self, name: str, frozen: bool) -> None:
         self.graphs.clear()
         # Not by get_parameter, which finds the whole weights where unshard() shows them.
-        dict(self.model.named_parameters())[name].requires_grad_(not frozen)
+        dict(internals.sharded_parameters(self.model))[name].requires_grad_(not frozen)
         self.plain.get_parameter(name).requires_grad_(not frozen)
 
     def _check(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in internals.sharded_parameters(self.model):
             found = None if parameter.grad is None else parameter.grad.full_tensor()
             self.truth.compare(name, found)
 
@@ -172,7 +173,7 @@ class Pair:
         self.graphs.clear()
         self.truth.install()
         if clip:
-            found = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            found = torch.nn.utils.clip_grad_norm_([p for _, p in internals.sharded_parameters(self.model)], 0.1)
             truth = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
             torch.testing.assert_close(found, truth, rtol=max(1e-6, self.within), atol=0)
@@ -180,7 +181,7 @@ class Pair:
         self.optimizer.step()
         self.twin.step()
         self.truth.uninstall()
-        whole = {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+        whole = {name: parameter.full_tensor() for name, parameter in internals.sharded_parameters(self.model)}
         for name, parameter in self.plain.named_parameters():
             torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-5, atol=1e-5, msg=f"weights of {name}")
             parameter.data.copy_(whole[name])
@@ -216,7 +217,7 @@ class Truth:
         loss.backward(retain_graph=keep)
         if not self.sync:
             self.rough |= self.owners.keys()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in internals.sharded_parameters(self.model):
             self.held[name] = _add(self.held[name], parameter.grad)
             parameter.grad = None
             if sum(used[owner] for owner in self.owners[name]) > 1:
@@ -256,18 +257,18 @@ class Truth:
         self.rough |= self.owners.keys()
 
     def install(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in internals.sharded_parameters(self.model):
             parameter.grad = self.mean[name]
 
     def uninstall(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in internals.sharded_parameters(self.model):
             self.mean[name], parameter.grad = parameter.grad, None
 
 
 def _owners(model: Maze, spec: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The units that use a parameter, the innermost of each; none for what the root itself holds."""
     owners: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in internals.sharded_parameters(model):
         using = [index for index, unit in enumerate(model.units) if any(p is parameter for p in _own(unit))]
         owners[name] = tuple(using)
     assert len(model.units) == len(kinds(spec))

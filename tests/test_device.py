@@ -283,8 +283,8 @@ class Device(Pair):
         self._check()
         self._forget_lost_gathers()
         if clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        named = dict(self.model.named_parameters())
+            torch.nn.utils.clip_grad_norm_([p for _, p in internals.sharded_parameters(self.model)], 0.1)
+        named = dict(internals.sharded_parameters(self.model))
         grads = {name: None if each.grad is None else each.grad.full_tensor() for name, each in named.items()}
         self.optimizer.step()
         self._follow(self._weights(), grads)
@@ -292,7 +292,7 @@ class Device(Pair):
     @unwatched
     def _weights(self) -> dict[str, Tensor]:
         """Return the whole weights; a read that is watched would order all streams after the optimizer."""
-        return {name: each.full_tensor() for name, each in self.model.named_parameters()}
+        return {name: each.full_tensor() for name, each in internals.sharded_parameters(self.model)}
 
     @unwatched
     def _follow(self, weights: dict[str, Tensor], grads: dict[str, Tensor | None]) -> None:
@@ -321,7 +321,7 @@ class Device(Pair):
                 module.reshard()
 
     def _read(self, what: str) -> None:
-        parameters = list(self.model.parameters())
+        parameters = [p for _, p in internals.sharded_parameters(self.model)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if what in ("weights", "gradients"):
             for each in parameters if what == "weights" else gradients:
@@ -330,7 +330,7 @@ class Device(Pair):
             assert all(torch.nn.utils.get_total_norm(each).isfinite() for each in (parameters, gradients))
         elif what == "whole":
             with yafsdp_cc.whole_parameters(self.model):
-                assert all(each.isfinite().all() for each in self.model.parameters())
+                assert all(each.isfinite().all() for each in [p for _, p in internals.sharded_parameters(self.model)])
         elif what == "full":
             yafsdp_cc.full_state_dict(self.model)
             self.model.state_dict()
@@ -356,7 +356,7 @@ class Device(Pair):
         self.graphs.clear()
         self._forget_lost_gathers()
         with torch.no_grad():
-            torch._foreach_mul_(list(self.model.parameters()), 0.5)
+            torch._foreach_mul_([p for _, p in internals.sharded_parameters(self.model)], 0.5)
             with unseen():
                 torch._foreach_mul_(list(self.plain.parameters()), 0.5)
 

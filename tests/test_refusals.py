@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         "'0.0.weight'.*would never",
     ),
     "another dtype": (lambda m: m.half(), RuntimeError, "'0.0.weight' is sharded.*do that before shard"),
-    "a copy": (copy.deepcopy, RuntimeError, "copy the model before shard"),
+    "a copy": (copy.deepcopy, ValueError, "copy the model before shard"),
     "a pickle": (pickle.dumps, TypeError, r"state_dict\(\) with torch.distributed.checkpoint"),
     "parts in a file": (
         lambda m: torch.save(m.state_dict(), io.BytesIO()),

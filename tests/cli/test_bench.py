@@ -25,7 +25,7 @@ OURS = "ours int8 / int8 weights"
         (["--suite=trian"], "no suite 'trian'; did you mean 'train'?"),
         (["--contestants=ddp fp32,ours int9 / int8 weights"], f"'ours int9 / int8 weights'; did you mean '{OURS}'?"),
         (["--suite=exchanges", "--contestants=zzz"], "no contestant 'zzz'; one of torch reduce-scatter, torch all-to"),
-        (["--suite=exchanges", "--steps=3"], "--steps is for --suite train, slow and pipeline"),
+        (["--suite=exchanges", "--steps=3"], "--steps is for --suite train, slow, pipeline and replicas"),
         (["--suite=exchanges", "--delay-ms=3"], "--delay-ms needs --bandwidth"),
         (["--suite=exchanges", "--ranks=3"], "ranks=3: buffers are divided among 2, 4, 8"),
         (["--bandwidth=100mbit,100mbits"], "bandwidth '100mbits': write 100mbit, 2.5gbit, 500kbit or unshaped"),

@@ -32,7 +32,7 @@ def trained(program: Callable[[Any, torch.optim.Optimizer, Tensor], None], **opt
     """Run a program on a model of four blocks, sharded with these options."""
     model: Any = yafsdp_cc.shard(Mlp(4), **options)
     program(model, torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(4, WIDTH))
-    for name, parameter in model.named_parameters():
+    for name, parameter in internals.sharded_parameters(model):
         assert parameter.full_tensor().isfinite().all(), f"{name} {NUMBERS}"
 
 
@@ -172,7 +172,7 @@ def branches() -> None:
     """Ranks use different parameters, and hand out the gradients of both."""
     model: Any = yafsdp_cc.fully_shard(Branches())
     model(torch.randn(4, WIDTH), dist.get_rank()).square().mean().backward()
-    for name, parameter in model.named_parameters():
+    for name, parameter in internals.sharded_parameters(model):
         assert parameter.grad.full_tensor().isfinite().all(), f"the gradient of {name} {NUMBERS}"
 
 

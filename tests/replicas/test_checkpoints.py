@@ -14,7 +14,7 @@ from tests.models import Mlp
 from tests.ranks import on_ranks, ranks
 from tests.replicas.test_overlap import ADAMW, sharded, train
 from tests.twins import seeded, whole
-from yafsdp_cc.replicas import Gossip, Overlap, ReplicaSync
+from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
 
 SYNCS: dict[str, Callable[[], ReplicaSync]] = {
     "overlap": Overlap,
@@ -22,6 +22,8 @@ SYNCS: dict[str, Callable[[], ReplicaSync]] = {
     "half-batches": lambda: Overlap(half_batches=True),
     "gossip-late": lambda: Gossip(overlap=1),
     "gossip-int4": lambda: Gossip(codec="int4"),
+    "outer": lambda: Outer(every=2, fragments=2, delay=1, codec="int4"),
+    "outer-start": lambda: Outer(every=2, sync_steps=4),
 }
 
 

@@ -989,6 +989,11 @@ def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
     weight.__dict__[_UNSHARDED_OF] = spec
 
 
+def is_unsharded(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` was marked as one that modules see unsharded outside of forwards."""
+    return _UNSHARDED_OF in weight.__dict__
+
+
 def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     """Return how a parameter that was replaced by a sharded one is sharded; it has no elements any more."""
     spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, is_unsharded
 from yafsdp_cc.engine.extensions import forward_dtype
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
                 continue
             param.state.drop_interrupted()
             in_forward = param.state.context.in_forward or is_run_again
-            if name in self._attributes and (in_forward or not in_backward):
-                held[name] = self._attributes[name]
+            shown = self._attributes.get(name)
+            # What a forward that raised has left in its modules is no weight to be seen afterwards.
+            if shown is not None and (in_forward or (not in_backward and is_unsharded(shown))):
+                held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
                 held[name] = CastWhenUsed.of(parameter, dtype)
         return held

@@ -188,7 +188,7 @@ class Outer(ReplicaSync):
             else:
                 view.copy_(local_of(parameter.grad))
         used = [each.grad is not None for each in members]
-        self._flags.copy_(torch.tensor(used, dtype=torch.float32))
+        self._flags.copy_(torch.tensor(used, dtype=torch.float32, device="cpu"))
         self._sum.start()
         self._sum.wait()
         for parameter, view, replicas in zip(members, total.views, self._flags.tolist(), strict=True):

@@ -208,7 +208,7 @@ class Overlap(ReplicaSync):
         self._sum.start()
 
     def _write_flags(self, count: int, used: Sequence[bool]) -> None:
-        self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32))
+        self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32, device="cpu"))
 
     def _wait(self, step: _Step) -> None:
         """Wait for the sum of a step, and learn which parameters have a gradient on some replica."""

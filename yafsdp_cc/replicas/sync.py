@@ -373,7 +373,7 @@ class LocalBuffer:
         """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
         sizes = [shape.numel() for shape in self._shapes]
         found = [min(self.align, size - start) for size in sizes for start in range(0, size, self.align)]
-        return torch.tensor([found], dtype=torch.int32).to(self.data.device)
+        return torch.tensor([found], dtype=torch.int32, device="cpu").to(self.data.device)
 
     @property
     def nbytes(self) -> int:
