@@ -185,14 +185,21 @@ def test_what_messages_lose_is_sent_later() -> None:
         delta = outer - trained
         optimizer.step()
         optimizer.zero_grad()
-        sent = _coded(0.5 * lost + delta)
+        sizes = [each.to_local().numel() for each in model.parameters()]
+        sent = torch.cat([_coded(each) for each in (0.5 * lost + delta).split(sizes)])
         lost = 0.5 * lost + delta - sent
         mean = sent.clone()
         dist.all_reduce(mean, group=sync.comm.group)
         outer = outer - mean / 2
         torch.testing.assert_close(_flat(model), outer, rtol=1e-5, atol=1e-6)
-    assert 0 < sent.count_nonzero() <= 64 * -(-len(sent) // 4096)
-    assert sync.planned_bytes() < 0.04 * _flat(model).numel() + 200
+    blocks = sum(-(-size // 4096) for size in sizes)
+    assert 0 < sent.count_nonzero() <= 64 * blocks
+    assert sync.planned_bytes() == 148 * blocks / 2
+    norms = [each.to_local() for each in model.parameters() if each.to_local().numel() == each.numel()]
+    alike = torch.cat([each.detach().view(-1) for each in norms])  # what all ranks of a replica hold
+    others = [torch.empty_like(alike) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, alike)
+    assert all(torch.equal(each, alike) for each in others)
     yafsdp_cc.synchronize_replicas(model)
     state = sync.state()["outer_residual"]
     dist.all_reduce(lost, group=sync.comm.group)

@@ -248,7 +248,8 @@ class Outer(ReplicaSync):
                 size = self._codec.message_bytes(fragment.numel)
                 fragment.message = torch.zeros(1, size, dtype=torch.uint8, device=fragment.delta.data.device)
             row = fragment.delta.data.unsqueeze(0)
-            error_feedback.encode(self._codec, row, fragment.message, residual=fragment.residual)
+            counts, residual = fragment.counts, fragment.residual
+            error_feedback.encode(self._codec, row, fragment.message, counts=counts, residual=residual)
 
     def _issue(self, task: Task) -> None:
         """Let the rounds find who takes part, and start sending."""
@@ -488,7 +489,7 @@ class _Fragment:
     Args:
         parameters: some of a model.
         place: device of the buffers.
-        block: of messages, which are of whole blocks; 1: there are none.
+        block: of messages; 1: there are none.
         has_momentum: whether outer steps have.
         is_repeated: whether an exchange may fail and be repeated.
     """
@@ -498,11 +499,11 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         like = [each.to(place) for each in self.weights]
-        like.append(like[0].new_empty(-sum(each.numel() for each in like) % block))
-        self._count = len(parameters)
-        self.outer, self.delta = LocalBuffer(like), LocalBuffer(like)
+        # Each begins with a block of its own: what all ranks of a replica hold alike has to be encoded alike on them.
+        self.outer, self.delta = LocalBuffer(like, block), LocalBuffer(like, block)
         self.numel = self.outer.data.numel()
-        self.momentum = LocalBuffer(like) if has_momentum else None
+        self.counts = None if block == 1 else self.delta.counts()
+        self.momentum = LocalBuffer(like, block) if has_momentum else None
         self.total = LocalBuffer(like) if is_repeated and block == 1 else None
         """The sum, where the outer gradient has to stay."""
         self.message: Tensor | None = None
@@ -517,7 +518,7 @@ class _Fragment:
 
     def of(self, data: Tensor) -> list[Tensor]:
         """Return the part of each parameter in a buffer of all."""
-        return self.outer.split(data)[: self._count]
+        return self.outer.split(data)
 
     def load(self) -> None:
         """Make these weights the outer ones."""
