@@ -230,7 +230,8 @@ def _coded(values: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(values, (0, -len(values) % 4096)).unsqueeze(0)
     message = torch.zeros(1, codec.message_bytes(padded.shape[1]), dtype=torch.uint8)
     decoded = torch.empty_like(padded)
-    codec.encode(padded, None, message)
+    counts = [min(4096, len(values) - start) for start in range(0, len(values), 4096)]
+    codec.encode(padded, torch.tensor([counts], dtype=torch.int32), message)
     codec.decode(message, decoded)
     return decoded[0, : len(values)]
 

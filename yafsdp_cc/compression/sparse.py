@@ -29,7 +29,7 @@ class TopK2Bit(Codec):
     For all blocks one after another, k = block / 64:
 
         4 bytes for each block:   m, fp32; NaN where something in the block is not finite
-        2k bytes for each block:  positions within the block, ascending, unsigned
+        2k bytes for each block:  positions within the block, ascending, unsigned; one repeated where others are zero
         k/4 bytes, at least 1:    two bits for each, as ``split_bits`` has them: 1 if negative, 2 if above 1.11 m
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), section 3: top-k of blocks
@@ -61,10 +61,15 @@ class TopK2Bit(Codec):
         means, places, bits = self._parts(message, values.shape[1])
         blocks = self.blocks(values)
         kept = self.block // _SHARE
-        chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices.sort(-1).values
+        chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
+        magnitudes = blocks.gather(-1, chosen).abs()
+        is_zero = magnitudes == 0  # there is no level for it: the largest one is named once more in its place
+        count = (kept - is_zero.sum(-1)).clamp_(min=1)
+        mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
+        largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))
+        chosen = torch.where(is_zero, largest, chosen).sort(-1).values
         found = blocks.gather(-1, chosen)
         magnitudes = found.abs()
-        mean, inverse = step_of(magnitudes.sum(-1) / kept, 1.0)
         codes = found.signbit().to(torch.uint8) | (magnitudes * inverse.unsqueeze(-1) > sum(_LEVELS) / 2) << 1
         mean, codes = mark_nonfinite(mean, codes)
         means.copy_(mean)
