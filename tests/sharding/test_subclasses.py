@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.models import WIDTH, Checkpointed, Mlp
@@ -257,6 +258,12 @@ class Twice(Mlp):
 
 def parts(tensor: Any) -> list[Tensor]:
     """The plain tensors that a sharded one is made of, whole."""
+    if type(tensor) is DTensor and isinstance(local := tensor.to_local(), Bare):
+        # Not by FSDP2's full_tensor, which gathers both tensors at once: gloo has ended a process in that.
+        group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+        rows: list[Any] = [None] * group.size()
+        dist.all_gather_object(rows, (local.one, local.other), group=group)
+        return [torch.cat(each) for each in zip(*rows, strict=True)]
     whole_one = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return [whole_one.one, whole_one.other] if isinstance(whole_one, Bare) else [whole_one]
 
