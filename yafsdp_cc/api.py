@@ -34,12 +34,12 @@ from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
-from yafsdp_cc.engine.errors import MisuseError
 from yafsdp_cc.engine.extensions import check_subclasses
 from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.loading import patch_torch
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
+    MisuseError,
     ShardedModule,
     UnshardHandle,
     class_of,

@@ -75,8 +75,8 @@ class Forgetting(Float8Weight):
     """One that is made again without its context, and as a plain tensor."""
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Any:  # type: ignore[override]
-        return inner["master"]
+    def __tensor_unflatten__(*args: Any) -> Any:
+        return args[0]["master"]
 
 
 # All-gather extensions -----------------------------------------------------------------------------------------------

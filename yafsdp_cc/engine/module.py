@@ -25,7 +25,6 @@ from yafsdp_cc.engine.assembly import PARTS, current_state, group_of, hook_parts
 from yafsdp_cc.engine.class_shards import ClassFlatParam
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import FlatDTensor
-from yafsdp_cc.engine.errors import MisuseError
 from yafsdp_cc.engine.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.engine.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
@@ -53,6 +52,10 @@ _UNDO = "_yafsdp_cc_undo"
 """Attribute of sharded modules: what takes back what was done to them."""
 _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 """What the ``__dict__`` of a sharded parameter holds beside the notes of users and frameworks."""
+
+
+class MisuseError(ValueError, AssertionError):
+    """A call that cannot be; FSDP2 raises an ``AssertionError`` for it."""
 
 
 class UnshardHandle(_UnshardHandle):
