@@ -20,7 +20,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
-from yafsdp_cc.replicas import Overlap
+from yafsdp_cc.replicas import Outer, Overlap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 Grads = list[Tensor | None]
@@ -306,8 +306,9 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         AdamW(model.parameters()).step()
     frozen = model.get_parameter("leave.bias")
     frozen.grad = torch.ones_like(frozen)
-    with pytest.raises(ValueError, match=r"'leave.bias' has a gradient, but was frozen"):
-        optimizer.step()
+    for each in (optimizer, SGD([frozen])):
+        with pytest.raises(ValueError, match=r"'leave.bias' has a gradient, but was frozen"):
+            each.step()
     frozen.grad = None
     other = nn.Linear(2, 2)
     optimizer.add_param_group({"params": list(other.parameters())})
@@ -318,12 +319,34 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     optimizer.step()  # a group that was added later
     with pytest.raises(ValueError, match="synchronized already"):
         yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+    rank = dist.get_rank()
+    for other, sync, differs in (
+        (nn.Linear(2, 2), Overlap(["int8", "int4"][rank]), "sync differs"),
+        (nn.Linear(2, 2, bias=rank > 0), Overlap(), "the number of tensors differs"),
+        (nn.Linear(2, 2 + rank), Overlap(), r"(?s)tensor 0 differs .*rank 1: 'weight \[3, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=differs):
+            yafsdp_cc.join_replicas(other, mesh["replicate"], sync)
     plain = nn.Linear(2, 2)
     yafsdp_cc.join_replicas(plain, mesh["replicate"], Overlap())
     scaler, fused = torch.amp.GradScaler("cpu"), SGD(plain.parameters(), fused=True)
     scaler.scale(plain(torch.ones(2)).sum()).backward()
     with pytest.raises(ValueError, match="a GradScaler scales and skips steps"):
         scaler.step(fused)
+
+
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=4)])
+@ranks(2)
+def test_an_optimizer_may_go_before_replicas_are_synchronized(sync: Any) -> None:
+    model = sharded(2, 1, sync)
+    train(model, AdamW(model.parameters(), **ADAMW), range(3))
+    yafsdp_cc.synchronize_replicas(model)
+    weights = [each.to_local().detach().clone() for each in model.parameters()]
+    for each in weights:
+        dist.broadcast(each, 0)
+    found = [each.to_local() for each in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(weights, found, strict=True))
+    train(model, SGD(model.parameters(), lr=0.1), range(1))  # another takes over
 
 
 @ranks(2)
@@ -352,9 +375,10 @@ def test_what_would_be_lost_is_refused() -> None:
         train(model, optimizer, range(1, 2))
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=4), Outer(every=4, delay=1, codec="int8")])
 @ranks(2)
-def test_different_numbers_of_steps_are_refused() -> None:
-    model = sharded(2, 1, "overlap")
+def test_different_numbers_of_steps_are_refused(sync: Any) -> None:
+    model = sharded(2, 1, sync)
     optimizer = SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(2))
     yafsdp_cc.synchronize_replicas(model)
