@@ -34,7 +34,7 @@ from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
 from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -131,6 +131,10 @@ class Outer(ReplicaSync):
             super().connect(model, mesh)
         elif mesh is not None:
             raise ValueError("an Outer with a membership finds its replicas by itself: pass mesh=None")
+        else:
+            alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
+            settings = [f"{name}={value!r}" for name, value in alike.items()]
+            self.membership.settings = settings + tensors_of(model)
         trained = set(self.parameters.values())
         others = [each for each in model.parameters() if each not in trained]
         self._untrained = [local_of(each) for each in (*others, *model.buffers())]
