@@ -349,11 +349,13 @@ def test_an_optimizer_may_go_before_replicas_are_synchronized(sync: Any) -> None
     train(model, SGD(model.parameters(), lr=0.1), range(1))  # another takes over
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=2)])
 @ranks(2)
-def test_weights_may_be_changed_once_replicas_are_synchronized() -> None:
-    model = sharded(2, 1, "overlap")
+def test_weights_may_be_changed_once_replicas_are_synchronized(sync: Any, steps: int) -> None:
+    model = sharded(2, 1, sync)
     optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(steps))
     yafsdp_cc.synchronize_replicas(model)
     with torch.no_grad():
         model.get_parameter("leave.weight").fill_(3.0)
@@ -385,3 +387,17 @@ def test_different_numbers_of_steps_are_refused(sync: Any) -> None:
     train(model, optimizer, range(2 + dist.get_rank()))
     with pytest.raises(RuntimeError, match="replicas have made different numbers of steps"):
         yafsdp_cc.synchronize_replicas(model)
+
+
+@ranks(2)
+def test_half_a_step_is_not_committed_on_one_replica_alone() -> None:
+    model = sharded(2, 1, Overlap(half_batches=True))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, range(2))
+    if dist.get_rank() == 0:
+        model.state_dict()  # of a whole step: as the other one will
+    train(model, optimizer, range(2, 3))
+    if dist.get_rank() == 0:
+        model.state_dict()
+    with pytest.raises(RuntimeError, match=r"with half_batches=True state_dict\(\) between the same two steps"):
+        train(model, optimizer, range(3, 5))

@@ -182,6 +182,9 @@ class Outer(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
+        if not (self._left or self._moved or self.membership):
+            for each in self._fragments:  # weights may have been loaded since
+                each.load()
         if not self._left:
             return
         members = list(self.parameters.values())
