@@ -341,6 +341,17 @@ def test_a_void_exchange_is_repeated_without_the_dead(tmp_path: Path) -> None:
 STREAMING: dict[str, Any] = {"codec": "topk2bit", "lr": 1.0, "momentum": 0.5, "fragments": 2, "delay": 1}
 
 
+def _others_are_refused(port: int) -> None:
+    store = PrefixStore("run", TCPStore("localhost", port, is_master=False))
+    for model, settings, said in (
+        (net(), {"lr": 0.5}, "has lr=0.5 where the replicas that meet in this store have lr=1.0"),
+        (net()[:3], {}, r"has 2.running_mean \[8\] .* where .* have 3.weight \[5, 8\] torch.float32"),
+    ):
+        sync = Outer(EVERY, membership=Membership(store, "c"), **(STREAMING | settings))
+        with pytest.raises(ValueError, match=said):
+            join_replicas(model, None, sync)
+
+
 def streams(replica: Replica) -> tuple[list[float], list[float]]:
     """Until another one has come; then an end of the round, of all that is on its way, and some more."""
     while len(replica.contributors) < 2:
@@ -358,6 +369,7 @@ def test_a_new_one_takes_its_place_among_fragments_under_way(tmp_path: Path) -> 
     with fleet(tmp_path) as replicas:
         replicas.start(streams, "a", deadline=20.0, **STREAMING)
         on_ranks(1, _wait_for, replicas.port, "run/1/0/members")
+        on_ranks(1, _others_are_refused, replicas.port)
         replicas.start(streams, "b", deadline=20.0, **STREAMING)
         assert replicas.result("a") == replicas.result("b")
 

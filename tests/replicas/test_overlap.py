@@ -20,7 +20,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
-from yafsdp_cc.replicas import Overlap
+from yafsdp_cc.replicas import Outer, Overlap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 Grads = list[Tensor | None]
@@ -306,8 +306,9 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         AdamW(model.parameters()).step()
     frozen = model.get_parameter("leave.bias")
     frozen.grad = torch.ones_like(frozen)
-    with pytest.raises(ValueError, match=r"'leave.bias' has a gradient, but was frozen"):
-        optimizer.step()
+    for each in (optimizer, SGD([frozen])):
+        with pytest.raises(ValueError, match=r"'leave.bias' has a gradient, but was frozen"):
+            each.step()
     frozen.grad = None
     other = nn.Linear(2, 2)
     optimizer.add_param_group({"params": list(other.parameters())})
@@ -318,6 +319,14 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     optimizer.step()  # a group that was added later
     with pytest.raises(ValueError, match="synchronized already"):
         yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+    rank = dist.get_rank()
+    for other, sync, differs in (
+        (nn.Linear(2, 2), Overlap(["int8", "int4"][rank]), "sync differs"),
+        (nn.Linear(2, 2, bias=rank > 0), Overlap(), "the number of tensors differs"),
+        (nn.Linear(2, 2 + rank), Overlap(), r"(?s)tensor 0 differs .*rank 1: 'weight \[3, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=differs):
+            yafsdp_cc.join_replicas(other, mesh["replicate"], sync)
     plain = nn.Linear(2, 2)
     yafsdp_cc.join_replicas(plain, mesh["replicate"], Overlap())
     scaler, fused = torch.amp.GradScaler("cpu"), SGD(plain.parameters(), fused=True)
@@ -326,11 +335,27 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         scaler.step(fused)
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=4)])
 @ranks(2)
-def test_weights_may_be_changed_once_replicas_are_synchronized() -> None:
-    model = sharded(2, 1, "overlap")
+def test_an_optimizer_may_go_before_replicas_are_synchronized(sync: Any) -> None:
+    model = sharded(2, 1, sync)
+    train(model, AdamW(model.parameters(), **ADAMW), range(3))
+    yafsdp_cc.synchronize_replicas(model)
+    weights = [each.to_local().detach().clone() for each in model.parameters()]
+    for each in weights:
+        dist.broadcast(each, 0)
+    found = [each.to_local() for each in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(weights, found, strict=True))
+    train(model, SGD(model.parameters(), lr=0.1), range(1))  # another takes over
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=2)])
+@ranks(2)
+def test_weights_may_be_changed_once_replicas_are_synchronized(sync: Any, steps: int) -> None:
+    model = sharded(2, 1, sync)
     optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(steps))
     yafsdp_cc.synchronize_replicas(model)
     with torch.no_grad():
         model.get_parameter("leave.weight").fill_(3.0)
@@ -352,12 +377,27 @@ def test_what_would_be_lost_is_refused() -> None:
         train(model, optimizer, range(1, 2))
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=4), Outer(every=4, delay=1, codec="int8")])
 @ranks(2)
-def test_different_numbers_of_steps_are_refused() -> None:
-    model = sharded(2, 1, "overlap")
+def test_different_numbers_of_steps_are_refused(sync: Any) -> None:
+    model = sharded(2, 1, sync)
     optimizer = SGD(model.parameters(), lr=0.1)
     train(model, optimizer, range(2))
     yafsdp_cc.synchronize_replicas(model)
     train(model, optimizer, range(2 + dist.get_rank()))
     with pytest.raises(RuntimeError, match="replicas have made different numbers of steps"):
         yafsdp_cc.synchronize_replicas(model)
+
+
+@ranks(2)
+def test_half_a_step_is_not_committed_on_one_replica_alone() -> None:
+    model = sharded(2, 1, Overlap(half_batches=True))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, range(2))
+    if dist.get_rank() == 0:
+        model.state_dict()  # of a whole step: as the other one will
+    train(model, optimizer, range(2, 3))
+    if dist.get_rank() == 0:
+        model.state_dict()
+    with pytest.raises(RuntimeError, match=r"with half_batches=True state_dict\(\) between the same two steps"):
+        train(model, optimizer, range(3, 5))

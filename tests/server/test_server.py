@@ -253,6 +253,34 @@ def test_what_cannot_be_served_is_refused() -> None:
         server.pull()
         backward(alone, 0, 0)
         server.push()
+        parts = server.state_dict()
     torch.testing.assert_close(weights_of(alone), weights_of(net()) - 0.1 * gradient(net(), weights_of(net()), 0, 0))
+    for call in (server.pull, server.state_dict, server.close):
+        with pytest.raises(RuntimeError, match="this ParameterServer is closed"):
+            call()
+    for model, settings, said in (
+        (net(), {"optimizer": torch.optim.AdamW}, "of another optimizer than AdamW"),
+        (net(), {"adaptive": True}, "adaptive=True, and in the checkpoint it was not"),
+        (net().float(), {"codec": "int8"}, "change codec="),
+    ):
+        with ParameterServer(model, **{"lr": 0.1, **settings}) as server, pytest.raises(ValueError, match=said):
+            server.load_state_dict(parts)
+    with ParameterServer(net(), lr=0.1) as server:
+        server.pull()
+        server.load_state_dict(parts)
+        with pytest.raises(RuntimeError, match=r"push\(\) without pull\(\)"):
+            server.push()
     with pytest.raises(ZeroDivisionError), ParameterServer(net(), lr=0.1):
         raise ZeroDivisionError
+
+
+@ranks(2)
+def test_ranks_that_differ_are_refused() -> None:
+    rank = dist.get_rank()
+    for model, settings in (
+        (nn.Linear(2, 2 + rank), {}),
+        (nn.Linear(2, 2), {"lr": 0.1 + rank}),
+        (nn.Linear(2, 2), {"codec": ("int8", "int4")[rank]}),
+    ):
+        with pytest.raises(ValueError, match=r"arguments or parameters differs between ranks; .* ParameterServer\(\)"):
+            ParameterServer(model, **{"lr": 0.1, **settings})

@@ -33,6 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -180,6 +181,8 @@ class Membership(Rounds):
         self._store, self._deadline, self._first, self._patience = store, deadline, first, patience
         self._replica = replica
         self._shard, self._shards = 0, 1
+        self.settings: list[str] = []
+        """What is to be alike on all replicas; ``Outer`` writes it."""
         self.version = -1
         """The last round that this replica was in; -1: none."""
         self._place: tuple[int, int] | None = None
@@ -245,12 +248,26 @@ class Membership(Rounds):
     # Steps of a round ----------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Find this rank's place in its replica, and where the rounds are."""
+        """Find this rank's place in its replica, and where the rounds are.
+
+        Raises:
+            ValueError: other replicas have other settings: what they send would be of another size, or mean something
+                else.
+        """
         names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
         if dist.is_initialized():
             self._shard, self._shards = dist.get_rank(), dist.get_world_size()
             dist.broadcast_object_list(names, src=0)
         self._replica = names[0]
+        own, key = [f"{self._shards} ranks", *self.settings], f"settings/{self._shard}"
+        text = self._ask(lambda store: bytes(store.compare_set(key, "", json.dumps(own))))
+        for mine, theirs in zip_longest(own, json.loads(text)):
+            if mine != theirs:
+                raise ValueError(
+                    f"{self._replica} has {mine or 'nothing'} where the replicas that meet in this store have "
+                    f"{theirs or 'nothing'}: give all the same model, number of ranks and Outer(...), or the store a "
+                    "new prefix"
+                )
         self._place = (0, 0)
         if self._has("last"):
             number, attempt = json.loads(self._read("last"))

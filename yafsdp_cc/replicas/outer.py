@@ -34,7 +34,7 @@ from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
 from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -120,6 +120,8 @@ class Outer(ReplicaSync):
         """Synchronous steps to come."""
         self._moved = False
         """Whether there were local steps since the last ``finish``."""
+        self._made = 0
+        """Local steps so far."""
         self._pending: _Exchange | None = None
         self._age = 0
         """Steps since the pending exchange began."""
@@ -129,6 +131,10 @@ class Outer(ReplicaSync):
             super().connect(model, mesh)
         elif mesh is not None:
             raise ValueError("an Outer with a membership finds its replicas by itself: pass mesh=None")
+        else:
+            alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
+            settings = [f"{name}={value!r}" for name, value in alike.items()]
+            self.membership.settings = settings + tensors_of(model)
         trained = set(self.parameters.values())
         others = [each for each in model.parameters() if each not in trained]
         self._untrained = [local_of(each) for each in (*others, *model.buffers())]
@@ -137,6 +143,7 @@ class Outer(ReplicaSync):
         place = self.device if self.membership is None else torch.device("cpu")
         self._rounds = AllReplicas(self.comm) if self.membership is None else self.membership
         self._stream = comm_stream(place)
+        self._count, self._count_handle = torch.zeros(2, dtype=torch.int64, device=place), self._stream.handle()
         block = 1 if self._codec is None else self._codec.block
         is_repeated = self.membership is not None
         runs = _runs(list(self.parameters.values()), self.fragments)
@@ -175,6 +182,9 @@ class Outer(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
+        if not (self._left or self._moved or self.membership):
+            for each in self._fragments:  # weights may have been loaded since
+                each.load()
         if not self._left:
             return
         members = list(self.parameters.values())
@@ -204,6 +214,7 @@ class Outer(ReplicaSync):
             return
         self._step += 1
         self._moved = True
+        self._made += 1
         for each in self._fragments:
             each.steps += 1
         if self._pending is not None:
@@ -236,7 +247,26 @@ class Outer(ReplicaSync):
         for each in (self._fragments[n] for n in task.fragments):
             self._find_gradient(each)
         self._age = 0
+        self._start_count()
         self._issue(task)
+
+    def _start_count(self) -> None:
+        """Begin to compare how many steps replicas have made, where all are to have made as many."""
+        if self.membership is None:
+            self._count.copy_(torch.tensor([self._made, self._made**2], device="cpu"))
+            self._stream.wait_for_caller()
+            self._stream.issue(self._count_handle, lambda async_op: self.comm.all_reduce(self._count, async_op))
+
+    def _check_count(self) -> None:
+        self._count_handle.wait()
+        if self.membership is None:
+            total, squares = self._count.tolist()
+            if self.comm.world * squares != total * total:
+                raise RuntimeError(
+                    f"replicas have made different numbers of steps (this one {self._made}), and would exchange other "
+                    "things than each other. Every replica must call optimizer.step() equally often, a GradScaler that "
+                    "skips a step on one of them included"
+                )
 
     def _find_gradient(self, fragment: _Fragment) -> None:
         """Have the outer gradient of a fragment, and its message."""
@@ -294,6 +324,7 @@ class Outer(ReplicaSync):
 
     def _complete(self, mix: float) -> None:
         """Wait for the exchange under way, and make the outer step."""
+        self._check_count()
         while True:
             exchange = self._pending
             assert exchange is not None
@@ -354,11 +385,12 @@ class Outer(ReplicaSync):
 
     @torch.no_grad()
     def finish(self) -> None:
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or not self._moved:
-            return
         if self._pending is not None:
             self._complete(self.mix)
+        self._start_count()
+        self._check_count()
+        if not self._moved:
+            return
         moved = tuple(n for n, each in enumerate(self._fragments) if each.steps)
         self._exchange(Task(moved, True))
         for each in self._fragments:
@@ -440,6 +472,7 @@ class Outer(ReplicaSync):
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._pending is not None:  # of weights that are no more
+            self._count_handle.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
             self._pending = None

@@ -223,7 +223,7 @@ class Overlap(ReplicaSync):
             raise RuntimeError(
                 f"replicas have made different numbers of steps (this one {self._steps}): the sum of gradients is of "
                 "different ones. Every replica must call optimizer.step() equally often, a GradScaler that skips a "
-                "step on one of them included"
+                "step on one of them included, and with half_batches=True state_dict() between the same two steps"
             )
         return [count > 0 for count in counts]
 
@@ -280,6 +280,8 @@ class Overlap(ReplicaSync):
             shown = [each.grad for each in members]
             self._hide()
             self._wait(step)
+            if self.half_batches and self._first is None:
+                self._steps += 1  # not in the middle of a step any more: replicas that still are would go on otherwise
             self._show(step, self._join_halves(step))
             with with_settings(optimizer, step.settings):
                 step_on(optimizer, members)

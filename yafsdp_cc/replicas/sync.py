@@ -18,6 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_cc.engine.communicator import Communicator
-from yafsdp_cc.engine.mesh import all_gather_objects, broadcast_over, shard_group
+from yafsdp_cc.engine.mesh import all_gather_objects, broadcast_over, check_settings, shard_group
 from yafsdp_cc.engine.module import ShardedModule, ranks_of_model, require_state
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
@@ -45,6 +46,8 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
 
 _bound: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By parameter, the ``ReplicaSync`` of its model."""
+_left_out: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter that was frozen when replicas were joined, the ``ReplicaSync`` of its model."""
 
 
 class ReplicaSync(ABC):
@@ -66,6 +69,8 @@ class ReplicaSync(ABC):
         """Global ranks of all replicas; of this one alone, where replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
+        self._in_use: Optimizer | None = None
+        """The optimizer, while something is under way that ``finish`` needs it for."""
 
     def __repr__(self) -> str:
         """Return the call that makes one like it: ranks compare that."""
@@ -121,6 +126,9 @@ class ReplicaSync(ABC):
         if mesh is None:
             raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
         group = shard_group(mesh)
+        tensors = tensors_of(model)
+        check_settings({"sync": self, "the number of tensors": len(tensors)}, [group], "join_replicas()")
+        check_settings({f"tensor {n}": each for n, each in enumerate(tensors)}, [group], "join_replicas()")
         self.comm = Communicator(group, self.device)
         self.members = sorted({rank for ranks in all_gather_objects(self.members, [group]) for rank in ranks})
         for tensor in (*model.parameters(), *model.buffers()):
@@ -154,10 +162,17 @@ class ReplicaSync(ABC):
             self.connect(model, mesh)
         for parameter in named.values():
             _bound[parameter] = self
+        for parameter in self._frozen.values():
+            _left_out[parameter] = self
         self.prepare()
         if self.finishes_alone:
-            model.register_state_dict_pre_hook(lambda *_: self.finish())
+            model.register_state_dict_pre_hook(lambda *_: self.settle())
         _watch_optimizers()
+
+    def settle(self) -> None:
+        """Call ``finish``; another optimizer may make the next step."""
+        self.finish()
+        self._in_use = None
 
     def locals(self) -> list[Tensor]:
         """Return this rank's elements of each parameter, the tensors that hold them."""
@@ -169,19 +184,22 @@ class ReplicaSync(ABC):
         Raises:
             ValueError: its steps cannot be synchronized in this way, or another one steps this model, too.
         """
-        known = None if self._optimizer is None else self._optimizer()
-        if known is optimizer:
+        if self._in_use is optimizer:
             return
         name = type(optimizer).__name__
-        if known is not None:
+        if self._in_use is not None:
             raise ValueError(
-                f"two optimizers, a {type(known).__name__} and a {name}, step this model, whose replicas exchange "
-                "something once per step: make one optimizer with several parameter groups"
+                f"two optimizers, a {type(self._in_use).__name__} and a {name}, step this model, whose replicas "
+                "exchange something once per step: make one optimizer with several parameter groups, or call "
+                "yafsdp_cc.synchronize_replicas(model) before another one takes over"
             )
         self.check(optimizer)
+        self._in_use = optimizer
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            return
         self._optimizer = weakref.ref(optimizer)
         if self.finishes_alone:
-            optimizer.register_state_dict_pre_hook(lambda _: self.finish())
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle())
 
     def check_parameters(self, optimizer: Optimizer) -> None:
         """Raise a ``ValueError`` where a step would change a parameter that replicas do not synchronize."""
@@ -240,7 +258,7 @@ def synchronize_replicas(model: nn.Module) -> None:
     """
     sync = sync_of(model)
     if sync is not None:
-        sync.finish()
+        sync.settle()
         sync.compare_steps()
 
 
@@ -268,6 +286,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     sync = _sync_of(optimizer)
     if sync is None:
         return
+    sync.check_parameters(optimizer)
     sync.adopt(optimizer)
     if any(each is not None for each in (*args[1:], *kwargs.values())):  # the first is the optimizer
         raise ValueError(
@@ -279,7 +298,6 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             "a GradScaler scales and skips steps of a fused optimizer by itself, on each replica differently: train in "
             "bf16 without one"
         )
-    sync.check_parameters(optimizer)
     with torch.no_grad():
         sync.before_step(optimizer)
 
@@ -292,12 +310,10 @@ def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in _bound:
-                found: ReplicaSync = _bound[parameter]
-                return found
-    return None
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    bound = (_bound[each] for each in parameters if each in _bound)
+    left_out = (_left_out[each] for each in parameters if each.grad is not None and each in _left_out)
+    return next(chain(bound, left_out), None)
 
 
 def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -339,6 +355,15 @@ def set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) ->
     """Have ``settings`` of parameter groups; groups that were added since keep theirs."""
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
+
+
+def tensors_of(model: nn.Module) -> list[str]:
+    """Describe each parameter and buffer, in their order: replicas compare that."""
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    return [
+        f"{name} {list(local_of(each).shape)} {each.dtype}{'' if name in trained else ', not trained'}"
+        for name, each in (*model.named_parameters(), *model.named_buffers())
+    ]
 
 
 # Local tensors -----------------------------------------------------------------------------------------------------

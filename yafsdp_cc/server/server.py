@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.engine.mesh import check_settings
 from yafsdp_cc.server.shard import ServerShard
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class ParameterServer:
         settings: ``delay_compensation``, ``adaptive``, ``lr_lambda`` of ``ServerShard``; the optimizer's, as ``lr``.
 
     Raises:
-        ValueError: nothing to train, several dtypes, a sharded model, or what ``ServerShard`` does not take.
+        ValueError: nothing to train, several dtypes, a sharded model, what ``ServerShard`` does not take, or other
+            arguments or parameters on other ranks.
 
     Source:
         Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014, section 3. ``ServerShard``.
@@ -88,6 +90,10 @@ class ParameterServer:
         self._peers = [rank for rank in range(world) if rank != self._rank]
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
+        alike = {name: value for name, value in settings.items() if name != "lr_lambda"}  # of which none are equal
+        alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
+        alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in self._params]
+        check_settings({"arguments or parameters": alike}, [self._group], "ParameterServer()")
         self._store, self._key = _get_default_store(), f"yafsdp_cc/server/{next(_servers)}"
 
         count = sum(param.numel() for param in self._params)
@@ -107,7 +113,7 @@ class ParameterServer:
         own = self._weights[self._rank].clone()
         self.shard = ServerShard(own, world, optimizer, max_staleness=max_staleness, **settings)
         """What this rank serves; for reading."""
-        self._pushes, self._has_pulled, self._failure = 0, False, ""
+        self._pushes, self._has_pulled, self._is_closed, self._failure = 0, False, False, ""
         self._changed = threading.Condition()
         """Of the shard or the failure: whoever reads or writes these holds it."""
         self._threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._peers]
@@ -167,6 +173,7 @@ class ParameterServer:
                 raise self._error(self._failure)
         dist.all_gather(list(self._weights), self.shard.weights.detach(), self._group)
         _copy(self._views(self._weights), self._params)
+        self._is_closed = True
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -184,6 +191,7 @@ class ParameterServer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, with all that any rank has pushed before. A collective."""
+        self._check_open()
         pushes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self._weights]
         dist.all_gather(pushes, torch.tensor([self._pushes], device="cpu"), self._group)
         clocks = [int(each) for each in pushes]
@@ -199,7 +207,7 @@ class ParameterServer:
         """Go on from this rank's part of a checkpoint; ``pull`` next. A collective.
 
         Raises:
-            ValueError: it is another rank's part, or of another number of ranks.
+            ValueError: it is another rank's part, of another number of ranks, or of other arguments.
         """
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
@@ -207,9 +215,13 @@ class ParameterServer:
                 f"rank {self._rank} of {world} cannot resume from the part of rank {state['rank']} of {state['ranks']}"
                 ": each from its own, and as many ranks"
             )
+        if (state["residual"] is None) != (self._residual is None):
+            raise ValueError(
+                "a checkpoint with a codec resumes with one, and one without a codec without: change codec="
+            )
         with self._changed:
             self.shard.load_state_dict(copy.deepcopy(state["shard"]))
-        self._pushes = state["pushes"]
+        self._pushes, self._has_pulled = state["pushes"], False
         if self._residual is not None:
             self._residual.copy_(state["residual"])
         dist.barrier(self._group)
@@ -223,11 +235,16 @@ class ParameterServer:
 
     def _send(self, request: int, messages: Tensor | None = None) -> None:
         """Send a request to all other ranks, and to each its row of ``messages``."""
+        self._check_open()
         sends = []
         for peer in self._peers:
             for part in (torch.tensor([request], device="cpu"), *([] if messages is None else [messages[peer]])):
                 sends.append(self._start(dist.isend, part, peer, REQUEST))
         self._wait(sends, self._timeout)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this ParameterServer is closed: call pull, push and state_dict before its block ends")
 
     def _start(self, operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> tuple[int, Any]:
         """Begin to send or receive."""

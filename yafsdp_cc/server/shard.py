@@ -151,7 +151,16 @@ class ServerShard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict`` of a shard as long, with as many workers."""
+        """Go on from ``state_dict`` of a shard as long, with as many workers.
+
+        Raises:
+            ValueError: it was of another optimizer, or ``adaptive`` was another.
+        """
+        group = self._optimizer.param_groups[0].keys()
+        if state["optimizer"]["param_groups"][0].keys() != group:
+            raise ValueError(f"the checkpoint is of another optimizer than {type(self._optimizer).__name__}")
+        if (state["mean_square"] is None) != (self._mean_square is None):
+            raise ValueError(f"adaptive={self._mean_square is not None}, and in the checkpoint it was not: change it")
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._mean_square, self.version = state["mean_square"], state["version"]
