@@ -78,14 +78,13 @@ def test_two_ranks_run_a_script_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'the neighbour'")
     body = """
 import beside
-total = torch.ones(1); dist.all_reduce(total)
-say(f"{rank} {total.item()} {sys.argv} {beside.NAME} {__name__}")
+say(f"{rank} of {os.environ['WORLD_SIZE']} {sys.argv} {beside.NAME} {__name__}")
 """
     (tmp_path / "deeper").mkdir()
-    train = script(tmp_path, body)
+    train = alone(tmp_path, body)
     ran = yafsdp_cc(*TWO, train, "--lr", "3", "-m", folder=tmp_path / "deeper")
     assert ran.returncode == 0, ran.stderr
-    said = [f"{rank} 2.0 {[str(train), '--lr', '3', '-m']} the neighbour __main__\n" for rank in range(2)]
+    said = [f"{rank} of 2 {[str(train), '--lr', '3', '-m']} the neighbour __main__\n" for rank in range(2)]
     assert (ran.stdout, ran.stderr) == (said[0], "")
     for rank in range(2):
         head, kept = log(tmp_path / "deeper", rank).split("\n", 1)
