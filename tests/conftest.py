@@ -1,10 +1,13 @@
-"""What holds for all tests: one thread in the process that ranks are forked from; no long forms in ``make test``; the
-order of files."""
+"""What holds for all tests: one thread in the process that ranks are forked from, which is cheap to fork; no long forms
+in ``make test``; the order of files."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,11 @@ FIRST = (
     "tests/checkpoint/test_exchange.py",
     "tests/integrations/test_titan.py",
     "tests/integrations/test_trl.py",
+    "tests/fully_shard/test_frameworks.py",
+    "tests/replicas/test_membership.py",
+    "tests/server/test_server.py",
+    "tests/replicas/test_outer.py",
+    "tests/fully_shard/test_spmd.py",
 )
 """Files of few tests that take long: of two workers, the one that ended with such a file would leave the other idle."""
 
@@ -51,6 +59,25 @@ def pytest_collection_finish() -> None:
     """Hide from the garbage collector what stays for good: looking at all modules takes longer than many a test."""
     gc.collect()
     gc.freeze()
+    if sys.platform == "linux":
+        _take_huge_pages()
+
+
+MADV_COLLAPSE = 25
+HUGE = 2 << 20
+
+
+def _take_huge_pages() -> None:
+    """Put this process's memory into huge pages, where the system can (Linux 6.1): a fork copies the table of pages,
+    and takes it down at its end, which is half of what it costs to start a rank."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, *_, inode = line.split()[:5]
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if rights == "rw-p" and inode == "0":
+            for page in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE):
+                madvise(page, HUGE, MADV_COLLAPSE)  # refused where nothing is: then all stays as it is
 
 
 def pytest_unconfigure() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yafsdp_cc.cli as cli
 from tests.cli.command import started, wait_for_line, yafsdp_cc
 from tests.ranks import ranks
-from tests.soak import also
+from tests.soak import LONG, also
 from yafsdp_cc.demo import data, train
 
 
@@ -52,8 +52,10 @@ def test_three_steps_on_two_ranks(tmp_path: Path, precision: str, monkeypatch: p
     assert end["overflow_buffers"] == 0
     assert end["sample"].startswith("def ")
     assert end["sample"] in printed.getvalue()
+    assert printed.getvalue().endswith("Everything is in runs/short/metrics.jsonl\n")
 
 
+@LONG
 def test_the_command_trains_on_one_file_of_text_in_one_process(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
@@ -90,8 +92,10 @@ def test_too_little_text_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("whole_group", [also(False), True], ids=["the launcher alone", "the whole terminal"])
 def test_ctrl_c_stops_it_in_the_middle(tmp_path: Path, whole_group: bool) -> None:
-    with started("demo", folder=tmp_path) as process:
-        wait_for_line(process, "step    1/")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 64)
+    with started("demo", f"--text={text}", folder=tmp_path) as process:
+        assert "15,360 bytes of text to train on, 1,024 held out" in wait_for_line(process, "step    1/")
         time.sleep(0.3)
         if whole_group:
             os.killpg(process.pid, signal.SIGINT)

@@ -29,20 +29,28 @@ from yafsdp_cc.config import Setting
 EXAMPLE = ROOT / "docs/examples/checkpoint.py"
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
 SHOWN = (*TWO, "--local-ranks-filter=0,1")
-GROUP = """
+ALONE = """
 import os, sys, time
+rank = int(os.environ["RANK"])
+def say(text):
+    os.write(1, f"{text}\\n".encode())
+"""
+GROUP = """
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-def say(text):
-    os.write(1, f"{text}\\n".encode())
 """
 
 
 def script(folder: Path, body: str, name: str = "train.py") -> Path:
+    """A script of ranks that are in a group."""
+    return alone(folder, GROUP + body, name)
+
+
+def alone(folder: Path, body: str, name: str = "train.py") -> Path:
+    """A script of ranks that know nothing of each other, and do without torch: importing it takes seconds."""
     path = folder / name
-    path.write_text(GROUP + body)
+    path.write_text(ALONE + body)
     return path
 
 
@@ -70,14 +78,13 @@ def test_two_ranks_run_a_script_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'the neighbour'")
     body = """
 import beside
-total = torch.ones(1); dist.all_reduce(total)
-say(f"{rank} {total.item()} {sys.argv} {beside.NAME} {__name__}")
+say(f"{rank} of {os.environ['WORLD_SIZE']} {sys.argv} {beside.NAME} {__name__}")
 """
     (tmp_path / "deeper").mkdir()
-    train = script(tmp_path, body)
+    train = alone(tmp_path, body)
     ran = yafsdp_cc(*TWO, train, "--lr", "3", "-m", folder=tmp_path / "deeper")
     assert ran.returncode == 0, ran.stderr
-    said = [f"{rank} 2.0 {[str(train), '--lr', '3', '-m']} the neighbour __main__\n" for rank in range(2)]
+    said = [f"{rank} of 2 {[str(train), '--lr', '3', '-m']} the neighbour __main__\n" for rank in range(2)]
     assert (ran.stdout, ran.stderr) == (said[0], "")
     for rank in range(2):
         head, kept = log(tmp_path / "deeper", rank).split("\n", 1)
@@ -90,7 +97,7 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "other.py").write_text("NAME = 'sibling'")
-    train = script(package, "from .other import NAME\nsay(f'{sys.argv} {NAME}')\n")
+    train = alone(package, "from .other import NAME\nsay(f'{sys.argv} {NAME}')\n")
     ran = yafsdp_cc(*SHOWN, "-m", "job.train", "--lr", "3", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [f"{[str(train), '--lr', '3']} sibling"] * 2
@@ -134,8 +141,10 @@ inner()
     ],
 )
 def test_the_exit_status_is_passed_on(tmp_path: Path, last_words: str, status: int, summary: str) -> None:
-    body = f"say('here')\nif rank == 1:\n    {last_words}\ndist.all_reduce(torch.ones(1))\n"
-    ran = yafsdp_cc(*TWO, script(tmp_path, body), folder=tmp_path)
+    # A rank that is killed breaks the other one's collective, and has failed first all the same.
+    write, wait = (script, "dist.all_reduce(torch.ones(1))") if "kill" in last_words else (alone, "time.sleep(100)")
+    body = f"say('here')\nif rank == 1:\n    {last_words}\n{wait}\n"
+    ran = yafsdp_cc(*TWO, write(tmp_path, body), folder=tmp_path)
     assert ran.returncode == status
     assert f"rank 1 failed first: {summary}" in ran.stderr.splitlines()[-1]
     assert "the last lines of rank 1:\n  here\n" in ran.stderr
@@ -358,7 +367,7 @@ def test_a_time_out_names_the_last_collectives_and_where_ranks_were(tmp_path: Pa
 
 @LONG
 def test_torchrun_s_own_redirects_are_kept(tmp_path: Path) -> None:
-    ran = yafsdp_cc(*TWO, "--redirects=1:3", script(tmp_path, "say(f'rank {rank}')"), folder=tmp_path)
+    ran = yafsdp_cc(*TWO, "--redirects=1:3", alone(tmp_path, "say(f'rank {rank}')"), folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "rank 0\n"), ran.stderr
     (kept,) = (tmp_path / "runs/train/logs").glob("*/attempt_0/1/stdout.log")
     assert kept.read_text() == "rank 1\n"
@@ -478,7 +487,7 @@ def test_a_second_ctrl_c_kills_what_does_not_end(tmp_path: Path) -> None:
     body = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntry: time.sleep(100)\nfinally: say('stays'); time.sleep(100)\n"
     )
-    with started(*SHOWN, script(tmp_path, "import signal\nsay('ready')\n" + body), folder=tmp_path) as process:
+    with started(*SHOWN, alone(tmp_path, "import signal\nsay('ready')\n" + body), folder=tmp_path) as process:
         for _ in range(2):
             wait_for_line(process, "ready")
         time.sleep(0.2)
@@ -500,6 +509,6 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_another_node(tmp_path: Path, node
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    with started(*TWO, script(tmp_path, WAITING["in Python"]), folder=tmp_path) as process:
+    with started(*TWO, alone(tmp_path, WAITING["in Python"]), folder=tmp_path) as process:
         wait_for_line(process, "ready")
         process.kill()

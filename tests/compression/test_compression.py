@@ -17,7 +17,7 @@ from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, u
 from tests.internals import gradient_codecs, residuals_of
 from tests.models import Skipping
 from tests.ranks import on_ranks, ranks
-from tests.soak import SOAK
+from tests.soak import SOAK, also
 from yafsdp_cc import Compression
 
 CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
@@ -26,7 +26,7 @@ CODECS = ("bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd"
 # Nothing is lost
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world", timeout=600)
 def test_what_was_said_and_what_is_still_to_be_said_is_all(world):
     """Over steps of one and of several micro-batches; hundreds of them in ``make soak``."""
@@ -63,7 +63,7 @@ def test_sums_over_replicas_are_encoded_or_those_within() -> None:
     for scope, codec in itertools.product(("auto", "shard"), ("onebit", "powersgd")):
         model = sharded(Compression(gradients=codec, residual="fp32", scope=scope), mesh=mesh)
         ledger = Ledger(model, sharded(None, mesh=mesh))
-        for step in range(20):
+        for step in range(20 if SOAK else 6):
             ledger.step(step)
         ledger.check()
         planned = yafsdp_cc.plan_of(model).communication

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.internals import gradient_codecs
 from tests.ranks import on_ranks, ranks
-from tests.soak import also
+from tests.soak import SOAK, also
 from yafsdp_cc import Compression
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
@@ -44,10 +44,11 @@ class Loud(OneBit):
 
 
 class Regression:
-    """A linear layer that is to become another one, by gradients of 1,024 examples on each rank."""
+    """A linear layer that is to become another one, by gradients of some examples on each rank."""
 
-    def __init__(self, compression: Compression | None, **shard: Any) -> None:
+    def __init__(self, compression: Compression | None, examples: int = 256, **shard: Any) -> None:
         torch.manual_seed(0)
+        self.examples = examples
         torch.set_num_threads(1)
         self.model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
         yafsdp_cc.shard(self.model, units=[nn.Linear], compression=compression, **shard)
@@ -59,7 +60,7 @@ class Regression:
         losses = []
         for self.step in range(self.step + 1, self.step + steps + 1):  # noqa: B020
             draws = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())
-            x = torch.randn(1024, WIDTH, generator=draws)
+            x = torch.randn(self.examples, WIDTH, generator=draws)
             loss = (self.model(x) - x @ self.target.T).square().sum(1).mean()
             loss.backward()
             optimizer.step()
@@ -82,15 +83,16 @@ class Regression:
 
 
 def with_momentum(compression: Compression | None, told: bool = False, steps: int = 120) -> tuple[list[float], str]:
-    run = Regression(compression)
+    run = Regression(compression, examples=1024)
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.3, momentum=0.9)
     return run.train(optimizer, steps, told), run.why
 
 
 @pytest.mark.filterwarnings("ignore:gradients=")
 def test_a_run_that_diverges_comes_back_by_itself():
-    exact, _ = on_ranks(2, with_momentum, None)[0]
-    assert exact[-1] < 0.01 * exact[0]
+    if SOAK:
+        exact, _ = on_ranks(2, with_momentum, None)[0]
+        assert exact[-1] < 0.01 * exact[0]
     lost, why = on_ranks(2, with_momentum, Compression("topk", fallback=False))[0]
     assert lost[-1] > 1e4 * lost[0]
     assert not why

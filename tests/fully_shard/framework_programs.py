@@ -107,7 +107,7 @@ def prefetches_in_both_directions(api: Api) -> Run:
     model.head.set_modules_to_backward_prefetch([model.blocks[-1]])
     for unit, before in zip(order[:0:-1], order[-2::-1], strict=True):
         unit.set_modules_to_backward_prefetch([before])
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -171,7 +171,7 @@ def wraps_blocks_for_checkpointing(api: Api) -> Run:
     for name, block in list(model.blocks.named_children()):
         model.blocks.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False))
     run = Run(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -180,7 +180,7 @@ def wraps_sharded_blocks_for_checkpointing(api: Api) -> Run:
     for name, block in list(model.blocks.named_children()):
         model.blocks.register_module(name, checkpoint_wrapper(api.fully_shard(block)))
     run = Run.of_sharded(api, api.fully_shard(model))
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -190,7 +190,7 @@ def compiles_each_block(api: Api) -> Run:
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
     run = Run(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -245,7 +245,7 @@ def shards_experts_by_columns(api: Api) -> Run:
             each.seen.zero_()
 
     run.optimizer.register_step_pre_hook(balance)
-    run.steps(2)
+    run.steps()
     run.figures |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return run
 
@@ -260,7 +260,7 @@ def shards_experts_apart(api: Api) -> Run:
     run = Run.of_sharded(api, api.fully_shard(model))
     run.model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[1][1].experts])
     run.model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0], model.blocks[0][1].experts])
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -355,7 +355,7 @@ def shards_where_conditions_hold(api: Api) -> Run:
         if any(holds(name, module) for holds in conditions):
             api.fully_shard(module, reshard_after_forward=True, mesh=None)
     run = Run.of_sharded(api, api.fully_shard(model, reshard_after_forward=False, mesh=None))
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -453,7 +453,7 @@ def trains_adapters(api: Api) -> Run:
     assert not any(p.is_meta for p in model.parameters())
     run = Run.of_sharded(api, model)
     run.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    run.steps(2)
+    run.steps()
     only = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     run.figures |= {f"saved {name}": value for name, value in get_model_state_dict(model, options=only).items()}
     return run
@@ -539,7 +539,7 @@ def has_values_on_rank_0_only(api: Api) -> Run:
     model = model.to("cpu", non_blocking=True) if dist.get_rank() == 0 else model.to_empty(device="cpu")
     set_model_state_dict(model, weights, options=FROM_RANK_0)
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -558,7 +558,7 @@ def wraps_embeddings_by_class(api: Api) -> Run:
     for unit, after in pairwise(units):
         unit.set_modules_to_forward_prefetch([after])
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -614,7 +614,7 @@ def keeps_local_tensors(api: Api) -> Run:
     run = Run(api)
     named: dict[str, Any] = dict(run.model.named_parameters())
     kept = {name: (p._local_tensor.detach().cpu().clone(), p._spec) for name, p in named.items()}
-    run.steps(2)
+    run.steps()
     for name, parameter in run.model.named_parameters():
         local, spec = kept[name]
         assert parameter._spec.device_mesh == spec.device_mesh
@@ -773,7 +773,7 @@ def returns_to_meta_and_is_filled(api: Api) -> Run:
     optimizer.param_groups[0]["params"] = [found[name] for name in names]
     run = Run.of_sharded(api, model)
     run.optimizer = optimizer
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -872,7 +872,7 @@ def materialises_module_by_module(api: Api) -> Run:
             assert (parameter.abs().max() <= 0.0601).item()
     set_model_state_dict(model, _weights(), options=StateDictOptions(full_state_dict=True))
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -948,7 +948,7 @@ def groups_tied_modules(api: Api) -> Run:
     for block in model.blocks:
         api.fully_shard(block)
     run = Run.of_sharded(api, api.fully_shard(model))
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -964,7 +964,7 @@ def offloads_activations(api: Api) -> Run:
 
 def is_one_unit(api: Api) -> Run:
     run = Run.of_sharded(api, api.fully_shard(seeded(Transformer)))
-    run.steps(2)
+    run.steps()
     return run
 
 

@@ -71,9 +71,9 @@ def with_frozen_parameters(api: Api) -> Run:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("qkv" not in name and "embed" not in name)
     run = Run(api, model)
-    run.steps(2)
+    run.steps()
     run.model.embed.weight.requires_grad_(True)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -132,7 +132,7 @@ def changes_its_mind_about_resharding(api: Api) -> Run:
     run = Run(api)
     for reshards in (True, False, True):
         run.model.set_reshard_after_forward(reshards)
-        run.steps(2)
+        run.steps()
     return run
 
 
@@ -263,7 +263,7 @@ def by_custom_collectives(api: Api) -> Run:
         module.set_custom_reduce_scatter(sums)
         with pytest.raises(AssertionError):
             module.set_allocate_memory_from_process_group_for_comm(True)
-    run.steps(2)
+    run.steps()
     run.figures["sums"] = torch.tensor(sums.calls)
     assert gathers.calls >= sums.calls
     return run
@@ -296,7 +296,7 @@ def recovers(api: Api) -> Run:
     fails.remove()
     run.model.reset_iter_state()
     run.model.zero_grad()
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -308,7 +308,7 @@ def enters_by_another_way(api: Api) -> Run:
     api.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
     run.loss(run.model.generate).backward()
     run.step()
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -410,14 +410,14 @@ def assigns(api: Api) -> Run:
     model, full = _on_meta(api), seeded(Transformer).state_dict()
     assert not model.load_state_dict(_distributed(full, model.state_dict()), assign=True).missing_keys
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     model.load_state_dict(_distributed(full, model.state_dict()), assign=True)  # where there are values already
     if api is not yafsdp_cc:  # whose parameters remain the same objects
         run.optimizer.param_groups[0]["params"] = list(model.parameters())
         run.optimizer.state.clear()
     else:
         run.optimizer.state.clear()
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -436,7 +436,7 @@ def assigns_in_parts(api: Api) -> Run:
     part = {name.removeprefix("blocks.1."): full[name] for name in still}
     model.blocks[1].load_state_dict(_distributed(part, model.blocks[1].state_dict()), strict=False, assign=True)
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -445,16 +445,16 @@ def loads_from_rank_0(api: Api) -> Run:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
     run = Run.of_sharded(api, model)
-    run.steps(2)
+    run.steps()
     set_model_state_dict(model, seeded(Transformer, 1).state_dict() if dist.get_rank() == 0 else {}, options=options)
-    run.steps(2)
+    run.steps()
     return run
 
 
 def loads_optimizer_state_by_hand(api: Api) -> Run:
     """As torchtune and the tutorial of FSDP2 do."""
     run = Run(api)
-    run.steps(2)
+    run.steps()
     state = run.optimizer.state_dict()
     for moments in state["state"].values():
         for name, value in moments.items():
@@ -462,7 +462,7 @@ def loads_optimizer_state_by_hand(api: Api) -> Run:
                 full = value.full_tensor() * 2
                 moments[name] = distribute_tensor(full, value.device_mesh, value.placements)
     run.optimizer.load_state_dict(state)
-    run.steps(2)
+    run.steps()
     return run
 
 
@@ -519,7 +519,7 @@ def on_an_explicit_mesh(api: Api) -> Run:
 def shards_other_dimensions(api: Api) -> Run:
     """And reads its shards in that layout, rows and columns."""
     run = Run(api, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    run.steps(2)
+    run.steps()
     weight = run.model.blocks[1].down.weight
     with torch.no_grad():
         for dim in (0, 1):

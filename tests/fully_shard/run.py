@@ -69,7 +69,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def steps(self, count: int = 3) -> None:
+    def steps(self, count: int = 2) -> None:
         for _ in range(count):
             self.backward()
             self.step()

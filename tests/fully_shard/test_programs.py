@@ -25,7 +25,7 @@ NEWER = {"reduces_by_other_means": "set_separate_reduce_scatter_group", "recover
 MESHES = re.compile("replicas|another_mesh")
 """In the names of programs that mean something else on four ranks than on two."""
 RUNS = [
-    (also if world == 4 and not MESHES.search(program.__name__) else pytest.param)(program, world)
+    (pytest.param if world == (4 if MESHES.search(program.__name__) else 2) else also)(program, world)
     for program in PROGRAMS
     if hasattr(FSDPModule, NEWER.get(program.__name__, "unshard"))
     for world in (2, 4)

@@ -43,13 +43,13 @@ def on_all_ranks(mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def train(api: Any, mesh: DeviceMesh, dims: Any) -> dict[str, Tensor]:
+def train(api: Any, mesh: DeviceMesh, dims: Any, steps: int) -> dict[str, Tensor]:
     model = on_all_ranks(mesh)
     for module in (*model, model):
         api.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     figures: dict[str, Tensor] = {}
-    for step in range(2):
+    for step in range(steps):
         torch.manual_seed(step)
         inputs = distribute_tensor(torch.randn(8, WIDTH), mesh, [*[Shard(0)] * (mesh.ndim - 1), Replicate()])
         model(inputs).square().mean().backward()
@@ -61,13 +61,13 @@ def train(api: Any, mesh: DeviceMesh, dims: Any) -> dict[str, Tensor]:
 
 @ranks(4)
 def test_trains_as_fsdp2() -> None:
-    for shape, names, dims in (
-        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
-        ((2, 1, 2), ("replicate", "dp", "tp"), {"shard": "dp", "replicate": "replicate"}),
-        ((1, 2, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+    for shape, names, dims, steps in (
+        ((2, 2), ("dp", "tp"), {"shard": "dp"}, 2),
+        ((2, 1, 2), ("replicate", "dp", "tp"), {"shard": "dp", "replicate": "replicate"}, 1),
+        ((1, 2, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}, 1),
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        found, truth = (train(api, mesh, Dims(**dims)) for api in (yafsdp_cc, torch_fsdp))
+        found, truth = (train(api, mesh, Dims(**dims), steps) for api in (yafsdp_cc, torch_fsdp))
         assert found.keys() == truth.keys()
         for name, value in truth.items():
             assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-7), (names, name)
