@@ -40,6 +40,8 @@ from yafsdp_cc.netlab import Lab
 from yafsdp_cc.server import ParameterServer, ServerShard
 
 WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
+CLIP = 1.0
+"""Norm of the largest gradient that a worker pushes."""
 SECONDS = 20.0
 """Of each bound of staleness."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -77,6 +79,7 @@ def learn(seed: int, steps: int, *, delayed: bool, lr: float, **rule: Any) -> fl
         starts = torch.randint(len(text.train) - LENGTH, (SEQUENCES,), generator=draws)
         model.zero_grad()
         loss_of(model, data.windows(text.train, starts, LENGTH)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         shard.push(worker, parameters_to_vector([param.grad for param in model.parameters() if param.grad is not None]))
         if delayed:
             shard.pull(worker)
