@@ -15,11 +15,14 @@ NAMES = ("synchronous", "overlap", "gossip", "sparseloco")
 
 
 def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, 64, 2, 2))
+    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, depth=2, heads=2))
     monkeypatch.setattr(train, "SEQUENCES", 1)
     elements = sum(each.numel() for each in GPT(64, 2, 2).parameters())
     with lab_of(ranks=4, ranks_per_machine=2) as lab:
-        chosen, setup = {name: REPLICAS[name] for name in NAMES}, replicas.Setup(shards=2, slowdown=1.5, downlink=2.0)
+        chosen, setup = (
+            {name: REPLICAS[name] for name in NAMES},
+            replicas.Setup(shards=2, width=64, slowdown=1.5, downlink=2.0),
+        )
         per_rank = lab.run(replicas._on_rank, lab, chosen, ("unshaped", "matched"), 1, 2, setup)
     assert len({rates["matched"] for rates, _ in per_rank}) == 1
     found = {name: replicas._summary([turns["unshaped", name] for _, turns in per_rank], 4) for name in NAMES}
@@ -40,5 +43,7 @@ def test_replicas_need_ranks() -> None:
         replicas.run(["overlap"], shards=2)
     with pytest.raises(ValueError, match="bandwidth 'fast'"):
         replicas.run(["overlap"], bandwidths=["fast"])
-    with pytest.raises(ValueError, match="shards=1, device_time=-1, slowdown=1, downlink=1: device_time is 0 or more"):
+    with pytest.raises(
+        ValueError, match="shards=1, width=384, device_time=-1, slowdown=1, downlink=1: device_time is 0 or more"
+    ):
         replicas.run(["overlap"], device_time=-1)

@@ -1,14 +1,13 @@
 """Suite ``replicas``: replicas of a model whose links to each other are slow, synchronized in all ways that there are.
 
 Each replica has a network namespace, which its ranks share: links within it are fast. A step is forward, backward and
-AdamW on 1,024 tokens per rank. With ``device_time`` forward and backward also wait, in every block, as the processor
-does where an accelerator computes: it sends meanwhile. Unshaped steps of the first contestant are measured once, and so
-much longer is each step of every contestant, whatever else delays it.
+AdamW on 1,024 tokens per rank. With ``device_time`` forward and backward also wait, in every block, as a processor does
+for an accelerator: meanwhile it is free to send.
 
-The bandwidth ``matched`` is that at which the exact sum over replicas, alone, takes as long as such a step. Contestants
-take turns in interleaved rounds, unshaped and at each bandwidth. Each turn begins with a step, or a whole round of an
-outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what counts is training as it goes on,
-with the exchange of an earlier step under way.
+The bandwidth ``matched`` is that at which the exact sum over replicas, alone, takes as long as an unshaped step of the
+first contestant. Contestants take turns in interleaved rounds, unshaped and at each bandwidth. Each turn begins with a
+step, or a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what
+counts is training as it goes on, with the exchange of an earlier step under way.
 """
 
 from __future__ import annotations
@@ -58,8 +57,10 @@ class Setup(NamedTuple):
 
     shards: int = 1
     """Ranks of each replica."""
+    width: int = 384
+    """Of the model."""
     device_time: float = 0.0
-    """How much longer a step is than it takes to compute, in times of that."""
+    """Seconds that forward and backward of a step wait besides."""
     slowdown: float = 1.0
     """How many times as long a step of the last replica is as one of the others."""
     downlink: float = 1.0
@@ -72,12 +73,12 @@ class Setup(NamedTuple):
 class Trainer:
     """A rank's part of one contestant."""
 
-    def __init__(self, contestant: Contestant, mesh: DeviceMesh) -> None:
+    def __init__(self, contestant: Contestant, mesh: DeviceMesh, setup: Setup) -> None:
         torch.manual_seed(0)
         sync = None if contestant.maker == "synchronous" else getattr(replicas, contestant.maker)(**contestant.settings)
-        model = GPT()
-        self.waits = 0.0
-        """Seconds that forward and backward take longer than they compute; backward twice as many as forward."""
+        model = GPT(setup.width)
+        self.waits = setup.device_time
+        """Seconds of a step in which forward and backward wait; two thirds of them in backward."""
         self._blocks = len(model.blocks)
         for block in model.blocks:
             block.mlp.register_forward_hook(self._wait)  # type: ignore[union-attr]  # a ModuleList's are modules
@@ -157,13 +158,13 @@ def _on_rank(
     rank, world = dist.get_rank(), dist.get_world_size()
     machine, shape = rank // setup.shards, (world // setup.shards, setup.shards)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    trainers = {name: Trainer(contestant, mesh) for name, contestant in contestants.items()}
+    trainers = {name: Trainer(contestant, mesh, setup) for name, contestant in contestants.items()}
     for trainer in trainers.values():
         trainer.step()
-    computes = _seconds(next(iter(trainers.values())).step, 3)
-    length = computes * (1 + setup.device_time)
-    for trainer in trainers.values():
-        trainer.waits = length * (setup.slowdown if machine == shape[0] - 1 else 1) - computes
+    length = _seconds(next(iter(trainers.values())).step, 3)
+    if machine == shape[0] - 1:
+        for trainer in trainers.values():
+            trainer.waits += length * (setup.slowdown - 1)
 
     def shape_links(rate: str) -> None:
         bits = bits_per_second(rate)
@@ -172,7 +173,7 @@ def _on_rank(
 
     def matched() -> str:
         """Return the rate at which the exact sum over replicas takes ``length`` seconds."""
-        elements = sum(each.numel() for each in GPT().parameters())
+        elements = sum(each.numel() for each in GPT(setup.width).parameters())
         buffer, bits = torch.zeros(elements // setup.shards), 32 * elements / length
         for _ in range(2):  # the first only estimates
             shape_links(f"{bits / 1e3:.0f}kbit")
@@ -181,7 +182,7 @@ def _on_rank(
 
     rates = {bandwidth: matched() if bandwidth == MATCHED else bandwidth for bandwidth in bandwidths}
     if rank == 0:
-        print(f"a step computes for {computes:.3f} s and takes {length:.3f} s; {rates}", file=sys.stderr, flush=True)
+        print(f"a step takes {length:.3f} s; {rates}", file=sys.stderr, flush=True)
 
     def turn(name: str) -> Turn:
         trainer = trainers[name]

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     for option in ("epochs", "seeds"):
         if suite != "pipeline" and option in given:
             parser.error(f"--{option} is for --suite pipeline")
-    for option in ("shards", "device_time", "slowdown", "downlink"):
+    for option in ("shards", "width", "device_time", "slowdown", "downlink"):
         if suite != "replicas" and option in given:
             parser.error(f"--{option.replace('_', '-')} is for --suite replicas")
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
@@ -118,8 +118,9 @@ def _parser() -> _Parser:
     training.add_argument("--epochs", type=positive, metavar="N", help=epochs)
     shards = "replicas: ranks of each, without a slow link among them (1)"
     training.add_argument("--shards", type=positive, metavar="N", help=shards)
-    waits = "replicas: steps wait so many times as long as they compute, as for an accelerator (0)"
-    training.add_argument("--device-time", type=float, metavar="X", help=waits)
+    training.add_argument("--width", type=positive, metavar="N", help="replicas: of the model (384)")
+    waits = "replicas: each step waits so long besides, as for an accelerator (0)"
+    training.add_argument("--device-time", type=float, metavar="SECONDS", help=waits)
     slowdown = "replicas: how many times as long a step of the last one is (1)"
     training.add_argument("--slowdown", type=float, metavar="X", help=slowdown)
     downlink = "replicas: how many times as fast links receive as they send (1)"
