@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import yafsdp_cc
-from tests.ranks import ranks
+from tests.ranks import RankError, on_ranks, ranks
 from yafsdp_cc.server import ParameterServer
 
 TURNS = (0, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0, 3, 1, 2, 2)
@@ -149,6 +149,34 @@ def test_late_gradients_update_as_in_one_process_and_after_a_resume(rule: str, t
     assert counted + server.shard.delays == delays
     with pytest.raises(ValueError, match=rf"rank {rank} of 4 cannot resume from the part of rank {(rank + 1) % 4}"):
         server.load_state_dict(torch.load(tmp_path / f"{(rank + 1) % 4}.pt"))
+
+
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_killed_and_resumed_synchronous_training_is_that_which_went_on(codec: str | None, tmp_path: Path) -> None:
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    undisturbed = on_ranks(2, _train_synchronously, tmp_path / "undisturbed", codec)[0]
+    with pytest.raises(RankError):  # and the other rank is killed then
+        on_ranks(2, _train_synchronously, tmp_path / "killed", codec, 5)
+    assert torch.equal(on_ranks(2, _train_synchronously, tmp_path / "killed", codec, -1, 4)[0], undisturbed)
+
+
+def _train_synchronously(folder: Path, codec: str | None, killed: int = -1, first: int = 0) -> Tensor:
+    """Make seven steps, and save after every second one."""
+    model, rank = net(torch.float32), dist.get_rank()
+    part = folder / f"{rank}.pt"
+    with ParameterServer(model, lr=0.05, momentum=0.9, max_staleness=0, codec=codec) as server:
+        if first:
+            server.load_state_dict(torch.load(part))
+        for step in range(first, 7):
+            server.pull()
+            backward(model, rank, step)
+            if step == killed and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            server.push()
+            if step % 2:
+                torch.save(server.state_dict(), part)
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("codec", ["int4", "onebit"])
