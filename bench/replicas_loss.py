@@ -61,7 +61,7 @@ WAYS = {
     "gossip int8": Way(lambda: Gossip(codec="int8")),
     "gossip int4": Way(lambda: Gossip(codec="int4")),
     "diloco": Way(lambda: Outer(sync_steps=60)),
-    "sparseloco": Way(lambda: Outer(lr=1, momentum=0, codec="topk2bit")),
+    "sparseloco": Way(lambda: Outer(sync_steps=60, lr=1, momentum=0, codec="topk2bit")),
 }
 
 

@@ -88,13 +88,18 @@ def test_without_staleness_it_is_synchronous_training(world: int) -> None:
 RULES: dict[str, dict[str, Any]] = {
     "asgd": {"optimizer": torch.optim.SGD, "lr": 0.05},
     "dc-asgd": {"optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "delay_compensation": 0.7},
-    "adaptive": {"optimizer": torch.optim.SGD, "lr": 0.05, "delay_compensation": 2.0, "adaptive": True},
+    "adaptive": {"optimizer": torch.optim.SGD, "lr": 0.05, "delay_compensation": 2.0, "adaptive": True}
+    | {"mean_square_decay": 0.0},
     "adamw": {"optimizer": torch.optim.AdamW, "lr": 0.01, "delay_compensation": 2.0, "adaptive": True},
 }
 
 
 def simulated(
-    optimizer: type[torch.optim.Optimizer], delay_compensation: float = 0.0, adaptive: bool = False, **settings: Any
+    optimizer: type[torch.optim.Optimizer],
+    delay_compensation: float = 0.0,
+    adaptive: bool = False,
+    mean_square_decay: float = 0.95,
+    **settings: Any,
 ) -> tuple[list[Tensor], Counter[int]]:
     """The weights after each turn, and how many updates each gradient came late, in one process."""
     twin = net()
@@ -107,7 +112,7 @@ def simulated(
             seen = {worker: (param.detach().clone(), turn) for worker in range(4)}
         pulled, then = seen[worker]
         g = gradient(twin, pulled, worker, turn)
-        mean_square = 0.95 * mean_square + 0.05 * g * g
+        mean_square = mean_square_decay * mean_square + (1 - mean_square_decay) * g * g
         strength = delay_compensation / (mean_square + 1e-7).sqrt() if adaptive else delay_compensation
         param.grad = (g + strength * g * g * (param - pulled)).detach()
         for group in stepper.param_groups:
@@ -272,6 +277,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         (net(), {"codec": "int8"}, r"'0.weight' is torch.float64, where a codec takes torch.float32"),
         (yafsdp_cc.shard(net().float()), {}, "'0.weight' is sharded; pass the plain model"),
         (net(), {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: a parameter server updates elements, by torch.o"),
+        (net(), {"mean_square_decay": 1.0}, "mean_square_decay=1.0: from 0 to less than 1"),
         (net(), {"max_staleness": -1}, "max_staleness=-1: neither can be negative"),
     ):
         with pytest.raises(ValueError, match=said):
