@@ -36,7 +36,7 @@ from yafsdp_cc.bench.trainers import ADAM, Trainer
 from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
-from yafsdp_cc.replicas import Gossip, Overlap, ReplicaSync
+from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
 
 SEQUENCES = 8
 """Of all replicas, per step."""
@@ -60,6 +60,8 @@ WAYS = {
     "gossip late": Way(lambda: Gossip(overlap=1)),
     "gossip int8": Way(lambda: Gossip(codec="int8")),
     "gossip int4": Way(lambda: Gossip(codec="int4")),
+    "diloco": Way(lambda: Outer(sync_steps=60)),
+    "sparseloco": Way(lambda: Outer(sync_steps=60, lr=1, momentum=0, codec="topk2bit")),
 }
 
 

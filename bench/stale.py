@@ -7,8 +7,9 @@
 A language model of 0.35 million parameters reads the Python standard library. Four workers take turns in one process:
 each pushes the gradient of 16 x 64 bytes, and pulls again, when the other three have pushed theirs (delay 3); or pulls
 just before (no delay). A push is an update by ``yafsdp_cc.server.ServerShard``, a step is four of them; the rate warms
-up for 20 steps and is then a cosine. Compensation is adaptive, with λ₀ = 2. *Damage* is ASGD's loss less that without a
-delay, *recovered* the part of it that compensation undoes.
+up for 20 steps and is then a cosine. For SGD workers clip gradients to norm 1, and compensation is adaptive with λ₀ = 4
+and m = 0; for AdamW with λ₀ = 2 and m = 0.95. *Damage* is ASGD's loss less that without a delay, *recovered* the part
+of it that compensation undoes.
 
 ``--pace``: four workers over links of this bandwidth, by ``ParameterServer``. Each waits 0.2 s instead of computing,
 rank 1 three times as long, for 20 s at every bound of staleness.
@@ -43,23 +44,23 @@ WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
 SECONDS = 20.0
 """Of each bound of staleness."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": torch.optim.SGD, "lr": 0.25},
+    "sgd": {"optimizer": torch.optim.SGD, "lr": 1.0, "clip": 1.0},
     "adamw": {"optimizer": torch.optim.AdamW, "lr": 2e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-DELAYS: dict[str, dict[str, Any]] = {
-    "no delay": {"delayed": False},
-    "asgd": {"delayed": True},
-    "dc-asgd": {"delayed": True, "delay_compensation": 2.0, "adaptive": True},
+COMPENSATION: dict[str, dict[str, Any]] = {
+    "sgd": {"delay_compensation": 4.0, "adaptive": True, "mean_square_decay": 0.0},
+    "adamw": {"delay_compensation": 2.0, "adaptive": True},
 }
+DELAYS = ("no delay", "asgd", "dc-asgd")
 WAYS = {
-    f"{optimizer}, {delay}": OPTIMIZERS[optimizer] | settings
-    for optimizer in OPTIMIZERS
-    for delay, settings in DELAYS.items()
+    f"{name}, {delay}": settings | {"delayed": delay != "no delay"} | (COMPENSATION[name] if delay == "dc-asgd" else {})
+    for name, settings in OPTIMIZERS.items()
+    for delay in DELAYS
 }
 
 
-def learn(seed: int, steps: int, *, delayed: bool, lr: float, **rule: Any) -> float:
-    """Return the held-out loss in nats per byte."""
+def learn(seed: int, steps: int, *, delayed: bool, lr: float, clip: float = math.inf, **rule: Any) -> float:
+    """Return the held-out loss in nats per byte; workers clip what they push to the norm ``clip``."""
     torch.manual_seed(seed)
     model = GPT(width=80, depth=4, heads=4)
     text, draws, updates = data.read(None), torch.Generator().manual_seed(seed), steps * WORKERS
@@ -77,6 +78,7 @@ def learn(seed: int, steps: int, *, delayed: bool, lr: float, **rule: Any) -> fl
         starts = torch.randint(len(text.train) - LENGTH, (SEQUENCES,), generator=draws)
         model.zero_grad()
         loss_of(model, data.windows(text.train, starts, LENGTH)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         shard.push(worker, parameters_to_vector([param.grad for param in model.parameters() if param.grad is not None]))
         if delayed:
             shard.pull(worker)

@@ -15,12 +15,17 @@ NAMES = ("synchronous", "overlap", "gossip", "sparseloco")
 
 
 def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, 64, 2, 2))
+    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, depth=2, heads=2))
     monkeypatch.setattr(train, "SEQUENCES", 1)
     elements = sum(each.numel() for each in GPT(64, 2, 2).parameters())
     with lab_of(ranks=4, ranks_per_machine=2) as lab:
-        per_rank = lab.run(replicas._on_rank, lab, {name: REPLICAS[name] for name in NAMES}, "unshaped", 1, 2, 2, 1.0)
-    found = {name: replicas._summary([turns[name] for turns in per_rank], 4) for name in NAMES}
+        chosen, setup = (
+            {name: REPLICAS[name] for name in NAMES},
+            replicas.Setup(shards=2, width=64, slowdown=1.5, downlink=2.0),
+        )
+        per_rank = lab.run(replicas._on_rank, lab, chosen, ("unshaped", "matched"), 1, 2, setup)
+    assert len({rates["matched"] for rates, _ in per_rank}) == 1
+    found = {name: replicas._summary([turns["unshaped", name] for _, turns in per_rank], 4) for name in NAMES}
     sums = 4 * elements  # of all shards of a replica; half of it each way, twice
     assert sums < found["synchronous"]["sent_bytes"] < 1.3 * sums
     for name in ("overlap", "gossip"):  # some of the last step's may cross later, and some of the one before
@@ -38,3 +43,7 @@ def test_replicas_need_ranks() -> None:
         replicas.run(["overlap"], shards=2)
     with pytest.raises(ValueError, match="bandwidth 'fast'"):
         replicas.run(["overlap"], bandwidths=["fast"])
+    with pytest.raises(
+        ValueError, match="shards=1, width=384, device_time=-1, slowdown=1, downlink=1: device_time is 0 or more"
+    ):
+        replicas.run(["overlap"], device_time=-1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,49 +14,77 @@ import torch.distributed as dist
 
 import yafsdp_cc
 from tests.models import Mlp
-from tests.ranks import on_ranks, ranks
-from tests.replicas.test_overlap import ADAMW, sharded, train
-from tests.twins import seeded, whole
+from tests.ranks import RankError, on_ranks
+from tests.replicas.test_overlap import ADAMW, batch, sharded, train
+from tests.twins import seeded, square, whole
 from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
 
 SYNCS: dict[str, Callable[[], ReplicaSync]] = {
     "overlap": Overlap,
     "overlap-int4": lambda: Overlap("int4"),
     "half-batches": lambda: Overlap(half_batches=True),
+    "gossip": Gossip,
     "gossip-late": lambda: Gossip(overlap=1),
     "gossip-int4": lambda: Gossip(codec="int4"),
-    "outer": lambda: Outer(every=2, fragments=2, delay=1, codec="int4"),
+    "gossip-late-int8": lambda: Gossip(overlap=1, codec="int8"),
+    "outer": lambda: Outer(every=2),
+    "outer-late-int4": lambda: Outer(every=2, fragments=2, delay=1, codec="int4"),
+    "outer-sparse": lambda: Outer(every=2, lr=1, momentum=0, codec="topk2bit"),
     "outer-start": lambda: Outer(every=2, sync_steps=4),
 }
+SAVED, KILLED, STEPS = 3, 4, 5
+"""Training saves after three steps; one rank is killed in the middle of the fifth, which is the last."""
 
 
-@pytest.mark.parametrize("sync", SYNCS)
-def test_resumed_training_is_that_which_went_on(tmp_path: Path, sync: str) -> None:
-    _check_resumed(path=tmp_path / "checkpoint", sync=sync)
+def test_killed_and_resumed_training_is_that_which_went_on(tmp_path: Path) -> None:
+    undisturbed = on_ranks(4, _trained, tmp_path / "undisturbed")
+    with pytest.raises(RankError):  # and the other ranks are killed then
+        on_ranks(4, _trained, tmp_path / "killed", True)
+    for expected, found in zip(undisturbed, on_ranks(4, _resumed, tmp_path / "killed"), strict=True):
+        assert expected.keys() == SYNCS.keys()
+        for sync, weights in expected.items():
+            assert torch.equal(found[sync], weights), sync
 
 
-@ranks(4)
-def _check_resumed(path: Path, sync: str) -> None:
+def _trained(folder: Path, is_killed: bool = False) -> dict[str, torch.Tensor]:
+    """Train with all methods by turns: so a kill finds all of them in the same step."""
+    made = {sync: _made(sync) for sync in SYNCS}
+    for step in range(STEPS):
+        for sync, (model, optimizer) in made.items():
+            square(model, batch(step, dist.get_rank())).backward()
+            if is_killed and step == KILLED and sync == "overlap" and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == SAVED:
+                yafsdp_cc.save(folder / sync, model, optimizer, rank=dist.get_rank(), step=step + 1)
+    return {sync: _weights(model) for sync, (model, _) in made.items()}
+
+
+def _resumed(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for sync in SYNCS:
+        model, optimizer = _made(sync)
+        for _ in range(2):  # what is on its way when the second load comes is dropped
+            assert yafsdp_cc.load(folder / sync, model, optimizer) == {"rank": dist.get_rank(), "step": SAVED}
+            train(model, optimizer, range(SAVED, STEPS))
+        found[sync] = _weights(model)
+
+        alone = yafsdp_cc.shard(seeded(Mlp))  # over four ranks, without replicas
+        theirs = torch.optim.AdamW(alone.parameters(), **ADAMW)
+        yafsdp_cc.load(folder / sync, alone, theirs)
+        train(alone, theirs, range(1))
+    return found
+
+
+def _made(sync: str) -> tuple[Any, torch.optim.Optimizer]:
     model = sharded(2, 2, SYNCS[sync]())
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    train(model, optimizer, range(3))
-    yafsdp_cc.save(path, model, optimizer, rank=dist.get_rank())
-    train(model, optimizer, range(3, 6))
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def _weights(model: Any) -> torch.Tensor:
     yafsdp_cc.synchronize_replicas(model)
-
-    resumed = sharded(2, 2, SYNCS[sync]())
-    its = torch.optim.AdamW(resumed.parameters(), **ADAMW)
-    train(resumed, its, range(1))  # what is on its way then is dropped
-    assert yafsdp_cc.load(path, resumed, its) == {"rank": dist.get_rank()}
-    train(resumed, its, range(3, 6))
-    yafsdp_cc.synchronize_replicas(resumed)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(whole(resumed.get_parameter(name).detach()), whole(parameter.detach())), name
-
-    alone = yafsdp_cc.shard(seeded(Mlp))  # over four ranks, without replicas
-    theirs = torch.optim.AdamW(alone.parameters(), **ADAMW)
-    yafsdp_cc.load(path, alone, theirs)
-    train(alone, theirs, range(3, 4))
+    return torch.cat([whole(parameter.detach()).flatten() for parameter in model.parameters()])
 
 
 def test_a_checkpoint_of_replicas_is_one_of_a_plain_model(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import yafsdp_cc
-from tests.ranks import ranks
+from tests.ranks import RankError, on_ranks, ranks
 from yafsdp_cc.server import ParameterServer
 
 TURNS = (0, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0, 3, 1, 2, 2)
@@ -88,13 +88,18 @@ def test_without_staleness_it_is_synchronous_training(world: int) -> None:
 RULES: dict[str, dict[str, Any]] = {
     "asgd": {"optimizer": torch.optim.SGD, "lr": 0.05},
     "dc-asgd": {"optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "delay_compensation": 0.7},
-    "adaptive": {"optimizer": torch.optim.SGD, "lr": 0.05, "delay_compensation": 2.0, "adaptive": True},
+    "adaptive": {"optimizer": torch.optim.SGD, "lr": 0.05, "delay_compensation": 2.0, "adaptive": True}
+    | {"mean_square_decay": 0.0},
     "adamw": {"optimizer": torch.optim.AdamW, "lr": 0.01, "delay_compensation": 2.0, "adaptive": True},
 }
 
 
 def simulated(
-    optimizer: type[torch.optim.Optimizer], delay_compensation: float = 0.0, adaptive: bool = False, **settings: Any
+    optimizer: type[torch.optim.Optimizer],
+    delay_compensation: float = 0.0,
+    adaptive: bool = False,
+    mean_square_decay: float = 0.95,
+    **settings: Any,
 ) -> tuple[list[Tensor], Counter[int]]:
     """The weights after each turn, and how many updates each gradient came late, in one process."""
     twin = net()
@@ -107,7 +112,7 @@ def simulated(
             seen = {worker: (param.detach().clone(), turn) for worker in range(4)}
         pulled, then = seen[worker]
         g = gradient(twin, pulled, worker, turn)
-        mean_square = 0.95 * mean_square + 0.05 * g * g
+        mean_square = mean_square_decay * mean_square + (1 - mean_square_decay) * g * g
         strength = delay_compensation / (mean_square + 1e-7).sqrt() if adaptive else delay_compensation
         param.grad = (g + strength * g * g * (param - pulled)).detach()
         for group in stepper.param_groups:
@@ -149,6 +154,34 @@ def test_late_gradients_update_as_in_one_process_and_after_a_resume(rule: str, t
     assert counted + server.shard.delays == delays
     with pytest.raises(ValueError, match=rf"rank {rank} of 4 cannot resume from the part of rank {(rank + 1) % 4}"):
         server.load_state_dict(torch.load(tmp_path / f"{(rank + 1) % 4}.pt"))
+
+
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_killed_and_resumed_synchronous_training_is_that_which_went_on(codec: str | None, tmp_path: Path) -> None:
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    undisturbed = on_ranks(2, _train_synchronously, tmp_path / "undisturbed", codec)[0]
+    with pytest.raises(RankError):  # and the other rank is killed then
+        on_ranks(2, _train_synchronously, tmp_path / "killed", codec, 5)
+    assert torch.equal(on_ranks(2, _train_synchronously, tmp_path / "killed", codec, -1, 4)[0], undisturbed)
+
+
+def _train_synchronously(folder: Path, codec: str | None, killed: int = -1, first: int = 0) -> Tensor:
+    """Make seven steps, and save after every second one."""
+    model, rank = net(torch.float32), dist.get_rank()
+    part = folder / f"{rank}.pt"
+    with ParameterServer(model, lr=0.05, momentum=0.9, max_staleness=0, codec=codec) as server:
+        if first:
+            server.load_state_dict(torch.load(part))
+        for step in range(first, 7):
+            server.pull()
+            backward(model, rank, step)
+            if step == killed and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            server.push()
+            if step % 2:
+                torch.save(server.state_dict(), part)
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("codec", ["int4", "onebit"])
@@ -244,6 +277,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         (net(), {"codec": "int8"}, r"'0.weight' is torch.float64, where a codec takes torch.float32"),
         (yafsdp_cc.shard(net().float()), {}, "'0.weight' is sharded; pass the plain model"),
         (net(), {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: a parameter server updates elements, by torch.o"),
+        (net(), {"mean_square_decay": 1.0}, "mean_square_decay=1.0: from 0 to less than 1"),
         (net(), {"max_staleness": -1}, "max_staleness=-1: neither can be negative"),
     ):
         with pytest.raises(ValueError, match=said):

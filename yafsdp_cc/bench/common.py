@@ -9,22 +9,24 @@ import shlex
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+T = TypeVar("T")
 
-def interleaved(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield the number of each round, from 1, with each name, another one first in every round.
+
+def interleaved(contestants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield the number of each round, from 1, with each contestant, another one first in every round.
 
     A machine that slows down then slows all of them.
     """
-    order = list(names)
+    order = list(contestants)
     for number in range(rounds):
         first = number % len(order)
-        for name in (*order[first:], *order[:first]):
-            yield number + 1, name
+        for each in (*order[first:], *order[:first]):
+            yield number + 1, each
 
 
 def about(command: Sequence[str]) -> dict[str, Any]:

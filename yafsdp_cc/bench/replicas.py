@@ -1,10 +1,13 @@
 """Suite ``replicas``: replicas of a model whose links to each other are slow, synchronized in all ways that there are.
 
 Each replica has a network namespace, which its ranks share: links within it are fast. A step is forward, backward and
-AdamW on 1,024 tokens per rank. The bandwidth ``matched`` is that at which the exact sum over replicas takes as long as
-an unshaped step of synchronous training. Contestants take turns in interleaved rounds. Each turn begins with a step, or
-a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what counts is
-training as it goes on, with the exchange of an earlier step under way.
+AdamW on 1,024 tokens per rank. With ``device_time`` forward and backward also wait, in every block, as a processor does
+for an accelerator: meanwhile it is free to send.
+
+The bandwidth ``matched`` is that at which the exact sum over replicas, alone, takes as long as an unshaped step of the
+first contestant. Contestants take turns in interleaved rounds, unshaped and at each bandwidth. Each turn begins with a
+step, or a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what
+counts is training as it goes on, with the exchange of an earlier step under way.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from yafsdp_cc.netlab import Lab
 from yafsdp_cc.netlab.links import UNSHAPED, bits_per_second
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.bench.contestants import Contestant
 
@@ -46,25 +52,50 @@ class Turn(NamedTuple):
     """Bytes that the rank's machine has sent, by the counters of its interface."""
 
 
+class Setup(NamedTuple):
+    """What all contestants of a run have in common."""
+
+    shards: int = 1
+    """Ranks of each replica."""
+    width: int = 384
+    """Of the model."""
+    device_time: float = 0.0
+    """Seconds that forward and backward of a step wait besides."""
+    slowdown: float = 1.0
+    """How many times as long a step of the last replica is as one of the others."""
+    downlink: float = 1.0
+    """How many times as fast links receive as they send."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value:g}" for name, value in self._asdict().items())
+
+
 class Trainer:
     """A rank's part of one contestant."""
 
-    def __init__(self, contestant: Contestant, shards: int) -> None:
+    def __init__(self, contestant: Contestant, mesh: DeviceMesh, setup: Setup) -> None:
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
         sync = None if contestant.maker == "synchronous" else getattr(replicas, contestant.maker)(**contestant.settings)
-        self.model = yafsdp_cc.shard(GPT(), mesh=mesh, sync=sync)
+        model = GPT(setup.width)
+        self.waits = setup.device_time
+        """Seconds of a step in which forward and backward wait; two thirds of them in backward."""
+        self._blocks = len(model.blocks)
+        for block in model.blocks:
+            block.mlp.register_forward_hook(self._wait)  # type: ignore[union-attr]  # a ModuleList's are modules
+        self.model = yafsdp_cc.shard(model, mesh=mesh, sync=sync)
         self.period = contestant.settings.get("every", 1)
         """Steps from one exchange to the next."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
         self._draws = torch.Generator("cpu").manual_seed(dist.get_rank())
 
-    def step(self, slowdown: float) -> None:
-        """Make a step that computes ``slowdown`` times as long as it takes."""
+    def _wait(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        part = self.waits / (3 * self._blocks)
+        time.sleep(part)
+        output.register_hook(lambda _: time.sleep(2 * part))
+
+    def step(self) -> None:
         size = (train.SEQUENCES, train.LENGTH + 1)
-        start = time.perf_counter()
         loss_of(self.model, torch.randint(VOCABULARY, size, generator=self._draws, device="cpu")).backward()
-        time.sleep((slowdown - 1) * (time.perf_counter() - start))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -76,87 +107,114 @@ def run(
     rounds: int = 3,
     steps: int = 8,
     delay_ms: float = 0.0,
-    shards: int = 1,
-    slowdown: float = 1.0,
+    **setup: Any,
 ) -> dict[str, Any]:
-    """Measure unshaped and then at each bandwidth, and print; return figures by ranks, bandwidth and contestant.
+    """Measure unshaped and at each bandwidth, and print; return figures by ranks, bandwidth and contestant.
 
     Args:
-        shards: ranks of each replica.
-        slowdown: how many times as long the last replica computes as the others.
+        setup: as ``Setup`` has it.
 
     Raises:
         ValueError: there is no such network; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
+    chosen = Setup(**setup)
     for bandwidth in bandwidths:
         if bandwidth != MATCHED:
             bits_per_second(bandwidth)
     for count in ranks:
-        if count % shards or count // shards < 2:
-            raise ValueError(f"ranks={count}, shards={shards}: two replicas or more of so many ranks each")
+        if count % chosen.shards or count // chosen.shards < 2:
+            raise ValueError(f"ranks={count}, shards={chosen.shards}: two replicas or more of so many ranks each")
+    if chosen.device_time < 0 or chosen.slowdown < 1 or chosen.downlink <= 0:
+        raise ValueError(f"{chosen}: device_time is 0 or more, slowdown 1 or more, downlink positive")
     contestants = {name: REPLICAS[name] for name in names}
+    shaped = tuple(dict.fromkeys((UNSHAPED, *bandwidths)))
     found: dict[str, Any] = {}
     for count in ranks:
-        with Lab(count, delay_ms=delay_ms, ranks_per_machine=shards) as lab:
-            figures: dict[str, Any] = {}
-            for bandwidth in dict.fromkeys((UNSHAPED, *bandwidths)):
-                rate = _matched(figures[UNSHAPED], shards) if bandwidth == MATCHED else bandwidth
-                lab.set_bandwidth(rate)
-                per_rank = lab.run(
-                    _on_rank, lab, contestants, bandwidth, rounds, steps, shards, slowdown, timeout=train.TIMEOUT
-                )
-                of_each = {name: [turns[name] for turns in per_rank] for name in contestants}
-                figures[bandwidth] = {name: _summary(each, count) for name, each in of_each.items()}
-                for name, each in figures[bandwidth].items():
-                    each["of_unshaped"] = figures[UNSHAPED][name]["seconds"] / each["seconds"]
-                slow = f", the last {slowdown:g} times as slow" if slowdown != 1 else ""
-                print(f"\n{count // shards} replicas of {shards} ranks at {bandwidth} ({rate}){slow}")
-                print(replicas_table(figures[bandwidth]), flush=True)
+        with Lab(count, delay_ms=delay_ms, ranks_per_machine=chosen.shards) as lab:
+            per_rank = lab.run(_on_rank, lab, contestants, shaped, rounds, steps, chosen, timeout=train.TIMEOUT)
+        rates = per_rank[0][0]
+        figures: dict[str, Any] = {}
+        print(f"\n{count // chosen.shards} replicas; {chosen}")
+        for bandwidth in shaped:
+            of_each = {name: [turns[bandwidth, name] for _, turns in per_rank] for name in contestants}
+            figures[bandwidth] = {name: _summary(each, count) for name, each in of_each.items()}
+            for name, each in figures[bandwidth].items():
+                each["of_unshaped"] = figures[UNSHAPED][name]["seconds"] / each["seconds"]
+            print(f"\n{bandwidth} ({rates[bandwidth]})\n{replicas_table(figures[bandwidth])}", flush=True)
         found[str(count)] = figures
     return found
-
-
-def _matched(unshaped: Mapping[str, Any], shards: int) -> str:
-    """Return the rate at which a replica's exact sum with one other takes as long as an unshaped step."""
-    elements = sum(parameter.numel() for parameter in GPT().parameters())
-    first = next(iter(unshaped.values()))
-    return f"{8 * 4 * elements / first['seconds'] / 1e6:.1f}mbit"
 
 
 def _on_rank(
     lab: Lab,
     contestants: Mapping[str, Contestant],
-    bandwidth: str,
+    bandwidths: Sequence[str],
     rounds: int,
     steps: int,
-    shards: int,
-    slowdown: float,
-) -> dict[str, list[Turn]]:
-    rank, last = dist.get_rank(), dist.get_world_size() - shards
-    trainers = {name: Trainer(contestant, shards) for name, contestant in contestants.items()}
-    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+    setup: Setup,
+) -> tuple[dict[str, str], dict[tuple[str, str], list[Turn]]]:
+    """Return the rate that each bandwidth is, and turns by bandwidth and contestant."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    machine, shape = rank // setup.shards, (world // setup.shards, setup.shards)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    trainers = {name: Trainer(contestant, mesh, setup) for name, contestant in contestants.items()}
+    for trainer in trainers.values():
+        trainer.step()
+    length = _seconds(next(iter(trainers.values())).step, 3)
+    if machine == shape[0] - 1:
+        for trainer in trainers.values():
+            trainer.waits += length * (setup.slowdown - 1)
+
+    def shape_links(rate: str) -> None:
+        bits = bits_per_second(rate)
+        receive = UNSHAPED if rate == UNSHAPED else f"{bits * setup.downlink / 1e3:.0f}kbit"
+        train.set_bandwidth_together(lab, rate, receive)
+
+    def matched() -> str:
+        """Return the rate at which the exact sum over replicas takes ``length`` seconds."""
+        elements = sum(each.numel() for each in GPT(setup.width).parameters())
+        buffer, bits = torch.zeros(elements // setup.shards), 32 * elements / length
+        for _ in range(2):  # the first only estimates
+            shape_links(f"{bits / 1e3:.0f}kbit")
+            bits *= _seconds(lambda: dist.all_reduce(buffer, group=mesh["replicate"].get_group()), 1) / length
+        return f"{bits / 1e3:.0f}kbit"
+
+    rates = {bandwidth: matched() if bandwidth == MATCHED else bandwidth for bandwidth in bandwidths}
+    if rank == 0:
+        print(f"a step takes {length:.3f} s; {rates}", file=sys.stderr, flush=True)
 
     def turn(name: str) -> Turn:
-        trainer, slow = trainers[name], slowdown if rank >= last else 1.0
+        trainer = trainers[name]
         for _ in range(trainer.period):
-            trainer.step(slow)
-        before, start = lab.traffic()[rank // shards], time.perf_counter()
+            trainer.step()
+        before, start = lab.traffic()[machine], time.perf_counter()
         count = -(-steps // trainer.period) * trainer.period
         for _ in range(count):
-            trainer.step(slow)
-        seconds, sent = time.perf_counter() - start, lab.traffic()[rank // shards].since(before).sent
+            trainer.step()
+        seconds, sent = time.perf_counter() - start, lab.traffic()[machine].since(before).sent
         yafsdp_cc.synchronize_replicas(trainer.model)
-        dist.barrier()
         return Turn(seconds / count, sent / count)
 
-    for trainer in trainers.values():
-        trainer.step(1.0)
-    for number, name in interleaved(contestants, rounds):
-        turns[name].append(turn(name))
+    turns: dict[tuple[str, str], list[Turn]] = {(each, name): [] for name in contestants for each in bandwidths}
+    for number, (bandwidth, name) in interleaved(turns, rounds):
+        shape_links(rates[bandwidth])
+        turns[bandwidth, name].append(turn(name))
         if rank == 0:
-            print(f"{bandwidth} {number}/{rounds} {name}: {turns[name][-1].seconds:.3f} s/step", file=sys.stderr)
-    return turns
+            seconds = turns[bandwidth, name][-1].seconds
+            print(f"{bandwidth} {number}/{rounds} {name}: {seconds:.3f} s/step", file=sys.stderr, flush=True)
+    return rates, turns
+
+
+def _seconds(action: Callable[[], object], times: int) -> float:
+    """Return how long an action takes on average over ranks and times. A collective."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        action()
+    seconds = torch.tensor((time.perf_counter() - start) / times / dist.get_world_size(), dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return seconds.item()
 
 
 def _summary(by_rank: list[list[Turn]], ranks: int) -> dict[str, Any]:

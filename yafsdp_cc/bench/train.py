@@ -169,11 +169,11 @@ def _on_rank(
     return turns, {name: inspect(trainer) for name, trainer in trainers.items()}
 
 
-def set_bandwidth_together(lab: Lab, bandwidth: str) -> None:
+def set_bandwidth_together(lab: Lab, bandwidth: str, receive: str | None = None) -> None:
     """Change the bandwidth of a network from within, when no rank sends anything. A collective."""
     dist.barrier()
     if dist.get_rank() == 0:
-        lab.set_bandwidth(bandwidth)
+        lab.set_bandwidth(bandwidth, receive=receive)
     dist.barrier()
 
 

@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
     for option in ("epochs", "seeds"):
         if suite != "pipeline" and option in given:
             parser.error(f"--{option} is for --suite pipeline")
-    for option in ("shards", "slowdown"):
+    for option in ("shards", "width", "device_time", "slowdown", "downlink"):
         if suite != "replicas" and option in given:
-            parser.error(f"--{option} is for --suite replicas")
+            parser.error(f"--{option.replace('_', '-')} is for --suite replicas")
     for option, file in (("--json", path), ("--picture", given.get("picture"))):
         if file and not file.absolute().parent.is_dir():
             parser.error(f"{option} {file}: there is no such folder")
@@ -118,8 +118,13 @@ def _parser() -> _Parser:
     training.add_argument("--epochs", type=positive, metavar="N", help=epochs)
     shards = "replicas: ranks of each, without a slow link among them (1)"
     training.add_argument("--shards", type=positive, metavar="N", help=shards)
-    slowdown = "replicas: how many times as long the last one computes (1)"
+    training.add_argument("--width", type=positive, metavar="N", help="replicas: of the model (384)")
+    waits = "replicas: each step waits so long besides, as for an accelerator (0)"
+    training.add_argument("--device-time", type=float, metavar="SECONDS", help=waits)
+    slowdown = "replicas: how many times as long a step of the last one is (1)"
     training.add_argument("--slowdown", type=float, metavar="X", help=slowdown)
+    downlink = "replicas: how many times as fast links receive as they send (1)"
+    training.add_argument("--downlink", type=float, metavar="X", help=downlink)
     training.add_argument("--seeds", type=positive, metavar="N", help="pipeline: runs of --epochs each (1)")
     return parser
 

@@ -64,7 +64,8 @@ class ParameterServer:
             is synchronous training, with the sum of all gradients.
         codec: of pushed gradients, such as "int8", with error feedback (fp32); None: exact. Pulls are exact.
         timeout: seconds to wait for the slowest rank, or for an answer.
-        settings: ``delay_compensation``, ``adaptive``, ``lr_lambda`` of ``ServerShard``; the optimizer's, as ``lr``.
+        settings: ``delay_compensation``, ``adaptive``, ``mean_square_decay``, ``lr_lambda`` of ``ServerShard``; the
+            optimizer's, as ``lr``.
 
     Raises:
         ValueError: nothing to train, several dtypes, a sharded model, what ``ServerShard`` does not take, or other

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose update of an element depends on that element alone, so that weights can be divided anywhere."""
-MEAN_SQUARE_DECAY, EPSILON = 0.95, 1e-7
-"""Of adaptive delay compensation: m and ε in the paper."""
+EPSILON = 1e-7
+"""Of adaptive delay compensation: ε in the paper."""
 
 
 class ServerShard:
@@ -38,11 +38,13 @@ class ServerShard:
         lr_lambda: what the rate is multiplied by, of the number of updates before; None: 1.
         delay_compensation: λ, or λ₀ if ``adaptive``; 0: asynchronous SGD as it is.
         adaptive: whether λ₀ is divided by the root of a running mean of squared gradients.
+        mean_square_decay: of that mean, from 0 to less than 1: m in the paper. With 0 the compensation of an element is
+            λ₀ |g| (w - w_bak), and no gradient that is larger than those before it makes more of it than that.
         max_staleness: how many pushes a worker may be ahead of the slowest when it pulls; None: any.
         defaults: of the optimizer, ``lr`` among them.
 
     Raises:
-        ValueError: another optimizer, or a negative ``delay_compensation`` or ``max_staleness``.
+        ValueError: another optimizer, or an argument that is out of range.
 
     Source:
         Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, 2017, equations 10 and 14.
@@ -58,6 +60,7 @@ class ServerShard:
         lr_lambda: Callable[[int], float] | None = None,
         delay_compensation: float = 0.0,
         adaptive: bool = False,
+        mean_square_decay: float = 0.95,
         max_staleness: int | None = None,
         **defaults: Any,
     ) -> None:
@@ -66,6 +69,8 @@ class ServerShard:
             raise ValueError(f"optimizer={optimizer.__name__}: a parameter server updates elements, by {known}")
         if delay_compensation < 0 or (max_staleness or 0) < 0:
             raise ValueError(f"{delay_compensation=}, {max_staleness=}: neither can be negative")
+        if not 0 <= mean_square_decay < 1:
+            raise ValueError(f"{mean_square_decay=}: from 0 to less than 1")
         self.weights = nn.Parameter(weights)
         self.pulled = [weights.clone() for _ in range(workers)]
         """What each worker pulled last, [n]: w_bak."""
@@ -79,6 +84,7 @@ class ServerShard:
         self._rate, self._lr_lambda = self._optimizer.param_groups[0]["lr"], lr_lambda
         self._compensation, self._max_staleness = delay_compensation, max_staleness
         self._mean_square = torch.zeros_like(weights) if adaptive else None
+        self._mean_square_decay = mean_square_decay
         self._pulled_version = [0] * workers
         self._held: dict[int, Tensor] = {}
         """Gradients of the round under way by worker, if there is no staleness."""
@@ -126,7 +132,7 @@ class ServerShard:
         squared = gradient.square()
         correction = self._compensation * squared * (self.weights - self.pulled[worker])
         if self._mean_square is not None:
-            self._mean_square.lerp_(squared, 1 - MEAN_SQUARE_DECAY)
+            self._mean_square.lerp_(squared, 1 - self._mean_square_decay)
             correction /= (self._mean_square + EPSILON).sqrt_()
         return correction.add_(gradient)
 
