@@ -188,7 +188,7 @@ def test_ranks_of_a_replica_at_its_own_pace_add_the_same(tmp_path: Path) -> None
         time.sleep(0.01 * rank)
         train(model, optimizer, range(step, step + 1))
         local = zip(gossip.locals(), model.parameters(), strict=True)
-        replicated = [each for each, parameter in local if each.numel() == parameter.numel()]  # a small bias
+        replicated = [each.flatten() for each, parameter in local if each.numel() == parameter.numel()]
         own = torch.cat([*replicated, gossip._push_weight[None]])
         assert len(own) > 1
         both = [torch.empty_like(own) for _ in range(2)]
