@@ -158,9 +158,8 @@ class Gossip(ReplicaSync):
         else:
             self._content = _Encoded(self._biased, self.codec, edges)
         if self.overlap is None and self.comm.world > 1:
-            group = self.comm.group
-            if not self.comm.is_gloo:
-                group = new_group(dist.get_process_group_ranks(group), timeout_of(group), "gloo")
+            # Of its own: a receive that is always pending must not meet what others send over the same group.
+            group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
             self._mailboxes = [
                 PeerMailbox(group, *self._peers(edge), self._content.message(), self._content.message())
                 for edge in range(edges)

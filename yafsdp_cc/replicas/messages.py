@@ -212,7 +212,8 @@ class PeerMailbox:
     def __init__(self, group: dist.ProcessGroup, to: int, source: int, sent: Tensor, received: Tensor) -> None:
         self.sent, self.received = sent, received
         self._group, self._to, self._source = group, to, source
-        self._timeout = timeout_of(group)
+        timeout = timeout_of(group)
+        self._patience = math.inf if timeout is None else timeout.total_seconds()
         self._host_sent, self._host_received = (_in_host_memory(each).view(-1) for each in (sent, received))
         numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu")
         self._sent_header, self._sent_end, self._received_header, self._sent_receipt, self._received_receipt = numbers
@@ -221,8 +222,8 @@ class PeerMailbox:
         self._receipt: dist.Work | None = None
         """The last one that this rank has sent."""
         self._sent_count = self._received_count = 0
-        self._heard = 0.0
-        """When the source was last heard of, or waited for from now on; 0: it is not waited for."""
+        self._looked = self._silence = 0.0
+        """When this rank last looked for a message, and for how many seconds it has been looking in vain."""
         self._is_ended = False
         self._receives = [group.recv([self._host_received], source, _DATA_TAG), self._receive_header()]
 
@@ -233,7 +234,7 @@ class PeerMailbox:
     def send(self, weight: float) -> None:
         """Send ``sent``, and a number with it; ``can_send`` was true."""
         self._wait_sent()
-        if self._host_sent is not self.sent:
+        if not self.sent.is_cpu:
             self._host_sent.copy_(self.sent.view(-1))
         self._received_receipt.fill_(_NOT_THERE)
         receipt = self._group.recv([self._received_receipt], self._to, _RECEIPT_TAG)
@@ -253,9 +254,10 @@ class PeerMailbox:
         if not self._received_header[0].isnan():
             return True
         now = time.monotonic()
-        self._heard = self._heard or now
-        if self._timeout is not None and now - self._heard > self._timeout.total_seconds():
-            raise RuntimeError(f"{self._name(self._source)} has ended or hangs: nothing has come for {self._timeout}")
+        self._silence += min(now - self._looked, self._patience / 10)  # of a pause that all have made, a part
+        self._looked = now
+        if self._silence > self._patience:
+            raise RuntimeError(f"{self._name(self._source)} has ended or hangs: no message for {self._patience:g} s")
         return False
 
     def receive(self) -> float | None:
@@ -269,7 +271,7 @@ class PeerMailbox:
         header, data = self._receives[1], self._receives[0]
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
-        self._heard = time.monotonic()
+        self._silence = 0.0
         if number == _END:  # the next message finds the data's receive as it is
             self._is_ended = True
             self._receives[1] = self._receive_header()
@@ -279,7 +281,7 @@ class PeerMailbox:
                 f"{self._name(self._source)} has sent message {number:.0f}, and {self._received_count} was due"
             )
         self._wait(data, self._source)
-        if self._host_received is not self.received:
+        if not self.received.is_cpu:
             self.received.view(-1).copy_(self._host_received)
         return float(weight)
 
@@ -302,7 +304,7 @@ class PeerMailbox:
         self._wait(self._end, self._to)
         self._wait_sent()
         self._sent_count = self._received_count = 0
-        self._heard, self._is_ended = 0.0, False
+        self._silence, self._is_ended = 0.0, False
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends per message, with a receipt for one that it receives."""
