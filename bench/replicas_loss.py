@@ -8,6 +8,13 @@ a replica. A step is 1,024 bytes of text, whatever the number of replicas; of ha
 at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed and number of replicas. The
 *gap* is the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica
 that is furthest from their mean was before, by norms.
+
+    python bench/replicas_loss.py --replicas 4 --width 64 --depth 3 --steps 300 --seeds 0 --rates 2e-3,4e-3 --slow 3
+
+compares after equal time where the last replica takes three times as long for a step as the others. Time is simulated:
+in each of ``--steps`` ticks every replica but the slow one makes a step, that one in every third, and all meet in a
+barrier. It is the bench's own: where a replica waited for another within its step, this would hang. Synchronous
+training, whose steps are the same on any ranks, runs on one with the batch of all.
 """
 
 from __future__ import annotations
@@ -50,7 +57,7 @@ class Way(NamedTuple):
     """Calls of ``optimizer.step()`` per step, each with as large a part of the batch."""
 
 
-SYNC = "sync"
+SYNC, OWN_PACE = "sync", "gossip at own pace"
 WAYS = {
     SYNC: Way(lambda: None),
     "overlap": Way(Overlap),
@@ -60,18 +67,38 @@ WAYS = {
     "gossip late": Way(lambda: Gossip(overlap=1)),
     "gossip int8": Way(lambda: Gossip(codec="int8")),
     "gossip int4": Way(lambda: Gossip(codec="int4")),
+    OWN_PACE: Way(lambda: Gossip(overlap=None)),
     "diloco": Way(lambda: Outer(sync_steps=60)),
     "sparseloco": Way(lambda: Outer(sync_steps=60, lr=1, momentum=0, codec="topk2bit")),
 }
 
 
-def run(name: str, seed: int, steps: int, rate: float) -> dict[str, float]:
-    """Train, and return on every rank the held-out loss, how far replicas were apart, seconds, and bytes per step."""
+class Job(NamedTuple):
+    """A training run."""
+
+    name: str
+    """Of the way."""
+    steps: int
+    rate: float
+    ranks: int
+    sequences: int
+    """Of each rank, per step."""
+    slow: int = 1
+    """How many ticks a step of the last rank takes."""
+
+
+def run(job: Job, size: tuple[int, int], seed: int) -> dict[str, float]:
+    """Train a model of a width and depth.
+
+    Returns:
+        On every rank the held-out loss, how far replicas were apart, seconds, and bytes per step.
+    """
+    name, steps, rate, _, sequences, slow = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")  # of a model in one shard
     way, rank, world = WAYS[name], dist.get_rank(), dist.get_world_size()
-    sync, model = way.sync(), GPT(width=128, depth=5, heads=4)
+    sync, model = way.sync(), GPT(*size, heads=4)
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
     yafsdp_cc.shard(model, mesh=mesh, sync=sync)
     trainer = Trainer(model, optimizer=torch.optim.AdamW(model.parameters(), **ADAM | {"lr": rate}))
@@ -81,7 +108,11 @@ def run(name: str, seed: int, steps: int, rate: float) -> dict[str, float]:
     for step in range(1, steps + 1):
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(step, steps) / LEARNING_RATE * rate
-        starts = torch.randint(len(text.train) - LENGTH, (SEQUENCES // world,), generator=draws, device="cpu")
+        if slow > 1:
+            dist.barrier()
+            if rank == world - 1 and step % slow:
+                continue
+        starts = torch.randint(len(text.train) - LENGTH, (sequences,), generator=draws, device="cpu")
         for part in starts.chunk(way.halves):
             trainer.step(data.windows(text.train, part, LENGTH), clip=CLIP)
     seconds = time.perf_counter() - begun
@@ -125,6 +156,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")
     parser.add_argument("--rates", default="2e-3,4e-3,8e-3", help="of synchronous training, with commas (%(default)s)")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
+    parser.add_argument("--depth", type=int, default=5, help="of the model (%(default)s)")
+    parser.add_argument("--slow", type=int, default=1, help="how many times as long the last replica takes for a step")
     parser.add_argument(
         "--json", type=Path, help="where figures are written, run by run; those there are not run again"
     )
@@ -136,28 +170,59 @@ def main() -> None:
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
 
-    def measured(name: str, replicas: str, seed: str, rate: float) -> dict[str, float]:
-        key = f"{name} at {rate:g}, {options.steps} steps"
+    def measured(replicas: str, seed: str, job: Job) -> dict[str, float]:
+        key = f"{job.name} at {job.rate:g}, {job.steps} steps"
+        if options.slow > 1:
+            key += f" of {job.ranks * job.sequences} sequences"
         runs = found.setdefault(replicas, {}).setdefault(key, {})
         if seed not in runs:
-            runs[seed] = on_ranks(int(replicas), run, name, int(seed), options.steps, rate, timeout=7200)[0]
-            runs[seed]["rate"] = rate
+            size = options.width, options.depth
+            runs[seed] = on_ranks(job.ranks, run, job, size, int(seed), timeout=7200)[0]
+            runs[seed]["rate"] = job.rate
             print(f"{replicas} replicas, seed {seed}, {key}: {runs[seed]['loss']:.4f}", flush=True)
             save(options.json, found)
         kept: dict[str, float] = runs[seed]
         return kept
 
+    def best(*runs: dict[str, float]) -> dict[str, float]:
+        return min(runs, key=lambda each: each["loss"])
+
+    def after_equal_time(replicas: str) -> None:
+        """Print the losses of all that can be done about a slow replica."""
+        n, slow = int(replicas), options.slow
+        shown: dict[str, dict[str, dict[str, float]]] = {}
+        part = SEQUENCES // n
+        ways = {
+            "sync: all wait": Job(SYNC, options.steps // slow, 0.0, 1, n * part),
+            "sync without the slow one": Job(SYNC, options.steps, 0.0, 1, (n - 1) * part),
+            OWN_PACE: Job(OWN_PACE, options.steps, 0.0, n, part, slow),
+        }
+        for seed in options.seeds.split(","):
+            for way, job in ways.items():
+                tried = [measured(replicas, seed, job._replace(rate=rate)) for rate in rates]
+                shown.setdefault(way, {})[seed] = best(*tried)
+        print(f"\n{replicas} replicas, {options.steps} ticks, the last replica {slow} times as slow")
+        show(shown, shown["sync: all wait"])
+
+    def show(runs: dict[str, dict[str, dict[str, float]]], exact: dict[str, dict[str, float]]) -> None:
+        head = ("way", "held-out loss, by seed", "rate", "gap", "apart", "MB per step", "seconds")
+        print(table(head, *((name, *row(each, exact)) for name, each in runs.items())), flush=True)
+
     for replicas in options.replicas.split(","):
+        if options.slow > 1:
+            after_equal_time(replicas)
+            continue
         shown: dict[str, dict[str, dict[str, float]]] = {name: {} for name in dict.fromkeys([SYNC, *asked])}
         for seed in options.seeds.split(","):
-            tried = [measured(SYNC, replicas, seed, rate) for rate in rates]
-            shown[SYNC][seed] = min(tried, key=lambda each: each["loss"])
+            n = int(replicas)
+            tried = [measured(replicas, seed, Job(SYNC, options.steps, rate, n, SEQUENCES // n)) for rate in rates]
+            shown[SYNC][seed] = best(*tried)
             for name in shown:
                 if name != SYNC:
-                    shown[name][seed] = measured(name, replicas, seed, shown[SYNC][seed]["rate"])
+                    job = Job(name, options.steps, shown[SYNC][seed]["rate"], n, SEQUENCES // n)
+                    shown[name][seed] = measured(replicas, seed, job)
         print(f"\n{replicas} replicas, {options.steps} steps")
-        head = ("way", "held-out loss, by seed", "rate", "gap", "apart", "MB per step", "seconds")
-        print(table(head, *((name, *row(runs, shown[SYNC])) for name, runs in shown.items())), flush=True)
+        show(shown, shown[SYNC])
 
 
 if __name__ == "__main__":

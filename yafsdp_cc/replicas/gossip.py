@@ -12,6 +12,13 @@ replicas nor that of w changes (Σw = n, what is in flight included), and all z 
 after log₂ n steps. With ``overlap`` 1 what was sent in step k is waited for in step k + 1. Then a part of x and w is
 always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as much.
 
+**Each at its own pace.** Without an ``overlap`` nobody waits: the step k above is the sender's own, and a replica adds
+what has come by the end of its step. It keeps all of x and w for once, which changes no sum either, where the peer has
+not taken the last message from this edge, or w < 1/2. So as much is in flight at most as there are edges, and w is at
+least 1/4, also where the others have stopped: else a replica that gives half in every step and gets little in return
+would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind its
+last message, and receives until there is one on every edge.
+
 **Encoded messages.** A message of x / 2 itself would lose as much in every step, however near replicas are. So sender
 and receiver both keep an estimate h of the sender's z on each edge of the graph, and a message holds what is missing:
 
@@ -41,24 +48,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.engine.mesh import all_gather_objects
-from yafsdp_cc.replicas.messages import BLOCK, PeerMessage
+from yafsdp_cc.engine.mesh import all_gather_objects, new_group, timeout_of
+from yafsdp_cc.replicas.messages import BLOCK, PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 _NO_STEP = -1
 """In place of the number of a step, from a replica that makes no more of them before all meet."""
 _COUNTED = 1 << 20
 """Steps are counted modulo this in headers, which are fp32."""
+_LEAST_TO_SHARE = 0.5
+"""A replica at its own pace that has less of w keeps it all."""
 _ROUNDING = 1e-3
 """By how much the mean of w may differ from 1: roundings of fp32, far less than one lost message of any n."""
 
@@ -73,16 +85,21 @@ class Gossip(ReplicaSync):
     The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. Replicas have weights and optimizer states of
     their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save``
     give all of them the exact mean of the weights and of the optimizer's state: what a state dict holds is a
-    replica's own before. Every replica has to call ``optimizer.step()`` equally often: a slow one holds up the one
-    that it sends to, which waits with ``overlap`` a step later.
+    replica's own before. Every replica has to call ``optimizer.step()`` equally often, but with ``overlap=None``: a
+    slow one holds up the one that it sends to, which waits with ``overlap`` a step later.
+
+    With ``overlap=None`` each replica goes at its own pace, and none waits for another before
+    ``synchronize_replicas`` or ``save``, which all have to call as often as each other. A replica that has sent nothing
+    for as long as the process group waits is an error that names it. Messages go over gloo, through host memory.
 
     Buffers, for each element of a shard, in bytes: exact, 12 (biased weights, a message there and back); encoded, 8
-    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages.
+    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages. With ``overlap=None``
+    each edge has a message there and back.
 
     Args:
         graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
             are slow. Around a ring a value takes n - 1 steps.
-        overlap: steps until a message is waited for: 0, within its step; 1, in the next one.
+        overlap: steps until a message is waited for: 0, within its step; 1, in the next one; None: it is not.
         codec: of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
     Raises:
@@ -90,24 +107,36 @@ class Gossip(ReplicaSync):
     """
 
     def __init__(
-        self, graph: Literal["exponential", "ring"] = "exponential", overlap: int = 0, codec: str | None = None
+        self, graph: Literal["exponential", "ring"] = "exponential", overlap: int | None = 0, codec: str | None = None
     ) -> None:
         super().__init__()
         if graph not in _GRAPHS:
             raise ValueError(f"there is no graph {graph!r}, only {', '.join(_GRAPHS)}")
-        if overlap not in (0, 1):
-            raise ValueError(f"overlap={overlap}: messages are waited for in their step (0) or in the next one (1)")
+        if overlap not in (0, 1, None):
+            raise ValueError(
+                f"overlap={overlap}: messages are waited for in their step (0), in the next one (1), or not (None)"
+            )
         if codec is not None:
             codec_of(codec, BLOCK)
         self.graph, self.overlap, self.codec = graph, overlap, codec
         self._steps = 0
         """Since all replicas had the same weights."""
+        self._mailboxes: list[PeerMailbox] = []
+        """One for each edge, where each replica goes at its own pace."""
+        self._of_replica: dist.ProcessGroup | None = None
+        """The ranks of this replica, where they have to agree on what has come."""
         self._is_in_flight = False
         self._versions: list[int] = []
         """Of the parameters, as they were shown."""
 
     def __repr__(self) -> str:
         return f"Gossip(graph={self.graph!r}, overlap={self.overlap}, codec={self.codec!r})"
+
+    def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        own = self.members
+        super().connect(model, mesh)
+        if self.overlap is None and len(own) > 1:
+            self._of_replica = new_group(own, timeout_of(self.comm.group), "gloo")
 
     def prepare(self) -> None:
         like = self.locals()
@@ -128,19 +157,31 @@ class Gossip(ReplicaSync):
             self._content = _Exact(self._biased.data)
         else:
             self._content = _Encoded(self._biased, self.codec, edges)
-        self._message = PeerMessage(self.comm, 2, self._content.sent, self._content.received)
+        if self.overlap is None and self.comm.world > 1:
+            # Of its own: a receive that is always pending must not meet what others send over the same group.
+            group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
+            self._mailboxes = [
+                PeerMailbox(group, *self._peers(edge), self._content.message(), self._content.message())
+                for edge in range(edges)
+            ]
+        else:
+            self._message = PeerMessage(self.comm, 2, self._content.message(), self._content.message())
         self._restart()
 
     def planned_bytes(self) -> int:
-        return self._message.sent_bytes() if self.comm.world > 1 else 0
+        """Return the bytes that this rank sends per step, at most."""
+        return self._messages()[0].sent_bytes() if self.comm.world > 1 else 0
 
     def memory(self) -> Mapping[str, int]:
         named = {
             "biased weights": self._biased.nbytes + self._push_weight.nbytes,
-            "messages to and from a peer": self._message.nbytes,
+            "messages to and from peers": sum(each.nbytes for each in self._messages()),
             "estimates of peers": self._content.nbytes,
         }
         return {name: nbytes for name, nbytes in named.items() if nbytes}
+
+    def _messages(self) -> Sequence[PeerMailbox | PeerMessage]:
+        return self._mailboxes or [self._message]
 
     def check(self, optimizer: Optimizer) -> None:
         elementwise(optimizer, "sync=Gossip()")
@@ -160,19 +201,49 @@ class Gossip(ReplicaSync):
             before = (biased / self._push_weight).to(local.dtype)
             biased.add_(local).sub_(before)
         step, self._steps = self._steps, self._steps + 1
+        if self.overlap is None:
+            self._exchange_at_own_pace(step)
+        else:
+            self._exchange(step)
+        self._show()
+
+    def _exchange_at_own_pace(self, step: int) -> None:
+        """Send a message if one can be sent, and receive those that have come."""
+        edge = step % len(self._mailboxes)
+        flags = [self._mailboxes[edge].can_send(), *(each.has_come() for each in self._mailboxes)]
+        can_send, *have_come = agreed(flags, self._of_replica)
+        if can_send and self._push_weight >= _LEAST_TO_SHARE:
+            self._push(edge, self._mailboxes[edge].sent)
+            self._mailboxes[edge].send(self._push_weight.item())
+        for edge, has_come in enumerate(have_come):
+            if has_come:
+                self._take(edge)
+
+    def _take(self, edge: int) -> bool:
+        """Wait for a message on an edge and add it to this rank's weights; return whether it is not the end."""
+        mailbox = self._mailboxes[edge]
+        number = mailbox.receive()
+        if number is None:
+            return False
+        self._check_weight(number)
+        self._receive(edge, torch.tensor(number, device=self.device), mailbox.received)
+        mailbox.release()
+        return True
+
+    def _exchange(self, step: int) -> None:
+        """Send a message, and receive that of this step, or of the one before."""
+        message = self._message
         if self._is_in_flight:
             self._wait(step - 1)
-        self._push_weight.mul_(0.5)
-        self._content.push(self._biased.data, self._push_weight, step % len(self._distances))
+        self._push(step % len(self._distances), message.sent)
         self._write_header(step % _COUNTED)
         if self._is_in_flight:
-            self._receive(step - 1)
-        self._message.start(*self._peers(step))
+            self._receive_message(step - 1)
+        message.start(*self._peers(step))
         self._is_in_flight = True
         if self.overlap == 0:
             self._wait(step)
-            self._receive(step)
-        self._show()
+            self._receive_message(step)
 
     def _peers(self, step: int) -> tuple[int, int]:
         """Return the ranks that this one sends to and receives from."""
@@ -199,17 +270,29 @@ class Gossip(ReplicaSync):
                 "weights): every replica must call optimizer.step() equally often, a GradScaler that skips a step on "
                 "one of them included"
             )
-        if step != _NO_STEP and not weight > 0:
+        if step != _NO_STEP:
+            self._check_weight(weight)
+
+    def _check_weight(self, weight: float) -> None:
+        if not weight > 0:
             raise RuntimeError(
                 f"a replica has sent a push-sum weight of {weight}, which is not positive: data was lost"
             )
 
-    def _receive(self, step: int) -> None:
+    def _receive_message(self, step: int) -> None:
         """Add the message of a step to this rank's weights."""
-        weight = self._message.received_header[1]
-        self._content.receive(self._biased.data, weight, step % len(self._distances))
-        self._push_weight.add_(weight)
+        message = self._message
+        self._receive(step % len(self._distances), message.received_header[1], message.received)
         self._is_in_flight = False
+
+    def _push(self, edge: int, sent: Tensor) -> None:
+        """Move half of this rank's weights to ``sent``; ``_push_weight`` is then what goes with it, too."""
+        self._push_weight.mul_(0.5)
+        self._content.push(self._biased.data, self._push_weight, edge, sent)
+
+    def _receive(self, edge: int, weight: Tensor, received: Tensor) -> None:
+        self._content.receive(self._biased.data, weight, edge, received)
+        self._push_weight.add_(weight)
 
     def _show(self) -> None:
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
@@ -225,18 +308,14 @@ class Gossip(ReplicaSync):
     def finish(self) -> None:
         if self.comm.world == 1:
             return
-        if self._is_in_flight:
-            self._wait(self._steps - 1)
-            self._receive(self._steps - 1)
-        self._write_header(_NO_STEP)
-        self._message.start_header(*self._peers(self._steps))
-        self._message.wait_header()
-        self._check_header(_NO_STEP)
-        if self._steps == 0:
+        self._complete()
+        totals = torch.stack([self._push_weight, torch.full_like(self._push_weight, self._steps)])
+        self._sum(totals)
+        total, steps = totals.tolist()
+        if steps == 0:
             return
         self._sum(self._biased.data)
-        self._sum(self._push_weight)
-        total = self._push_weight.item()
+        self._push_weight.fill_(total)
         if not abs(total / self.comm.world - 1) < _ROUNDING:
             raise RuntimeError(f"push-sum weights of {self.comm.world} replicas add up to {total}: a message was lost")
         self._show()
@@ -245,8 +324,29 @@ class Gossip(ReplicaSync):
         if optimizer is not None:
             self._average_state(optimizer)
 
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+    def _complete(self) -> None:
+        """Receive what is under way, and see that no replica goes on before all have met."""
+        if self.overlap is None:
+            for mailbox in self._mailboxes:
+                mailbox.send_end()
+            for edge in range(len(self._mailboxes)):
+                while self._take(edge):
+                    pass
+            for mailbox in self._mailboxes:
+                mailbox.reopen()
+            return
         if self._is_in_flight:
+            self._wait(self._steps - 1)
+            self._receive_message(self._steps - 1)
+        self._write_header(_NO_STEP)
+        self._message.start_header(*self._peers(self._steps))
+        self._message.wait_header()
+        self._check_header(_NO_STEP)
+
+    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        if self.overlap is None:
+            self._complete()
+        elif self._is_in_flight:
             self._message.wait()
         self._restart()
 
@@ -332,13 +432,13 @@ _GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "
 class _Content(Protocol):
     """Moves weights to and from the buffers of messages. ``edge`` is the place of a peer among all."""
 
-    sent: Tensor
-    received: Tensor
+    def message(self) -> Tensor:
+        """Return a new buffer for a message."""
 
-    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
         """Move half of ``biased`` to ``sent``. ``weight`` is what goes with it: half of the push-sum weight."""
 
-    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
         """Add what ``received`` holds to ``biased``. ``weight`` came with it."""
 
     def restart(self, weights: Tensor) -> None:
@@ -355,14 +455,17 @@ class _Exact:
     nbytes = 0
 
     def __init__(self, biased: Tensor) -> None:
-        self.sent, self.received = torch.empty_like(biased), torch.empty_like(biased)
+        self._biased = biased
 
-    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+    def message(self) -> Tensor:
+        return torch.empty_like(self._biased)
+
+    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
         biased.mul_(0.5)
-        self.sent.copy_(biased)
+        sent.copy_(biased)
 
-    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
-        biased.add_(self.received)
+    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
+        biased.add_(received)
 
     def restart(self, weights: Tensor) -> None:
         pass
@@ -379,18 +482,20 @@ class _Encoded:
         """-h of each peer that this rank sends to: EF21's residual is what is not there yet."""
         self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
         """h of each peer that sends to this rank."""
-        size = self._codec.message_bytes(numel)
-        self.sent, self.received = (torch.zeros(1, size, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def push(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+    def message(self) -> Tensor:
+        size = self._codec.message_bytes(self._scratch.numel())
+        return torch.zeros(1, size, dtype=torch.uint8, device=self._scratch.device)
+
+    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
         minus_sent = self._minus_sent[edge]
         shown = torch.div(biased, 2 * weight, out=self._scratch).unsqueeze(0)
-        error_feedback.encode(self._codec, shown, self.sent, counts=self._counts, residual=minus_sent, recursion=EF21)
+        error_feedback.encode(self._codec, shown, sent, counts=self._counts, residual=minus_sent, recursion=EF21)
         biased.addcmul_(minus_sent.values[0], weight)
 
-    def receive(self, biased: Tensor, weight: Tensor, edge: int) -> None:
+    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
         estimate = self._of_source[edge]
-        error_feedback.decode_differences(self._codec, self.received, biased.numel(), estimate, self._scratch)
+        error_feedback.decode_differences(self._codec, received, biased.numel(), estimate, self._scratch)
         biased.addcmul_(estimate, weight)
 
     def restart(self, weights: Tensor) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.engine.mesh import timeout_of
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.sync import LocalBuffer
 
@@ -23,7 +27,11 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 """Elements that share a scale."""
-_HEADER_TAG, _DATA_TAG = 3, 4
+_HEADER_TAG, _DATA_TAG, _RECEIPT_TAG = 3, 4, 5
+_NOT_THERE = math.nan
+"""In a header until it arrives."""
+_END = -1.0
+"""In place of the number of a message: there are no more of them for now."""
 
 
 class BackgroundSum:
@@ -136,6 +144,7 @@ class PeerMessage:
     """
 
     def __init__(self, comm: Communicator, headers: int, sent: Tensor, received: Tensor) -> None:
+        self.sent, self.received = sent, received
         self._comm, self._sent, self._received = comm, sent.view(-1), received.view(-1)
         self.sent_header = torch.zeros(headers, dtype=torch.float32, device=sent.device)
         self.received_header = torch.zeros_like(self.sent_header)
@@ -184,3 +193,159 @@ class PeerMessage:
         options.asyncOp = async_op
         work = group.alltoall_base(received, sent, theirs, ours, options)
         return [] if work is None else [work]
+
+
+class PeerMailbox:
+    """Sends buffers to one replica and receives others from another, each at a pace of its own: no step waits.
+
+    One message each way is on its way at most. The receiver owns what has come until it calls ``release``, which sends
+    a receipt; until that is there the sender's buffer is in use. What has come is seen in memory, in a header that
+    follows the data: gloo tells whether an operation is over only by waiting for it, and a thread that waits would keep
+    a process from ending. Messages go over gloo, those of a GPU through host memory.
+
+    Args:
+        group: of gloo.
+        to, source: ranks in it.
+        sent, received: contiguous, equally long.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, to: int, source: int, sent: Tensor, received: Tensor) -> None:
+        self.sent, self.received = sent, received
+        self._group, self._to, self._source = group, to, source
+        timeout = timeout_of(group)
+        self._patience = math.inf if timeout is None else timeout.total_seconds()
+        self._host_sent, self._host_received = (_in_host_memory(each).view(-1) for each in (sent, received))
+        numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu")
+        self._sent_header, self._sent_end, self._received_header, self._sent_receipt, self._received_receipt = numbers
+        self._sends: list[dist.Work] = []
+        """Of the message whose receipt is not there yet."""
+        self._receipt: dist.Work | None = None
+        """The last one that this rank has sent."""
+        self._sent_count = self._received_count = 0
+        self._looked = self._silence = 0.0
+        """When this rank last looked for a message, and for how many seconds it has been looking in vain."""
+        self._is_ended = False
+        self._receives = [group.recv([self._host_received], source, _DATA_TAG), self._receive_header()]
+
+    def can_send(self) -> bool:
+        """Return whether ``sent`` is free."""
+        return not self._sends or not self._received_receipt[0].isnan()
+
+    def send(self, weight: float) -> None:
+        """Send ``sent``, and a number with it; ``can_send`` was true."""
+        self._wait_sent()
+        if not self.sent.is_cpu:
+            self._host_sent.copy_(self.sent.view(-1))
+        self._received_receipt.fill_(_NOT_THERE)
+        receipt = self._group.recv([self._received_receipt], self._to, _RECEIPT_TAG)
+        self._sent_header[0], self._sent_header[1] = self._sent_count, weight
+        data = self._group.send([self._host_sent], self._to, _DATA_TAG)
+        self._sends = [data, self._group.send([self._sent_header], self._to, _HEADER_TAG), receipt]
+        self._sent_count += 1
+
+    def has_come(self) -> bool:
+        """Return whether there is a message to ``receive``.
+
+        Raises:
+            RuntimeError: the source has sent nothing for as long as the group waits.
+        """
+        if self._is_ended:
+            return False
+        if not self._received_header[0].isnan():
+            return True
+        now = time.monotonic()
+        self._silence += min(now - self._looked, self._patience / 10)  # of a pause that all have made, a part
+        self._looked = now
+        if self._silence > self._patience:
+            raise RuntimeError(f"{self._name(self._source)} has ended or hangs: no message for {self._patience:g} s")
+        return False
+
+    def receive(self) -> float | None:
+        """Wait for a message, and return the number that came with what is now in ``received``; None: it was the last.
+
+        Raises:
+            RuntimeError: the source has ended, or has sent nothing for as long as the group waits.
+        """
+        if self._is_ended:
+            return None
+        header, data = self._receives[1], self._receives[0]
+        self._wait(header, self._source)
+        number, weight = self._received_header.tolist()
+        self._silence = 0.0
+        if number == _END:  # the next message finds the data's receive as it is
+            self._is_ended = True
+            self._receives[1] = self._receive_header()
+            return None
+        if number != self._received_count:
+            raise RuntimeError(
+                f"{self._name(self._source)} has sent message {number:.0f}, and {self._received_count} was due"
+            )
+        self._wait(data, self._source)
+        if not self.received.is_cpu:
+            self.received.view(-1).copy_(self._host_received)
+        return float(weight)
+
+    def release(self) -> None:
+        """Let the next message come to ``received``, after one was received."""
+        self._received_count += 1
+        self._receives = [self._group.recv([self._host_received], self._source, _DATA_TAG), self._receive_header()]
+        if self._receipt is not None:
+            self._wait(self._receipt, self._source)
+        self._sent_receipt.fill_(0.0)
+        self._receipt = self._group.send([self._sent_receipt], self._source, _RECEIPT_TAG)
+
+    def send_end(self) -> None:
+        """Tell that no more is sent before ``reopen``, behind what is on its way."""
+        self._sent_end.fill_(_END)
+        self._end = self._group.send([self._sent_end], self._to, _HEADER_TAG)
+
+    def reopen(self) -> None:
+        """Wait until all that was sent has been received, ``send_end`` included, and begin anew, as the source does."""
+        self._wait(self._end, self._to)
+        self._wait_sent()
+        self._sent_count = self._received_count = 0
+        self._silence, self._is_ended = 0.0, False
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sends per message, with a receipt for one that it receives."""
+        return _bytes_of(self.sent, self._sent_header, self._sent_receipt)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers, but for those in host memory where these are others."""
+        return _bytes_of(self.sent, self.received)
+
+    def _receive_header(self) -> dist.Work:
+        self._received_header.fill_(_NOT_THERE)
+        return self._group.recv([self._received_header], self._source, _HEADER_TAG)
+
+    def _wait_sent(self) -> None:
+        for work in self._sends:
+            self._wait(work, self._to)
+        self._sends = []
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._name(peer)} has ended or hangs: {error}") from error
+
+    def _name(self, peer: int) -> str:
+        return f"replica {peer} (rank {dist.get_global_rank(self._group, peer)})"
+
+
+def _bytes_of(*tensors: Tensor) -> int:
+    return sum(each.nbytes for each in tensors)
+
+
+def _in_host_memory(buffer: Tensor) -> Tensor:
+    return buffer if buffer.is_cpu else torch.empty_like(buffer, device="cpu", pin_memory=True)
+
+
+def agreed(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return which flags are set on all ranks of ``group``, of gloo; None: this rank is alone."""
+    if group is None:
+        return list(flags)
+    everywhere = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group)
+    return [bool(each) for each in everywhere.tolist()]
