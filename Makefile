@@ -13,9 +13,9 @@ PIN := $(VENV)/torch-pin.txt
 # What is installed, by TORCH: asking for another one starts over.
 INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
-# Two files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
+# Three files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
 # tests/conftest.py puts files in order.
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The native kernels: what is changed is built again.
 CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)

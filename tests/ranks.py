@@ -46,7 +46,7 @@ class RankError(AssertionError):
 
 
 def ranks(
-    world: int | str, *, timeout: float = 120.0, patience: float | None = None, backend: str = ""
+    world: int | str, *, timeout: float = 240.0, patience: float | None = None, backend: str = ""
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on so many ranks of one group, each with the test's own arguments.
 
@@ -77,7 +77,7 @@ def on_ranks(
     world: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     patience: float | None = None,
     backend: str = "",
 ) -> list[Any]:
