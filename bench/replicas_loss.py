@@ -4,10 +4,10 @@
     python bench/replicas_loss.py --replicas 2 --steps 300 --seeds 0 --ways sync,overlap --json replicas.json
 
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each gloo rank is
-a replica. A step is 1,024 bytes of text, whatever the number of replicas; of half batches, each half is 512. All train
-at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed and number of replicas. The
-*gap* is the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica
-that is furthest from their mean was before, by norms.
+a replica. A step is ``--sequences`` of 128 bytes of text, whatever the number of replicas; each half of half batches
+has half of them. All train at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed
+and number of replicas. The *gap* is the loss less that of ``sync``. Losses are those after all replicas have met;
+*apart* is how far the replica that is furthest from their mean was before, by norms.
 
     python bench/replicas_loss.py --replicas 4 --width 64 --depth 3 --steps 300 --seeds 0 --rates 2e-3,4e-3 --slow 3
 
@@ -44,9 +44,6 @@ from yafsdp_cc.demo import data
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
-
-SEQUENCES = 8
-"""Of all replicas, per step."""
 
 
 class Way(NamedTuple):
@@ -156,6 +153,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")
     parser.add_argument("--rates", default="2e-3,4e-3,8e-3", help="of synchronous training, with commas (%(default)s)")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--sequences", type=int, default=8, help="of all replicas, per step (%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
     parser.add_argument("--depth", type=int, default=5, help="of the model (%(default)s)")
     parser.add_argument("--slow", type=int, default=1, help="how many times as long the last replica takes for a step")
@@ -171,9 +169,7 @@ def main() -> None:
         found = json.loads(options.json.read_text())
 
     def measured(replicas: str, seed: str, job: Job) -> dict[str, float]:
-        key = f"{job.name} at {job.rate:g}, {job.steps} steps"
-        if options.slow > 1:
-            key += f" of {job.ranks * job.sequences} sequences"
+        key = f"{job.name} at {job.rate:g}, {job.steps} steps of {job.ranks * job.sequences} sequences"
         runs = found.setdefault(replicas, {}).setdefault(key, {})
         if seed not in runs:
             size = options.width, options.depth
@@ -191,7 +187,7 @@ def main() -> None:
         """Print the losses of all that can be done about a slow replica."""
         n, slow = int(replicas), options.slow
         shown: dict[str, dict[str, dict[str, float]]] = {}
-        part = SEQUENCES // n
+        part = options.sequences // n
         ways = {
             "sync: all wait": Job(SYNC, options.steps // slow, 0.0, 1, n * part),
             "sync without the slow one": Job(SYNC, options.steps, 0.0, 1, (n - 1) * part),
@@ -213,13 +209,13 @@ def main() -> None:
             after_equal_time(replicas)
             continue
         shown: dict[str, dict[str, dict[str, float]]] = {name: {} for name in dict.fromkeys([SYNC, *asked])}
+        n = int(replicas)
+        synchronous = Job(SYNC, options.steps, 0.0, n, options.sequences // n)
         for seed in options.seeds.split(","):
-            n = int(replicas)
-            tried = [measured(replicas, seed, Job(SYNC, options.steps, rate, n, SEQUENCES // n)) for rate in rates]
-            shown[SYNC][seed] = best(*tried)
+            shown[SYNC][seed] = best(*(measured(replicas, seed, synchronous._replace(rate=rate)) for rate in rates))
             for name in shown:
                 if name != SYNC:
-                    job = Job(name, options.steps, shown[SYNC][seed]["rate"], n, SEQUENCES // n)
+                    job = synchronous._replace(name=name, rate=shown[SYNC][seed]["rate"])
                     shown[name][seed] = measured(replicas, seed, job)
         print(f"\n{replicas} replicas, {options.steps} steps")
         show(shown, shown[SYNC])
