@@ -25,8 +25,9 @@ def test_patches() -> None:
 
 @pytest.mark.parametrize("way", loading.WAYS)
 def test_loading(way: str, tmp_path: Path) -> None:
-    for peak, new in on_ranks(2, loading.measured, way, 4, 512, str(tmp_path / "weights")):
-        assert peak >= new * 2 * 4 * 512**2  # this rank's shards
+    # Matrices of more than malloc keeps in its heap, which is resident already.
+    for peak, new in on_ranks(2, loading.measured, way, 2, 1024, str(tmp_path / "weights")):
+        assert peak >= new * 2 * 2 * 1024**2  # this rank's shards
 
 
 @ranks(1)

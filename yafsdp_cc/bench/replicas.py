@@ -174,7 +174,7 @@ def _on_rank(
     def matched() -> str:
         """Return the rate at which the exact sum over replicas takes ``length`` seconds."""
         elements = sum(each.numel() for each in GPT(setup.width).parameters())
-        buffer, bits = torch.zeros(elements // setup.shards), 32 * elements / length
+        buffer, bits = torch.zeros(elements // setup.shards, device="cpu"), 32 * elements / length
         for _ in range(2):  # the first only estimates
             shape_links(f"{bits / 1e3:.0f}kbit")
             bits *= _seconds(lambda: dist.all_reduce(buffer, group=mesh["replicate"].get_group()), 1) / length
@@ -212,7 +212,8 @@ def _seconds(action: Callable[[], object], times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         action()
-    seconds = torch.tensor((time.perf_counter() - start) / times / dist.get_world_size(), dtype=torch.float64)
+    mean_seconds = (time.perf_counter() - start) / times / dist.get_world_size()
+    seconds = torch.tensor(mean_seconds, dtype=torch.float64, device="cpu")
     dist.all_reduce(seconds)
     return seconds.item()
 
