@@ -385,13 +385,13 @@ class LocalBuffer:
 
     def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
         self.align, self._shapes = align, [each.shape for each in like]
-        self._rooms = [-(-each.numel() // align) * align for each in like]
-        self.data = torch.zeros(sum(self._rooms), dtype=torch.float32, device=like[0].device)
+        self._padded_sizes = [-(-each.numel() // align) * align for each in like]
+        self.data = torch.zeros(sum(self._padded_sizes), dtype=torch.float32, device=like[0].device)
         self.views = self.split(self.data)
 
     def split(self, data: Tensor) -> list[Tensor]:
         """Return the part of each tensor in a buffer like this one."""
-        parts = zip(data.split(self._rooms), self._shapes, strict=True)
+        parts = zip(data.split(self._padded_sizes), self._shapes, strict=True)
         return [part[: shape.numel()].view(shape) for part, shape in parts]
 
     def counts(self) -> Tensor:
