@@ -200,8 +200,8 @@ class PeerMailbox:
 
     One message each way is on its way at most. The receiver owns what has come until it calls ``release``, which sends
     a receipt; until that is there the sender's buffer is in use. What has come is seen in memory, in a header that
-    follows the data: whether an operation of gloo is over is known only by waiting for it, and a thread that waits would
-    keep a process from ending. Messages go over gloo, those of a GPU through host memory.
+    follows the data: whether an operation of gloo is over is known only by waiting for it, and a thread that waits
+    would keep a process from ending. Messages go over gloo, those of a GPU through host memory.
 
     Args:
         group: of gloo.
