@@ -6,8 +6,9 @@
 The demo's model with a million parameters, its text, its optimizer (AdamW, clipped, half a cosine); each gloo rank is
 a replica. A step is ``--sequences`` of 128 bytes of text, whatever the number of replicas; each half of half batches
 has half of them. All train at the rate at which synchronous training (``sync``) is best of ``--rates``, with that seed
-and number of replicas. The *gap* is the loss less that of ``sync``. Losses are those after all replicas have met;
-*apart* is how far the replica that is furthest from their mean was before, by norms.
+and number of replicas; with ``--way-rates`` all others at the one of those at which each is best itself. The *gap* is
+the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica that is
+furthest from their mean was before, by norms.
 
     python bench/replicas_loss.py --replicas 4 --width 64 --depth 3 --steps 300 --seeds 0 --rates 2e-3,4e-3 --slow 3
 
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--replicas", default="2,4", help="with commas (%(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (%(default)s)")
     parser.add_argument("--rates", default="2e-3,4e-3,8e-3", help="of synchronous training, with commas (%(default)s)")
+    parser.add_argument("--way-rates", help="of all other ways (that at which synchronous training is best)")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--sequences", type=int, default=8, help="of all replicas, per step (%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
@@ -162,6 +164,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     asked, rates = options.ways.split(","), [float(rate) for rate in options.rates.split(",")]
+    way_rates = [float(rate) for rate in options.way_rates.split(",")] if options.way_rates else []
     if unknown := set(asked) - set(WAYS):
         parser.error(f"there is no way {', '.join(unknown)}, only {', '.join(WAYS)}")
     found: dict[str, dict[str, Any]] = {}
@@ -215,8 +218,8 @@ def main() -> None:
             shown[SYNC][seed] = best(*(measured(replicas, seed, synchronous._replace(rate=rate)) for rate in rates))
             for name in shown:
                 if name != SYNC:
-                    job = synchronous._replace(name=name, rate=shown[SYNC][seed]["rate"])
-                    shown[name][seed] = measured(replicas, seed, job)
+                    jobs = [synchronous._replace(name=name, rate=r) for r in way_rates or [shown[SYNC][seed]["rate"]]]
+                    shown[name][seed] = best(*(measured(replicas, seed, job) for job in jobs))
         print(f"\n{replicas} replicas, {options.steps} steps")
         show(shown, shown[SYNC])
 
