@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +23,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
-from yafsdp_cc.replicas import Outer, Overlap
+from yafsdp_cc.replicas import Gossip, Outer, Overlap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 Grads = list[Tensor | None]
@@ -347,6 +350,31 @@ def test_an_optimizer_may_go_before_replicas_are_synchronized(sync: Any) -> None
     found = [each.to_local() for each in model.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(weights, found, strict=True))
     train(model, SGD(model.parameters(), lr=0.1), range(1))  # another takes over
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@ranks(2)
+def test_a_model_is_freed_with_what_is_under_way(is_sharded: bool) -> None:
+    for make in (Overlap, Gossip, Outer):
+        sync = make()
+        if is_sharded:
+            model = sharded(2, 1, sync)
+        else:
+            model = seeded(Mlp)
+            yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], sync)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, range(2))
+        if not is_sharded:
+            copied = copy.deepcopy(next(model.parameters()))
+            saved = io.BytesIO()
+            torch.save(next(model.parameters()), saved)  # with its attributes
+            saved.seek(0)
+            assert torch.equal(torch.load(saved), copied)
+        held = weakref.ref(sync), weakref.ref(model)
+        del sync, model, optimizer
+        gc.collect()
+        dist.barrier()  # a message may be under way
+        assert [each() for each in held] == [None, None], make
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -16,10 +16,11 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.mesh import all_gather_objects, broadcast_over, check_settings, shard_group
@@ -44,10 +44,34 @@ if TYPE_CHECKING:
 _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
 """Optimizers whose steps are more than an update of each element by its own gradient and state."""
 
-_bound: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter, the ``ReplicaSync`` of its model."""
-_left_out: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter that was frozen when replicas were joined, the ``ReplicaSync`` of its model."""
+
+class _Bound(NamedTuple):
+    """What the parameters of a model whose replicas are synchronized have as an attribute.
+
+    Not a dictionary by parameter: a ``ReplicaSync`` holds the parameters, which would then never be freed.
+    """
+
+    sync: ReplicaSync | None
+    is_trained: bool
+    """False for those that were frozen when replicas were joined."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # torch.save of a parameter saves its attributes, of types that torch.load knows
+
+    @staticmethod
+    def of(parameter: Tensor) -> _Bound:
+        found = getattr(parameter, _BOUND, None)
+        return found if isinstance(found, _Bound) else _UNBOUND
+
+
+_BOUND = "_yafsdp_cc_replica_sync"
+_UNBOUND = _Bound(None, False)
+
+
+def _trained_by(parameter: Tensor) -> ReplicaSync | None:
+    """Return what synchronizes a parameter; None where nothing does, or it was frozen when replicas were joined."""
+    bound = _Bound.of(parameter)
+    return bound.sync if bound.is_trained else None
 
 
 class ReplicaSync(ABC):
@@ -148,7 +172,7 @@ class ReplicaSync(ABC):
         if self.parameters:
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        taken = next((name for name, each in named.items() if each in _bound), None)
+        taken = next((name for name, each in named.items() if _trained_by(each) is not None), None)
         if taken is not None:
             raise ValueError(f"the replicas of this {type(model).__name__} are synchronized already ('{taken}' is)")
         self.parameters = named
@@ -160,10 +184,8 @@ class ReplicaSync(ABC):
         self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else alone
         with torch.no_grad():
             self.connect(model, mesh)
-        for parameter in named.values():
-            _bound[parameter] = self
-        for parameter in self._frozen.values():
-            _left_out[parameter] = self
+        for parameter in (*named.values(), *self._frozen.values()):
+            setattr(parameter, _BOUND, _Bound(self, parameter.requires_grad))
         self.prepare()
         if self.finishes_alone:
             model.register_state_dict_pre_hook(lambda *_: self.settle())
@@ -204,7 +226,7 @@ class ReplicaSync(ABC):
     def check_parameters(self, optimizer: Optimizer) -> None:
         """Raise a ``ValueError`` where a step would change a parameter that replicas do not synchronize."""
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if parameter.grad is None or _bound.get(parameter) is self:
+            if parameter.grad is None or _trained_by(parameter) is self:
                 continue
             name = next((name for name, each in self._frozen.items() if each is parameter), None)
             if name is not None:
@@ -247,7 +269,7 @@ def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) 
 
 def sync_of(model: nn.Module) -> ReplicaSync | None:
     """Return what synchronizes the replicas of ``model``; None where nothing does."""
-    return next((_bound[each] for each in model.parameters() if each in _bound), None)
+    return next((sync for each in model.parameters() if (sync := _trained_by(each)) is not None), None)
 
 
 def synchronize_replicas(model: nn.Module) -> None:
@@ -311,9 +333,9 @@ def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    bound = (_bound[each] for each in parameters if each in _bound)
-    left_out = (_left_out[each] for each in parameters if each.grad is not None and each in _left_out)
-    return next(chain(bound, left_out), None)
+    trained = (_trained_by(each) for each in parameters)
+    left_out = (_Bound.of(each).sync for each in parameters if each.grad is not None)
+    return next((sync for sync in chain(trained, left_out) if sync is not None), None)
 
 
 def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
