@@ -67,6 +67,8 @@ WAYS = {
     "gossip int4": Way(lambda: Gossip(codec="int4")),
     OWN_PACE: Way(lambda: Gossip(overlap=None)),
     "diloco": Way(lambda: Outer(sync_steps=60)),
+    "local steps": Way(lambda: Outer(every=4, sync_steps=60, lr=1, momentum=0)),
+    "local steps onebit": Way(lambda: Outer(every=4, sync_steps=60, lr=1, momentum=0, codec="onebit", decay=1)),
     "sparseloco": Way(lambda: Outer(sync_steps=60, lr=1, momentum=0, codec="topk2bit")),
 }
 
