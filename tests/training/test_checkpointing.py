@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+import yafsdp_cc
 from tests.models import CASES, WIDTH, Block, Part, import_models, llama
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins
+from tests.twins import inputs, means, mine, same_gradients, seeded, square, trains_on, twins, whole
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +51,34 @@ class Spans(nn.Module):
 def test_non_reentrant_checkpointing_is_exact(how: str, reshard: bool) -> None:
     model, plain = twins(lambda: Spans(how), units=[Part], reshard_after_forward=reshard)
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)])
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("how", ["each", "all", "whole"])
+@ranks(2)
+def test_what_is_run_again_is_cast_as_in_fsdp2(how: str, early_stop: bool) -> None:
+    """Inputs in fp32 meet weights in bf16, and outputs are cast back, for what follows in the same checkpoint."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    found = []
+    for fully_shard in (torch_fully_shard, yafsdp_cc.fully_shard):
+        model: Any = seeded(lambda: Spans(how))
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        if how == "whole":
+            fully_shard(model, mp_policy=policy)
+        else:
+            fully_shard(model)  # in fp32, as its first layer
+
+        def run(x: Tensor, model: Any = model) -> Tensor:
+            return torch.tanh(model(x))  # which saves the model's output
+
+        with set_checkpoint_early_stop(early_stop):
+            x = mine(inputs())
+            out = checkpoint(run, x, use_reentrant=False) if how == "whole" else run(x)
+        out.square().mean().backward()
+        found.append({name: whole(each.grad) for name, each in model.named_parameters()})
+    truth, ours = found
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-6)
 
 
 @ranks(2)

@@ -126,7 +126,7 @@ def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree if fresh is None else fresh
 
 
-def convert_inputs(tree: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
     """Return ``tree`` with tensors on ``device`` and floating-point ones in ``dtype``; None: as they are."""
     return tree if dtype is None and device is None else map_tensors(tree, lambda each: convert(each, dtype, device))
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
-from yafsdp_cc.engine.autograd import convert, convert_inputs, gate, gate_tensors, map_tensors, narrow
+from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
@@ -174,16 +174,20 @@ class FSDPState:
         if self.iteration is not None:  # called from within its own forward
             return args, kwargs, partial(self.post_root_forward, None, None)
         iteration = None
-        if _graph_task() == -1:
+        is_recomputation = _graph_task() != -1
+        if is_recomputation:
+            self._reach_by_recomputation()
+        else:
             iteration = self.begin_iteration(called)
-            if (self._input_dtype, self._input_device) != (None, None):
-                args, kwargs = convert_inputs((args, kwargs), self._input_dtype, self._input_device)
-            if torch.is_grad_enabled():
-                args, kwargs = gate_tensors(iteration.gate, args, kwargs)
+        if (self._input_dtype, self._input_device) != (None, None):
+            args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
+        if iteration is not None and torch.is_grad_enabled():
+            args, kwargs = gate_tensors(iteration.gate, args, kwargs)
         forward = None
         if self.root_group is not None:
             args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
-        return args, kwargs, partial(self.post_root_forward, iteration, forward)
+        finish = self._post_root_recomputation if is_recomputation else partial(self.post_root_forward, iteration)
+        return args, kwargs, partial(finish, forward)
 
     def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
         """After a forward of the root module, also after one that raised (with None); return what callers get."""
@@ -204,6 +208,13 @@ class FSDPState:
             return tensor
 
         return map_tensors(output, finish)
+
+    def _post_root_recomputation(self, forward: GroupForward | None, output: Any) -> Any:
+        """After a forward of the root module that activation checkpointing has run again."""
+        if forward is not None:
+            assert self.root_group is not None
+            output = self.post_forward(self.root_group, forward, output)
+        return convert_tensors(output, self._output_dtype)
 
     def drop_interrupted(self) -> None:
         """Reset where an interrupt, which no hook of a module is told of, has ended the forward under way."""
@@ -271,7 +282,10 @@ class FSDPState:
 
     def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, GroupForward]:
         """Before a forward of a group's module: weights in place, inputs cast and gated."""
+        policy = group.spec.policy
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
         if _graph_task() != -1:
+            args, kwargs = convert_tensors((args, kwargs), dtype)
             return args, kwargs, self._pre_recomputation(group)
         self.drop_interrupted()
         is_outermost = self.iteration is None
@@ -282,10 +296,9 @@ class FSDPState:
             _, _, borrowed = self.pre_forward(self.root_group, (), {})
         unsharded = group.unshard()
         self._prefetch_after(group)
-        policy, device = group.spec.policy, self._input_device if is_outermost else None
-        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        device = self._input_device if is_outermost else None
         if (dtype, device) != (None, None):
-            args, kwargs = convert_inputs((args, kwargs), dtype, device)
+            args, kwargs = convert_tensors((args, kwargs), dtype, device)
         call: GroupCall | None = None
         views: Sequence[Tensor] = unsharded.views
         if torch.is_grad_enabled():
@@ -306,7 +319,7 @@ class FSDPState:
         if entered.is_recomputation:
             if unsharded is group.unsharded:  # what was run again has saved views of it, which the backward reads
                 self.context.recomputed.append(group)
-            return output
+            return convert_tensors(output, group.spec.policy.output_dtype)
         output = self._hook_outputs(group, entered, output)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
@@ -361,6 +374,16 @@ class FSDPState:
 
         return map_tensors(output, finish)
 
+    def _reach_by_recomputation(self) -> None:
+        """Begin the backward where activation checkpointing runs a forward again before any output is reached.
+
+        That is, where what follows the model is in the same checkpoint as the model.
+        """
+        waiting = [each for each in self._iterations if each.has_gate and not each.is_finished]
+        if self._task != _graph_task() and len(waiting) == 1 and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._reach(waiting[0])
+
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
 
@@ -393,15 +416,15 @@ class FSDPState:
                 "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
                 "forward, ...): run the forward again"
             )
-        self._backward_iteration = iteration
-        task = _graph_task()
-        if task == self._task:
-            return
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True went through a sharded model: weights that a second backward "
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
+        self._backward_iteration = iteration
+        task = _graph_task()
+        if task == self._task:
+            return
         if self._task != -1:
             self.reset()
         self._task = task
