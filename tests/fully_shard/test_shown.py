@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
@@ -94,6 +96,43 @@ def test_between_a_forward_and_its_backward_what_changes_parameters_changes_the_
     model.reshard()
     assert _is_sharded(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@ranks(2)
+def test_whole_weights_are_complete_where_parameters_were_unsharded(tmp_path: Path) -> None:
+    model, plain = _fully_shard(), seeded(Transformer).state_dict()
+    for shows in (lambda: square(model, TOKENS), model.unshard):
+        shows()
+        full = yafsdp_cc.full_state_dict(model)
+        assert dist.get_rank() or full.keys() == plain.keys()
+        shows()
+        yafsdp_cc.save_safetensors(tmp_path / shows.__name__, model)
+        shows()
+        with yafsdp_cc.whole_parameters(model, write=True):
+            assert torch.equal(model.head.weight, plain["head.weight"])
+            with torch.no_grad():
+                model.head.weight.add_(1)
+        plain["head.weight"] = plain["head.weight"] + 1
+        assert torch.equal(whole(model.head.weight.detach()), plain["head.weight"])
+
+
+@ranks(2)
+def test_a_write_to_an_unsharded_weight_is_lost_with_an_error() -> None:
+    model, plain = _fully_shard(), seeded(Transformer)
+    for resharded in (False, True):  # in buffers of their own, and in those that blocks share
+        for each in model.modules():
+            if isinstance(each, FSDPModule):
+                each.set_reshard_after_forward(resharded, recurse=False)
+        for unit, weight in ((model, "head.weight"), (model.blocks[1], "blocks.1.qkv.weight")):
+            unit.unshard()
+            with torch.no_grad():
+                dict(model.named_parameters())[weight].add_(1)
+            unit.reshard()
+            with pytest.raises(
+                RuntimeError, match=r"or what came after its unshard\(\), has written to a weight in place"
+            ):
+                model(TOKENS)
+            torch.testing.assert_close(model(TOKENS), plain(TOKENS))
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.prototype.moe_training.config import KernelPreference, MXFP8TrainingOpConfig
 from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
+from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
 from torchao.quantization import NF4Tensor
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -72,6 +74,35 @@ def test_float8_and_mxfp8_train_as_with_fsdp2() -> None:
             ours = trained(yafsdp_cc.fully_shard, build(64), policy, 64)
             theirs = trained(fsdp2, build(64), policy, 64)
             assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), (build, policy)
+
+
+def int8(*, trains: bool) -> Any:
+    """Linear layers whose weights are int8 and a scale for each row, which steps round at random."""
+    model: Any = linears(64)
+    for block in model:
+        weight = Int8QuantizedTrainingLinearWeight.from_float(block[0].weight.detach())
+        block[0].weight = nn.Parameter(weight, requires_grad=trains)
+    return model
+
+
+@ranks(2)
+def test_int8_weights_train_as_with_fsdp2() -> None:
+    """Also under ``param_dtype``, which the class's extension applies to frozen ones, too."""
+    for trains, policy in product((True, False), (BF16, MixedPrecisionPolicy())):
+        losses = []
+        for apply in (yafsdp_cc.fully_shard, fsdp2):
+            model = int8(trains=trains)
+            for block in model:
+                apply(block, mp_policy=policy)
+            apply(model, mp_policy=policy)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0, foreach=False)
+            for step in range(3):
+                losses.append(square(model, numbers(32, 64, seed=10 * step + dist.get_rank())))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert losses[:3] == losses[3:], (trains, policy)
+        assert losses[0] != losses[2]
 
 
 @ranks(2)

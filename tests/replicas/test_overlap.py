@@ -377,6 +377,23 @@ def test_a_model_is_freed_with_what_is_under_way(is_sharded: bool) -> None:
         assert [each() for each in held] == [None, None], make
 
 
+@ranks(2)
+def test_replicas_are_synchronized_where_parameters_show_unsharded_weights() -> None:
+    mesh, model = mesh_of(2, 1), seeded(Mlp)
+    yafsdp_cc.fully_shard(model, mesh=mesh["shard"])
+    square(model, batch(0, 0))
+    yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+    train(model, AdamW(model.parameters(), **ADAMW), range(3))
+    model.unshard()
+    yafsdp_cc.synchronize_replicas(model)
+    model.reshard()
+    found = [each.to_local().detach() for each in model.parameters()]
+    for each in found:
+        first = each.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(each, first)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("sync", [Overlap(), Outer(every=2)])
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,24 @@ def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
         torch.testing.assert_close(norms[:2], norms[2:])
 
 
+@ranks(2)
+def test_frozen_ones_around_two_tensors_compute_as_in_fsdp2() -> None:
+    """By the extension, where there is one; else as the class itself, whose tensors have to begin alike."""
+    found: list[list[Tensor]] = []
+    for apply, kind in product((yafsdp_cc.fully_shard, fsdp2), (Halves, Pair)):
+        model: Any = seeded(partial(Twice, WIDTH))
+        kind = Bare if apply is not fsdp2 and kind is Pair else kind  # FSDP2 wants an extension
+        for block in model.blocks:
+            block[0].weight = nn.Parameter(kind.of(block[0].weight.detach()), requires_grad=False)
+        by_blocks(apply, model)
+        losses = [square(model, numbers(3, WIDTH, seed=seed + dist.get_rank())) for seed in (0, 10)]
+        losses[1].backward()
+        gradients = [whole(each.grad) for each in model.parameters() if each.requires_grad]
+        found.append([part for loss in losses for part in parts(loss.detach())] + gradients)
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 class HalvesMlp(Mlp):
     """One whose weights are ``Halves``, in one process and without a class."""
 
@@ -429,6 +448,14 @@ class Half(Float8Weight):
     fsdp_pre_all_gather: Any = property()
 
 
+class Forgotten(Bare):
+    """One without an extension that is made again as a plain tensor."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Any:
+        return inner["one"]
+
+
 class Cut(Tensor):
     """A weight in two halves, trained, with an extension."""
 
@@ -480,7 +507,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
     "two tensors, compression": (Pair.of, {"compression": "int8"}, "leave out compression"),
     "two tensors, offload": (Pair.of, {"offload_policy": CPUOffloadPolicy()}, "leave out offload_policy"),
     "not made again": (
-        lambda weight: nn.Parameter(Forgetting(weight), requires_grad=False),
+        lambda weight: nn.Parameter(Forgotten.of(weight), requires_grad=False),
         {},
         "whose __tensor_unflatten__.* does not make one of its class again",
     ),

@@ -1,4 +1,4 @@
-"""Trained parameters whose local tensors are of a tensor subclass: one around several tensors, made by its operations.
+"""Parameters whose local tensors are of a tensor subclass: one around several tensors, made by its operations.
 
 As in FSDP2, each rank has one of the class, of its rows, so the class's own operations run where an optimizer updates
 it; what is gathered, and what forwards see, is what its all-gather extension makes of it (``engine.extensions``). The

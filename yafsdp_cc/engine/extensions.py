@@ -1,6 +1,6 @@
 """Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
 
-What is sharded is a plain tensor (``plan.subclasses``), but for trained classes around several tensors
+What is sharded is a plain tensor (``plan.subclasses``), but for classes around several tensors
 (``class_shards``); what a forward sees is a tensor of the subclass around views of the weight buffer. A frozen
 parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an all-gather extension has a
 ``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the weight buffer holds what it
@@ -29,7 +29,7 @@ from torch._prims_common import make_contiguous_strides_for
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of
+from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -265,10 +265,7 @@ class UnshardedForm(NamedTuple):
 
     def around(self, data: Tensor) -> Tensor:
         """Return the tensor whose parts are views of ``data``, uint8."""
-        if len(self.parts) == 1:
-            return self.form.made_of([self.parts[0].within(data)], self.size, self.stride)
-        # A class may take only tensors that begin alike in their storages, as those of FSDP2 do.
-        return self.form.made_of([part.beginning_within(data) for part in self.parts], self.size, self.stride)
+        return self.form.made_of(views_of(self.parts, data), self.size, self.stride)
 
 
 class ExtensionAllGather(AllGather):

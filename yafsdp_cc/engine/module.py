@@ -697,9 +697,11 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
 
 
 def check_at_rest(state: FSDPState, what: str) -> None:
-    """Raise a ``RuntimeError`` inside a forward or a backward."""
+    """Reshard; raise a ``RuntimeError`` inside a forward or a backward."""
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")
+    for spec in state.specs:
+        reshard(spec)
 
 
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:

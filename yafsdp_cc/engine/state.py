@@ -330,10 +330,12 @@ class FSDPState:
         if entered.iteration is not None:
             self.end_iteration()
         if unsharded.was_written():
+            if unsharded.buffer.owner is group:
+                unsharded.buffer.owner = None  # so that it is gathered anew, also where it has a buffer to itself
             raise RuntimeError(
-                f"a forward of unit '{group.name}' has written to a weight in place, which is lost with the gathered "
-                "copy: change weights outside of the forward, for example under yafsdp_cc.whole_parameters(model, "
-                "write=True)"
+                f"a forward of unit '{group.name}', or what came after its unshard(), has written to a weight in "
+                "place, which is lost with the gathered copy: change sharded weights, for example under "
+                "yafsdp_cc.whole_parameters(model, write=True)"
             )
         return output
 

@@ -5,11 +5,12 @@ Three kinds can be sharded:
 * Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
   the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
   dimension 0, trained or not; what is gathered is what the extension makes of it (``engine.extensions``).
-* Trained parameters of classes around several tensors, or that cannot be made again from their tensors. Each rank has
-  one of the class, of some of the rows, made by the class's own operations as FSDP2 makes it; what is gathered is what
-  the extension of the class, or of that local tensor, makes of it (``engine.class_shards``).
-* Frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that tells
-  its tensors by ``__tensor_flatten__`` (torchao's ``NF4Tensor``). Their bytes are sharded and gathered as they are.
+* Trained parameters of classes around several tensors, or that cannot be made again from their tensors, and frozen ones
+  with the extension. Each rank has one of the class, of some of the rows, made by the class's own operations as FSDP2
+  makes it; what is gathered is what the extension of the class, or of that local tensor, makes of it
+  (``engine.class_shards``).
+* Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
+  tells its tensors by ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes, sharded and gathered as they are.
 
 The forward sees the class again, with its attributes and metadata, or what the extension makes.
 """
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
@@ -66,6 +67,14 @@ class Part(NamedTuple):
         """Return the same as a tensor whose storage begins with it, as that of a tensor of its own."""
         own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
         return own.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def views_of(layout: Sequence[Part], data: Tensor) -> list[Tensor]:
+    """Return the tensors of ``layout`` as views of ``data``, uint8."""
+    if len(layout) == 1:
+        return [layout[0].within(data)]
+    # A class may take only tensors that begin alike in their storages, as tensors of their own do.
+    return [part.beginning_within(data) for part in layout]
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,7 @@ class TensorSubclass:
         if self.extends_all_gather:
             return self.around(whole)
         data = whole.view(-1).view(torch.uint8)
-        return self.form.made_of([part.within(data) for part in self.layout], self.size, self.stride)
+        return self.form.made_of(views_of(self.layout, data), self.size, self.stride)
 
     def around(self, rows: Tensor) -> Tensor:
         """Return a tensor of a class with the extension that holds ``rows``: some of the parameter's, or all."""
@@ -235,7 +244,7 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Return the plain parameter that is sharded in the place of one of a tensor subclass; others as they are.
 
     It shares the parameter's memory. Where a frozen one is made of several tensors, their bytes are moved to one
-    buffer, which they are views of from then on. A trained one that is sharded as one of its class is returned itself.
+    buffer, which they are views of from then on. One that is sharded as one of its class is returned itself.
 
     Raises:
         ValueError: a parameter of this class cannot be sharded; the message says why, and what to do.
@@ -257,8 +266,10 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         )
     is_master = [part.shape == parameter.shape and part.dtype == parameter.dtype for part in parts]
     is_restored = not form.names or _is_restored(parameter, form, parts)
-    extends = extends and is_master == [True] and parameter.is_floating_point() and parameter.ndim > 0
-    if parameter.requires_grad and not (extends and is_restored):
+    is_floating = parameter.is_floating_point() and parameter.ndim > 0
+    keeps_class = parameter.requires_grad or (extends and is_floating and _divides_rows(parameter, form))
+    extends = extends and is_master == [True] and is_floating
+    if keeps_class and not (extends and is_restored):
         _check_rows(name, parameter, form)
         parameter.__dict__[SUBCLASS] = TensorSubclass(form, True, True, (), parameter.size(), parameter.stride())
         return parameter
@@ -325,6 +336,15 @@ def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bo
 
 
 @torch.no_grad()
+def _divides_rows(parameter: nn.Parameter, form: Form) -> bool:
+    """Return whether rows of a parameter are one of its class, around as many rows of each tensor."""
+    firsts: list[tuple[int, ...]] = []
+    with suppress(Exception):  # whatever its operations raise
+        row = parameter.new_zeros((2, *parameter.shape[1:])).narrow(0, 0, 1)
+        firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
+    return set(firsts) == {(1,)}
+
+
 def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
     """Raise a ``ValueError`` where a trained parameter cannot be sharded as one of its class."""
     described = f"{_described(name, parameter)} of {list(parameter.shape)} and requires a gradient"
@@ -334,11 +354,7 @@ def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
             "fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather extension, which would tell what to "
             f"gather: freeze it with requires_grad_(False), or {_REMEDY}"
         )
-    firsts: list[tuple[int, ...]] = []
-    with suppress(Exception):  # whatever its operations raise
-        row = parameter.new_zeros((2, *parameter[0].shape)).narrow(0, 0, 1)
-        firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
-    if set(firsts) != {(1,)}:
+    if not _divides_rows(parameter, form):
         raise ValueError(
             f"{described}: one around {', '.join(form.names)} is sharded by rows, which its new_zeros(...).narrow(0, "
             "start, length) would have to give as one of the class whose tensors have as many rows each. Freeze it "
@@ -368,7 +384,7 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
         end += -(-layout[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(layout, parts, strict=True):
-        setattr(parameter, place.name, place.within(data).copy_(part))  # so that what it was in before is free
+        setattr(parameter, place.name, place.beginning_within(data).copy_(part))  # what it was in before is free then
     return data, tuple(layout)
 
 
