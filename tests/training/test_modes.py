@@ -110,15 +110,18 @@ def test_shard_in_inference_mode_trains_or_says_what_to_do() -> None:
         trains_on(model, plain, square, [inputs()])
 
 
+@pytest.mark.parametrize("first", [True, False])
 @ranks(2)
-def test_torch_func_is_right_or_refused() -> None:
-    model, plain = twins(stack)
+def test_torch_func_is_refused(first: bool) -> None:
+    model, plain = twins(stack, reshard_after_forward=False)
     x = mine(inputs())
-
-    def run(model: nn.Module) -> Tensor:
-        return torch.func.grad(lambda x: model(x).square().sum())(x)
-
-    found: list[Tensor] = []
-    if not refusal(lambda: found.append(run(model))):
-        torch.testing.assert_close(found[0], run(plain))
+    if not first:
+        model(x)
+    for transform in (
+        lambda: torch.func.grad(lambda x: model(x).square().sum())(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.vmap(model)(x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"a transform of torch\.func .* around a sharded .*Sequential"):
+            transform()
     trains_on(model, plain, square, [inputs()])

@@ -158,6 +158,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
         for part in spec.parts:
             check_local_tensors(part)
             if (waiting := next(meta_params(part), None)) is not None:
+                waiting.check_unchanged()
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them (load_state_dict(..., assign=True)), before the first forward"

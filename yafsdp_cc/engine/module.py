@@ -147,13 +147,14 @@ class ShardedModule(FSDPModule, nn.Module):
         """Gather these when the backward comes to this module, instead of what the forward's order tells."""
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream.
 
-        Where weights are changed after this call, they wait for both.
+        Where weights are changed after this call, they wait for both. None, which ``record_event()`` of a CPU's stream
+        returns, changes nothing.
         """
         state = current_state(self)
-        state.post_optim_event = event, [group.versions() for group in state.groups]
+        state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     # Gradients ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.plan.units import Role
 
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
 
@@ -313,11 +312,6 @@ class ParamGroup:
         return unsharded
 
     def _all_gather(self, unsharded: UnshardedParams) -> None:
-        if _functorch_stack() is not None:
-            raise NotImplementedError(
-                f"a transform of torch.func around unit '{self.name}' of a sharded model: collectives do not go "
-                "through those. Use torch.autograd, or an unsharded model"
-            )
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
         held: Sequence[int | None] = buffer.versions if buffer.owner is self else (None,) * len(versions)
         # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed; deltas

@@ -63,6 +63,7 @@ _OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_
 _MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
 """The backward under way in this thread, or -1."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -887,6 +888,11 @@ def pre_forward_of(
         called: the module itself, or the part of it that was called alone.
         assemble: makes the engine of a module that has none yet, or one that is outdated.
     """
+    if _functorch_stack() is not None:
+        raise NotImplementedError(
+            f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
+            "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
+        )
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None or state.outdated:
         state = assemble(module)
