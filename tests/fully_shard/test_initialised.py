@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
@@ -27,6 +28,11 @@ def test_sharded_parameters_are_initialised_as_plain_ones(replicas: int) -> None
     assert all(parameter.is_meta for parameter in model.parameters())
     with pytest.raises(RuntimeError, match=r"'blocks.0.qkv.weight' is still on the meta device: call model.to_empty"):
         model(torch.zeros(1, 2, dtype=torch.long))
+    qkv = model.blocks[0].qkv
+    sharded, qkv.weight = qkv.weight, nn.Parameter(torch.zeros(qkv.weight.shape))
+    with pytest.raises(RuntimeError, match=r"'blocks.0.qkv.weight' was replaced"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    qkv.weight = sharded
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = Transformer()
     model.to_empty(device="cpu")
