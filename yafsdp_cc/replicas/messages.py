@@ -129,6 +129,7 @@ class BackgroundSum:
         assert self._codec is not None
         total = self.total.data
         error_feedback.decode_sum(self._codec, self._messages, total.numel(), None, 0, total)
+        self.total.zero_padding()
 
 
 class PeerMessage:

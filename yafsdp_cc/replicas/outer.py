@@ -351,6 +351,7 @@ class Outer(ReplicaSync):
                 for sender in current.contributors:  # all at once would take room for each
                     message = exchange.buffers[n].narrow(0, sender, 1)
                     error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
+                fragment.delta.zero_padding()
                 delta.div_(len(current.contributors))
             fragment.step(self.lr, self.momentum)
             if current.contributes:

@@ -412,11 +412,18 @@ class LocalBuffer:
         self._padded_sizes = [-(-each.numel() // align) * align for each in like]
         self.data = torch.zeros(sum(self._padded_sizes), dtype=torch.float32, device=like[0].device)
         self.views = self.split(self.data)
+        parts = zip(self.data.split(self._padded_sizes), self._shapes, strict=True)
+        self._paddings = [part[shape.numel() :] for part, shape in parts if shape.numel() < part.numel()]
 
     def split(self, data: Tensor) -> list[Tensor]:
         """Return the part of each tensor in a buffer like this one."""
         parts = zip(data.split(self._padded_sizes), self._shapes, strict=True)
         return [part[: shape.numel()].view(shape) for part, shape in parts]
+
+    def zero_padding(self) -> None:
+        """Zero what is between tensors, after a message was decoded: codecs of few levels have none for zero."""
+        if self._paddings:
+            torch._foreach_zero_(self._paddings)
 
     def counts(self) -> Tensor:
         """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
