@@ -26,8 +26,9 @@ class ZeroOneAdam(OneBitAdam):
     first moment's too, and residuals wait. In all others the gradient of each rank is encoded with its residual, and
     the owner of a chunk makes the first moment from what it decodes; v stays.
 
-    Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not implemented:
-    the ranks of a shard have no whole weights to make them with, and replicas are held alike after every step.
+    Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not this
+    optimizer's: the ranks of a shard have no whole weights to make them with. Between replicas, with AdamW, it is
+    ``replicas.Outer(every=4, lr=1, momentum=0, codec="onebit", decay=1)``.
 
     Other than in the paper, both moments are corrected for their start at zero: v by the number of gradients that it
     has seen. After the first distances no element moves further in a step than exact Adam's can. Parameters that are
