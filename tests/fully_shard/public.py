@@ -32,7 +32,7 @@ FOLDER = "test/distributed/_composable/fsdp"
 API = "FULLY_SHARD"
 """Environment variable: whose functions a test runs with."""
 RANKS = 4
-SECONDS = 90
+SECONDS = 240
 """After which a test that hangs has failed."""
 CHANGES = [
     (r"@skip_if_lt_x_gpu\((\d+)\)", r"@skip_if_lt_x_gpu(\1, allow_cpu=True)"),
