@@ -412,7 +412,7 @@ def again(seed: int) -> None:
 
 def _batches() -> list[range]:
     first, _, last = SOAK.partition("-")
-    seeds = range(int(first), int(last) + 1) if last else range(int(first or 2 * BATCH))
+    seeds = range(int(first), int(last) + 1) if last else range(int(first or BATCH))
     return [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,29 +41,25 @@ def rehearse(*which: str, check: bool = True, **env: str) -> subprocess.Complete
     return run(sys.executable, "-m", "pytest", *plugins, *which, check=check, **env)
 
 
-ENGINE = "test_the_engine_allocates or never_waits or what_is_offloaded or without_cuda"
-KERNELS = "(captured or stream) and topk"
+CHOSEN = {
+    "tests/test_cuda.py": "test_the_engine_allocates or never_waits or what_is_offloaded or without_cuda",
+    "tests/bench/test_modelled.py": "numbers or train",
+    **({"tests/compression/test_kernels_cuda.py": "(captured or stream) and topk"} if has_native_kernels() else {}),
+}
+"""Of each file, which tests."""
 
 
-@pytest.mark.parametrize(
-    ("file", "chosen"),
-    [
-        ("tests/test_cuda.py", ENGINE),
-        ("tests/bench/test_modelled.py", "numbers or train"),
-        pytest.param("tests/compression/test_kernels_cuda.py", KERNELS, marks=WITH_KERNELS),
-    ],
-    ids=lambda value: value.rpartition("/")[2] if value.startswith("tests/") else "",
-)
-def test_tests_for_a_gpu_run(file: str, chosen: str) -> None:
-    printed = rehearse(file, "-k", chosen).stdout
-    assert "passed" in printed
+def test_tests_for_a_gpu_run_and_what_it_would_refuse_is_seen(tmp_path: Path) -> None:
+    """In one process, and with the same ranks."""
+    refused = tmp_path / "test_refused.py"
+    refused.write_text(REFUSED)
+    files = CHOSEN | {str(refused): "test_refused"}
+    chosen = " or ".join(f"{Path(file).name} and ({which})" for file, which in files.items())
+    printed = rehearse("-rp", *files, "-k", chosen).stdout
+    passed = re.findall(r"^PASSED (.*?)::", printed, re.MULTILINE)  # a file that lies elsewhere is not named
+    assert set(passed) == {*CHOSEN, ""}, printed
+    assert passed.count("") == 9, printed
     assert "failed" not in printed
-
-
-def test_the_rehearsal_sees_what_a_gpu_would_refuse(tmp_path: Path) -> None:
-    (tmp_path / "test_refused.py").write_text(REFUSED)
-    printed = rehearse(str(tmp_path / "test_refused.py"), check=False).stdout
-    assert "9 passed" in printed, printed
 
 
 REFUSED = """

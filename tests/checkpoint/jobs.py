@@ -55,6 +55,7 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ],
         lr=0.01,
+        fused=True,
     )
 
 

@@ -20,7 +20,7 @@ KERNELS = ROOT / "csrc" / "cpu" / "level.cpp"
 FLAGS = [
     "-std=c++17",
     "-O1",
-    "-g",
+    "-g1",  # lines, for what is reported
     "-ffp-contract=off",
     "-fsanitize=address,undefined,float-cast-overflow",
     "-fno-sanitize-recover=all",

@@ -14,6 +14,7 @@ import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
 from tests.internals import flat_params, groups_of, stop_autotuner
 from tests.ranks import on_ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 
 EVERY = ("fp32", "int8", "int4", "onebit", "bf16")
@@ -48,7 +49,7 @@ def switched() -> None:
         assert not any(each.any() for each in unsent(model).values())  # all has been said
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 def test_nothing_is_lost_from_one_codec_to_another(world):
     on_ranks(world, switched)
 
@@ -148,7 +149,7 @@ def resumed(folder: Any, compression: Any, codecs: list[str] | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has residuals")
-@pytest.mark.parametrize("readers", [2, 4])
+@pytest.mark.parametrize("readers", [also(2), 4])
 @pytest.mark.parametrize("codecs", [None, ["fp32"] * 3, ["int4", "int4", "onebit"]])
 def test_a_run_is_resumed_with_any_choice(readers, codecs, tmp_path):
     on_ranks(2, saved, tmp_path)

@@ -47,7 +47,7 @@ def train(api: Any, mesh: DeviceMesh, dims: Any, steps: int) -> dict[str, Tensor
     model = on_all_ranks(mesh)
     for module in (*model, model):
         api.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     figures: dict[str, Tensor] = {}
     for step in range(steps):
         torch.manual_seed(step)

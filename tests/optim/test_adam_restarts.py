@@ -12,6 +12,7 @@ import yafsdp_cc
 from tests.internals import mean_residuals_of, phase_of
 from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
@@ -90,7 +91,7 @@ def momentum_resumed(folder: Any, form: str) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [also(4, 2), (2, 4), (2, 1)])
 def test_a_run_goes_on_with_other_ranks_and_no_momentum_is_lost(before, after, form, tmp_path):
     on_ranks(before, momentum_saved, tmp_path, form)
     on_ranks(after, momentum_resumed, tmp_path, form)

@@ -23,6 +23,7 @@ from tests.internals import exact_gather_bytes, groups_of, mean_residuals_of
 from tests.models import VOCABULARY, WIDTH, Attention, Mlp
 from tests.ranks import on_ranks, ranks
 from tests.reference import far_apart, mean_gradients, mean_in_rank_order
+from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.engine.module import require_state
@@ -165,7 +166,7 @@ def parity() -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 def test_weights_are_those_of_one_process(world: int) -> None:
     """Tied, frozen, unused, used by one rank; accumulated, clipped; at every stage."""
     on_ranks(world, parity)
@@ -213,7 +214,7 @@ def resumed(folder: Path, steps: int) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [also(2, 4), (4, 2)])
 def test_resumes_at_another_number_of_ranks(writers: int, readers: int, tmp_path: Path) -> None:
     """Also from and to the states of ``torch.optim.Muon`` and ``torch.optim.AdamW``."""
     on_ranks(writers, saved, tmp_path / "checkpoint", 5)
@@ -459,7 +460,7 @@ def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
 # What it costs
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 def test_no_more_bytes_than_adamw_and_an_equal_share_of_the_work(world: int) -> None:
     on_ranks(world, costs)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import yafsdp_cc
 from tests.models import WIDTH, Checkpointed, Mlp
 from tests.ranks import ranks
+from tests.soak import also
 from tests.subclasses import (
     Bare,
     Codes,
@@ -83,7 +84,7 @@ class Forgetting(Float8Weight):
 # All-gather extensions -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_extensions_train_as_one_process_does(world: int) -> None:
     """To the bit, also where FSDP2 raises or hangs: rows that the ranks do not divide, weights kept in few ranks."""
@@ -127,7 +128,7 @@ def test_extensions_train_as_fsdp2_does() -> None:
             assert all(torch.equal(value, found[1][name]) for name, value in found[0].items()), (kind, policy)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_what_the_extension_makes_is_gathered(world: int) -> None:
     """Float8 and no scales: half of the bytes of bf16, and what plan and counters tell is what is sent."""
@@ -193,7 +194,7 @@ def test_extensions_from_the_meta_device() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_extensions_in_checkpoints(world: int, tmp_path: Path) -> None:
     """Weights, optimizer state, and norms of gradients are those of the weights that are trained, fp32."""
@@ -269,7 +270,7 @@ def parts(tensor: Any) -> list[Tensor]:
     return [whole_one.one, whole_one.other] if isinstance(whole_one, Bare) else [whole_one]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, also(4)])  # on two ranks to the bit
 @ranks("world")
 def test_two_tensors_train_as_in_fsdp2(world: int) -> None:
     """Values, gradients and optimizer state, to the bit on two ranks; shards of the class and plain gradients."""
@@ -340,7 +341,7 @@ class HalvesMlp(Mlp):
                 module.other = nn.Parameter(module.weight.detach() / 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_two_tensors_train_as_in_one_process(world: int) -> None:
     """Also where FSDP2 raises, or makes steps of other parameters twice: by loops, foreach and fused steps."""
@@ -631,7 +632,7 @@ def adapted(quantise: Callable[[Tensor], Any], width: int = 64) -> nn.Module:
     return nn.Sequential(*(LowRank(quantise(torch.randn(width, width) / 8), width) for _ in range(4)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 @ranks("world")
 def test_adapters_of_quantised_weights_train_as_in_one_process(world: int) -> None:
     for quantise in QUANTISED.values():

@@ -39,6 +39,8 @@ _FLAGS = (
     f"-I{_TORCH / 'include'}",
     f"-I{_TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
 )
+_FAST = ("check.cpp", "simt.cpp")
+"""What runs at each access and each turn of a thread; the rest takes longer to optimize than it runs."""
 _KERNEL_FLAGS = (
     "-O1",
     "-fsanitize=thread",  # calls check.cpp at every load and store
@@ -151,7 +153,7 @@ def build(kernels: Path) -> Path:
     running = [
         subprocess.Popen(
             [
-                *(str(compiler()), *_FLAGS, *(_KERNEL_FLAGS if source.suffix == ".cu" else ("-O2",))),
+                *(str(compiler()), *_FLAGS, *_flags_of(source)),
                 *(f"-I{kernels}", f"-I{folder}", "-x", "c++", "-c", str(source), "-o", str(built)),
             ],
             stderr=subprocess.PIPE,
@@ -167,6 +169,10 @@ def build(kernels: Path) -> Path:
     for built in objects:
         built.unlink()
     return library
+
+
+def _flags_of(source: Path) -> tuple[str, ...]:
+    return _KERNEL_FLAGS if source.suffix == ".cu" else ("-O2" if source.name in _FAST else "-O0",)
 
 
 def _ended(running: list[subprocess.Popen[bytes]]) -> None:
