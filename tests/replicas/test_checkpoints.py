@@ -22,17 +22,17 @@ from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
 
 SYNCS: dict[str, Callable[[], ReplicaSync]] = {
     "overlap-int4": lambda: Overlap("int4"),
-    "half-batches": lambda: Overlap(half_batches=True),
-    "gossip-int4": lambda: Gossip(codec="int4"),
-    "gossip-late": lambda: Gossip(overlap=1),
+    "gossip-late-int8": lambda: Gossip(overlap=1, codec="int8"),
     "outer-late-int4": lambda: Outer(every=2, fragments=2, delay=1, codec="int4"),
     "outer-start": lambda: Outer(every=2, sync_steps=4),
 }
 if SOAK:
     SYNCS |= {
         "overlap": Overlap,
+        "half-batches": lambda: Overlap(half_batches=True),
         "gossip": Gossip,
-        "gossip-late-int8": lambda: Gossip(overlap=1, codec="int8"),
+        "gossip-int4": lambda: Gossip(codec="int4"),
+        "gossip-late": lambda: Gossip(overlap=1),
         "outer": lambda: Outer(every=2),
         "outer-sparse": lambda: Outer(every=2, lr=1, momentum=0, codec="topk2bit"),
     }
