@@ -82,6 +82,19 @@ def test_what_is_run_again_is_cast_as_in_fsdp2(how: str, early_stop: bool) -> No
 
 
 @ranks(2)
+def test_whole_models_in_two_checkpoints_of_one_backward() -> None:
+    model, plain = twins(lambda: Spans("whole"), units=[Part])
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        halves = [checkpoint(lambda half: model(half).tanh(), half, use_reentrant=False) for half in x.chunk(2)]
+        return torch.cat(halves).square().mean()
+
+    batches = inputs()
+    loss(model, mine(batches)).backward()
+    same_gradients(model, means(plain, loss, batches), within=1e-6)
+
+
+@ranks(2)
 def test_a_unit_run_twice_in_one_checkpoint() -> None:
     model, plain = twins(Twice, units=[Part])
     for order in ((0, 1, 0), (0, 0), (0, 2, 2), (0, 1, 2, 0, 3), (2, 0, 1, 0, 2), (0, 2, 0, 1, 3, 2)):

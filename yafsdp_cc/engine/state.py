@@ -383,9 +383,9 @@ class FSDPState:
         That is, where what follows the model is in the same checkpoint as the model.
         """
         waiting = [each for each in self._iterations if each.has_gate and not each.is_finished]
-        if self._task != _graph_task() and len(waiting) == 1 and torch.is_grad_enabled():
+        if waiting and self._task != _graph_task() and torch.is_grad_enabled():
             with torch.no_grad():
-                self._reach(waiting[0])
+                self._reach(waiting[0])  # any of them: the others are reached in the same backward
 
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
