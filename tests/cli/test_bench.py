@@ -15,6 +15,7 @@ import yafsdp_cc.cli as cli
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
+from yafsdp_cc.bench import train
 
 OURS = "ours int8 / int8 weights"
 
@@ -73,14 +74,22 @@ finally:
     assert "\n  torch reduce-scatter\n" in shown.stdout
 
 
-def test_training_reports_the_bytes_that_crossed(tmp_path: Path) -> None:
+def test_training_reports_the_bytes_that_crossed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many as with longer sequences and after more steps."""
     with lab_of(ranks=2):
         pass
     flags = ["--bandwidth=200mbit", "--rounds=1", "--steps=1", "--json=figures.json"]
-    ran = yafsdp_cc("bench", "--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "2 ranks at 200mbit" in ran.stdout
-    assert max(map(len, ran.stdout.splitlines())) <= 120
+    command = ["bench", "--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["yafsdp-cc", *command])
+    monkeypatch.setattr(train, "LENGTH", 16)
+    monkeypatch.setattr(train, "WARM_UP", 1)
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "2 ranks at 200mbit" in printed
+    assert max(map(len, printed.splitlines())) <= 120
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["about"]["command"].startswith("yafsdp-cc bench --suite=train")
     figures = written["train"]["2"]["200mbit"]
@@ -125,7 +134,7 @@ def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with lab_of(ranks=2):
         pass
-    flags = ["--contestants=ours exact bf16", "--bandwidth=unshaped", "--rounds=10000"]
+    flags = ["--contestants=ours exact bf16", "--bandwidth=unshaped", "--rounds=10000", "--steps=1"]
     with started("bench", *flags, folder=tmp_path) as process:
         assert process.stderr is not None
         assert any("unshaped 1/10000 ours exact bf16" in line for line in process.stderr)

@@ -25,7 +25,7 @@ from tests.compression.deltas import (
 from tests.compression.ledger import loss_of, sharded
 from tests.internals import exact_gather_bytes, set_delta_part, unsharded_params
 from tests.ranks import on_ranks, ranks
-from tests.soak import also
+from tests.soak import SOAK, also
 from yafsdp_cc import Compression
 
 CODECS = ("int8", "fp8", "int4", "ternary", "onebit")
@@ -42,7 +42,7 @@ def as_the_rule_says(mesh_of: tuple[int, ...]) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             truth = look(model)
             assert is_exact(model, truth)
-            for step in range(5):
+            for step in range(5 if SOAK else 3):
                 train(model, optimizer, step)
                 now, seen = masters(model), look(model)
                 truth = {name: told(codec, now[name], whole) for name, whole in truth.items()}
@@ -70,7 +70,7 @@ def test_a_chunk_is_said_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @ranks(2)
 def test_weights_track_their_shards_whatever_the_rate(codec: str) -> None:
     for policy in (None, BF16):
-        for rate in (1e-7, 1e-4, 1e-1):
+        for rate in (1e-7, 1e-4, 1e-1) if SOAK or policy is None else (1e-4,):
             model = following(codec, mp_policy=policy)
             optimizer = torch.optim.SGD(model.parameters(), lr=rate)
             draws = torch.Generator().manual_seed(dist.get_rank())
@@ -98,7 +98,7 @@ def test_weights_track_their_shards_whatever_the_rate(codec: str) -> None:
 @ranks(2)
 def test_training_ends_where_exact_weights_end() -> None:
     ends = {}
-    for codec in (None, "int4", "ternary", "onebit"):
+    for codec in (None, "int4", "ternary", "onebit") if SOAK else (None, "int4", "onebit"):
         model = following(codec) if codec else sharded(None, zero_stage=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses = [train(model, optimizer, 5 * step) for step in range(120)]
@@ -106,7 +106,7 @@ def test_training_ends_where_exact_weights_end() -> None:
     start, exact = losses[0], ends[None]
     assert exact < 0.1 * start
     assert abs(ends["int4"] - exact) < 0.05 * exact
-    assert ends["ternary"] < 1.3 * exact
+    assert ends.get("ternary", exact) < 1.3 * exact
     assert ends["onebit"] < 2 * exact
 
 

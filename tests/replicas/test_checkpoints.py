@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.models import Mlp
 from tests.ranks import RankError, on_ranks
 from tests.replicas.test_overlap import ADAMW, batch, sharded, train
-from tests.soak import SOAK
+from tests.soak import SOAK, also
 from tests.twins import seeded, square, whole
 from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
 
@@ -41,11 +41,15 @@ SAVED, KILLED, STEPS = 3, 4, 5
 """Training saves after three steps; one rank is killed in the middle of the fifth, which is the last."""
 
 
-def test_killed_and_resumed_training_is_that_which_went_on(tmp_path: Path) -> None:
-    undisturbed = on_ranks(4, _trained, tmp_path / "undisturbed")
-    with pytest.raises(RankError):  # and the other ranks are killed then
-        on_ranks(4, _trained, tmp_path / "killed", True)
-    for expected, found in zip(undisturbed, on_ranks(4, _resumed, tmp_path / "killed"), strict=True):
+@pytest.mark.parametrize("is_killed", [False, also(True)])
+def test_resumed_training_is_that_which_went_on(tmp_path: Path, is_killed: bool) -> None:
+    """From what has been saved on the way, by a run that goes on or by one that is killed afterwards."""
+    undisturbed, folder = on_ranks(4, _trained, tmp_path / "undisturbed"), tmp_path / "undisturbed"
+    if is_killed:
+        folder = tmp_path / "killed"
+        with pytest.raises(RankError):  # and the other ranks are killed then
+            on_ranks(4, _trained, folder, True)
+    for expected, found in zip(undisturbed, on_ranks(4, _resumed, folder), strict=True):
         assert expected.keys() == SYNCS.keys()
         for sync, weights in expected.items():
             assert torch.equal(found[sync], weights), sync

@@ -17,6 +17,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import on_ranks, ranks
 from tests.replicas.test_overlap import Branches, batch, branches_loss, mesh_of, sharded, train
+from tests.soak import also
 from tests.twins import numbers, seeded, square, whole
 from yafsdp_cc.replicas import Gossip
 
@@ -118,7 +119,7 @@ def push_gradient(model: nn.Module, step: int) -> None:
         parameter.grad = numbers(*parameter.shape, seed=1000 * step + 100 * dist.get_rank() + place)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [also(2), 4])
 def test_what_codecs_lose_stays_with_the_sender(world: int) -> None:
     _check_sum(world=world)
 
