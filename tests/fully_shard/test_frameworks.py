@@ -59,6 +59,11 @@ def used() -> Any:
     return model
 
 
+def put_in_place(model: Any) -> Any:
+    model.head.weight = nn.Parameter(model.head.weight.full_tensor())
+    return model
+
+
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -80,6 +85,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "save with yafsdp_cc.save",
     ),
     "another dtype, after a forward": (lambda: used().to(torch.bfloat16), RuntimeError, "before the first forward"),
+    "a parameter put in another's place, after `fully_shard`": (
+        lambda: put_in_place(sharded())(torch.zeros(1, 2, dtype=torch.long)),
+        RuntimeError,
+        "'head.weight' was replaced .* change their values in place",
+    ),
+    "transforms of `torch.func`": (
+        lambda: torch.func.jvp(sharded().head, (torch.zeros(1, 32),), (torch.zeros(1, 32),)),
+        NotImplementedError,
+        "Use torch.autograd, or an unsharded model",
+    ),
     "another device": (lambda: sharded().to("meta"), RuntimeError, "cannot be converted or moved"),
     "offsets of shards": (
         lambda: [
