@@ -60,8 +60,8 @@ def measured():
 
 
 def test_beside_shards_a_rank_holds_little_more_than_one_unit():
-    # One layer's rows; beside them, gloo's thread holds the messages of exchanges before for as long as it does not run:
-    # on a busy machine that may be long, so there are some attempts.
+    # One layer's rows; beside them, gloo's thread holds the messages of exchanges before for as long as it does not
+    # run. On a busy machine that may be long, so there are some attempts.
     for _ in range(4):
         assigned, broadcast = (max(figures) for figures in zip(*on_ranks(2, measured), strict=True))
         print(f"\nin layers: {assigned:.2f} by assignment, {broadcast:.2f} by broadcast; shards are 4")

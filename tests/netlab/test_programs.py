@@ -82,5 +82,6 @@ def test_the_command_line_counts_by_bandwidth() -> None:
     assert [(line["bandwidth"], line["rank"]) for line in lines] == [
         (bandwidth, rank) for bandwidth in ("20mbit", "50mbit") for rank in "01"
     ]
-    assert all(300_000 < int(line["sent"]) < 330_000 for line in lines if line["rank"] == "1")
+    # With headers, and what a busy machine sends again.
+    assert all(300_000 < int(line["sent"]) < 400_000 for line in lines if line["rank"] == "1")
     assert all(float(line["wall_s"]) > 0 and float(line["sent_mbit_s"]) >= 0 for line in lines)
