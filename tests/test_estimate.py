@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_cc
+from tests.cli.command import yafsdp_cc as yafsdp_cc_command
 from tests.plan.test_step_time import plan as plan_of_blocks
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
@@ -175,8 +175,19 @@ def factory() -> Any:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "estimate.json"
-    run = estimate("tests.test_estimate:factory", "--ranks", "8,1024", "--json", str(out), *TIMES, "--checkpoint", "3")
-    assert run.returncode == 0, run.stderr
+    ran = yafsdp_cc_command(
+        "estimate",
+        "tests.test_estimate:factory",
+        "--ranks",
+        "8,1024",
+        "--json",
+        str(out),
+        *TIMES,
+        "--checkpoint",
+        "3",
+        folder=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
     few, many = json.loads(out.read_text())
     assert (few["ranks"], many["ranks"]) == (8, 1024)
     assert few["peak_bytes"] == sum(few["memory"].values())
@@ -184,7 +195,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert few["memory"]["optimizer state"] == few["plan"]["adamw_bytes"]
     assert few["seconds"]["total"] == pytest.approx(sum(list(few["seconds"].values())[:-1]))
     assert few["plan"]["communication"]["reduce"] < many["plan"]["communication"]["reduce"]
-    assert "A block keeps" in run.stdout
+    assert "A block keeps" in ran.stdout
 
 
 TIMES = ("--rate", "1tflops", "--link", "1gbit")
@@ -203,12 +214,6 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
-
-
-def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "yafsdp_cc", "estimate", *arguments], capture_output=True, text=True, check=False
-    )
 
 
 def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def reconstructed(form, dtype, steps, folder):
 @pytest.mark.parametrize(
     ("form", "dtype", "steps"),
     [
-        *((form, torch.bfloat16, 25) for form in ("sharded", "replicated", "tensor parallel")),
+        *((form, torch.bfloat16, 10) for form in ("sharded", "replicated", "tensor parallel")),
         *(also(form, dtype, 100) for form in ("sharded", "on four ranks") for dtype in (torch.bfloat16, FP8)),
     ],
 )

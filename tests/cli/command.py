@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TextIO
+
+import yafsdp_cc.cli.launch
+from yafsdp_cc.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def yafsdp_cc(*argv: object, folder: Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
+def yafsdp_cc(
+    *argv: object, folder: Path, timeout: float = 250, afresh: bool = False
+) -> subprocess.CompletedProcess[str]:
     """One command in ``folder``, to its end."""
-    with started(*argv, folder=folder) as process:
+    with started(*argv, folder=folder, afresh=afresh) as process:
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @contextmanager
-def started(*argv: object, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs; afterwards none of its processes may be left (they are ended, and the test fails)."""
+def started(*argv: object, folder: Path, afresh: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs; afterwards none of its processes may be left (they are ended, and the test fails).
+
+    It is a process of its own, with a session, streams and environment of its own, forked from this one, which has
+    imported torch: that takes longer than most commands. What they start are programs as for a user.
+
+    Args:
+        argv: of the command.
+        folder: that it runs in.
+        afresh: start an interpreter, as a shell does.
+    """
     mark = f"YAFSDP_CC_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
+    words = [str(word) for word in argv]
     process = subprocess.Popen(
-        [sys.executable, "-m", "yafsdp_cc", *map(str, argv)],
+        [sys.executable, "-m", "yafsdp_cc", *words],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # where the tests run behind a shell's "&"
+        # SIGINT is ignored where the tests run behind a shell's "&".
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        if afresh
+        else partial(_be_the_command, words, environment),
     )
     try:
         yield process
@@ -84,3 +106,39 @@ def _marked(mark: bytes) -> list[int]:
         except OSError:
             continue  # gone meanwhile, or not ours
     return found
+
+
+def _be_the_command(argv: list[str], environment: dict[str, str]) -> None:
+    """Run the command in this process, which was forked to start it, and end as its interpreter would."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # by one of them the other process waits for the program to start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(ROOT / "yafsdp_cc" / "__main__.py"), *argv]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the process ends
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    logging.getLogger().handlers.clear()  # pytest's
+    for handler in (each for logger in logging.Logger.manager.loggerDict.values() for each in _handlers_of(logger)):
+        handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)  # as an interpreter does
+    warnings.showwarning = _to_stderr  # type: ignore[assignment]
+    status: object = 1
+    try:
+        status = main(argv)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(int(status or 0))
+
+
+def _handlers_of(logger: object) -> list[logging.StreamHandler[TextIO]]:
+    return [each for each in getattr(logger, "handlers", ()) if type(each) is logging.StreamHandler]
+
+
+def _to_stderr(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))

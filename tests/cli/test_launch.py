@@ -55,7 +55,7 @@ def alone(folder: Path, body: str, name: str = "train.py") -> Path:
 
 
 def test_help_names_the_commands_at_once(tmp_path: Path) -> None:
-    shown = yafsdp_cc("--help", folder=tmp_path)
+    shown = yafsdp_cc("--help", folder=tmp_path, afresh=True)
     assert shown.returncode == 0
     assert "launch" in shown.stdout
     assert "demo" in shown.stdout
@@ -64,7 +64,7 @@ def test_help_names_the_commands_at_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_gets_the_nearest_name(tmp_path: Path) -> None:
-    shown = yafsdp_cc("lunch", folder=tmp_path)
+    shown = yafsdp_cc("lunch", folder=tmp_path, afresh=True)
     assert shown.returncode == 2
     assert "did you mean 'launch'?" in shown.stderr
 
@@ -82,7 +82,7 @@ say(f"{rank} of {os.environ['WORLD_SIZE']} {sys.argv} {beside.NAME} {__name__}")
 """
     (tmp_path / "deeper").mkdir()
     train = alone(tmp_path, body)
-    ran = yafsdp_cc(*TWO, train, "--lr", "3", "-m", folder=tmp_path / "deeper")
+    ran = yafsdp_cc(*TWO, train, "--lr", "3", "-m", folder=tmp_path / "deeper", afresh=True)
     assert ran.returncode == 0, ran.stderr
     said = [f"{rank} of 2 {[str(train), '--lr', '3', '-m']} the neighbour __main__\n" for rank in range(2)]
     assert (ran.stdout, ran.stderr) == (said[0], "")

@@ -100,7 +100,7 @@ def _mesh(world: int) -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))} if world == 4 else {}
 
 
-@pytest.mark.parametrize("world", [2, 4])  # 4: two replicas of two shards
+@pytest.mark.parametrize("world", [also(2), 4])  # 4: two replicas of two shards
 @ranks("world")
 def test_penalties_and_read_outs_have_the_gradients_of_the_whole_tensors(world: int) -> None:
     model, plain = twins(Mlp, **_mesh(world))
