@@ -124,13 +124,16 @@ def _be_the_command(argv: list[str], environment: dict[str, str]) -> None:
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)  # as an interpreter does
     warnings.showwarning = _to_stderr  # type: ignore[assignment]
-    status: object = 1
+    status: int | str | None = 1
     try:
         status = main(argv)
     except SystemExit as end:
         status = end.code
     except BaseException:
         traceback.print_exc()
+    if isinstance(status, str):  # sys.exit("why")
+        print(status, file=sys.stderr)
+        status = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(int(status or 0))
