@@ -18,6 +18,7 @@ from tests.optim.lossless import backward, loss_of, sharded, whole
 from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
+from tests.soak import also
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ReplicatedOneBitAdam, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {
@@ -79,7 +80,11 @@ def gone_on(kind: str, codec: str, folder: Any) -> None:
             assert (mine - theirs).norm() <= 2e-5 * theirs.norm()
 
 
-@pytest.mark.parametrize("kind", FAMILY)
+SOAKED = ("sgd-gradient", "lamb-gradient")
+"""What they keep of gradients is what Adam keeps of them."""
+
+
+@pytest.mark.parametrize("kind", [also(kind) if kind in SOAKED else kind for kind in FAMILY])
 def test_a_run_goes_on_at_any_number_of_ranks(kind, tmp_path):
     """With a codec that loses nothing, as it would have gone on; with one bit and as many ranks, bit for bit."""
     for codec, readers in (("lossless", (1, 3)), ("onebit", (2,))):
