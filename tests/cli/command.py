@@ -123,7 +123,9 @@ def _be_the_command(argv: list[str], environment: dict[str, str]) -> None:
     warnings.resetwarnings()
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)  # as an interpreter does
-    warnings.showwarning = _to_stderr  # type: ignore[assignment]
+    # No check of its own: pytest's recorder, inherited by the fork, would keep warnings that a user sees on stderr, where
+    # the tests of commands look for them.
+    warnings.showwarning = _to_stderr
     status: int | str | None = 1
     try:
         status = main(argv)
@@ -143,5 +145,12 @@ def _handlers_of(logger: object) -> list[logging.StreamHandler[TextIO]]:
     return [each for each in getattr(logger, "handlers", ()) if type(each) is logging.StreamHandler]
 
 
-def _to_stderr(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+def _to_stderr(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))

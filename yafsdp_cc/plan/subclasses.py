@@ -10,7 +10,7 @@ Three kinds can be sharded:
   makes it; what is gathered is what the extension of the class, or of that local tensor, makes of it
   (``engine.class_shards``).
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
-  tells its tensors by ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes, sharded and gathered as they are.
+  lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes, sharded and gathered as they are.
 
 The forward sees the class again, with its attributes and metadata, or what the extension makes.
 """
