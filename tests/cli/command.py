@@ -123,8 +123,7 @@ def _be_the_command(argv: list[str], environment: dict[str, str]) -> None:
     warnings.resetwarnings()
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)  # as an interpreter does
-    # No check of its own: pytest's recorder, inherited by the fork, would keep warnings that a user sees on stderr, where
-    # the tests of commands look for them.
+    # Not a check: pytest's recorder, which the fork inherits, would keep the warnings that tests look for on stderr.
     warnings.showwarning = _to_stderr
     status: int | str | None = 1
     try:

@@ -63,8 +63,9 @@ _OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_
 _MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
 """The backward under way in this thread, or -1."""
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
+"""The transforms of ``torch.func`` under way, or None."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -173,13 +174,12 @@ class FSDPState:
         """Before a forward of the root module, or of the part of it that was ``called``."""
         self.drop_interrupted()
         if self.iteration is not None:  # called from within its own forward
-            return args, kwargs, partial(self.post_root_forward, None, None)
+            return args, kwargs, lambda output: output
         iteration = None
-        is_recomputation = _graph_task() != -1
-        if is_recomputation:
-            self._reach_by_recomputation()
-        else:
+        if _graph_task() == -1:
             iteration = self.begin_iteration(called)
+        else:
+            self._reach_by_recomputation()
         if (self._input_dtype, self._input_device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
@@ -187,16 +187,21 @@ class FSDPState:
         forward = None
         if self.root_group is not None:
             args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
-        finish = self._post_root_recomputation if is_recomputation else partial(self.post_root_forward, iteration)
-        return args, kwargs, partial(finish, forward)
+        return args, kwargs, partial(self.post_root_forward, iteration, forward)
 
     def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
-        """After a forward of the root module, also after one that raised (with None); return what callers get."""
+        """After a forward of the root module, also after one that raised (with None); return what callers get.
+
+        Args:
+            iteration: None where activation checkpointing has run the forward again.
+            forward: of the root's own group, if it has one.
+            output: of the module.
+        """
         if forward is not None:
             assert self.root_group is not None
             output = self.post_forward(self.root_group, forward, output)
         if iteration is None:
-            return output
+            return convert_tensors(output, self._output_dtype)
         self.end_iteration()
         dtype, has_gate = self._output_dtype, iteration.has_gate
         if dtype is None and not has_gate:
@@ -209,13 +214,6 @@ class FSDPState:
             return tensor
 
         return map_tensors(output, finish)
-
-    def _post_root_recomputation(self, forward: GroupForward | None, output: Any) -> Any:
-        """After a forward of the root module that activation checkpointing has run again."""
-        if forward is not None:
-            assert self.root_group is not None
-            output = self.post_forward(self.root_group, forward, output)
-        return convert_tensors(output, self._output_dtype)
 
     def drop_interrupted(self) -> None:
         """Reset where an interrupt, which no hook of a module is told of, has ended the forward under way."""

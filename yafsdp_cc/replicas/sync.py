@@ -412,8 +412,8 @@ class LocalBuffer:
         self._padded_sizes = [-(-each.numel() // align) * align for each in like]
         self.data = torch.zeros(sum(self._padded_sizes), dtype=torch.float32, device=like[0].device)
         self.views = self.split(self.data)
-        parts = zip(self.data.split(self._padded_sizes), self._shapes, strict=True)
-        self._paddings = [part[shape.numel() :] for part, shape in parts if shape.numel() < part.numel()]
+        parts = zip(self.data.split(self._padded_sizes), self.views, strict=True)
+        self._paddings = [part[view.numel() :] for part, view in parts if view.numel() < part.numel()]
 
     def split(self, data: Tensor) -> list[Tensor]:
         """Return the part of each tensor in a buffer like this one."""
@@ -421,7 +421,7 @@ class LocalBuffer:
         return [part[: shape.numel()].view(shape) for part, shape in parts]
 
     def zero_padding(self) -> None:
-        """Zero what is between tensors, after a message was decoded: codecs of few levels have none for zero."""
+        """Zero the elements between tensors, which decoding may have set: few-bit codecs have no level for zero."""
         if self._paddings:
             torch._foreach_zero_(self._paddings)
 
