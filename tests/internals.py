@@ -33,11 +33,11 @@ from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.module import ShardedModule, require_state
+from yafsdp_cc.engine.module_parameters import named_sharded_parameters
 from yafsdp_cc.engine.offload import HostTransfer, HostTransfers
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.reductions import LazyReduction
-from yafsdp_cc.engine.shown import held_parameters
 from yafsdp_cc.engine.state import FSDPState, IterationState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback, StreamEvent
 
@@ -578,7 +578,7 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """As ``named_parameters()``, the sharded ones also where modules see unsharded weights outside of forwards."""
     seen: set[nn.Parameter] = set()
-    for name, parameter in held_parameters(model):
+    for name, parameter in named_sharded_parameters(model):
         if parameter not in seen:
             seen.add(parameter)
             yield name, parameter

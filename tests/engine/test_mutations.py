@@ -277,7 +277,7 @@ ROWS = [
     ),
     Row(
         "weights that unshard() shows are there",
-        partial(internals.break_waits_in, "register_held"),
+        partial(internals.break_waits_in, "register_until_reshard"),
         partial(trained, unshards),
     ),
     Row("a weight buffer is refilled after its last use", internals.break_buffer_release, plain),
@@ -300,7 +300,11 @@ ROWS = [
         FREED,
     ),
     Row("an all-gather comes after the optimizer", partial(internals.break_stream_order_in, "begin_iteration"), plain),
-    Row("... and that of unshard()", partial(internals.break_stream_order_in, "hold"), partial(trained, unshards)),
+    Row(
+        "... and that of unshard()",
+        partial(internals.break_stream_order_in, "unshard_until_reshard"),
+        partial(trained, unshards),
+    ),
     Row(
         "... where the forward waits for the optimizer's event alone",
         partial(internals.break_stream_order_in, "assemble"),

@@ -28,10 +28,10 @@ from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.engine.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
+from yafsdp_cc.engine.module_parameters import install_module_parameters, remove_module_parameters
 from yafsdp_cc.engine.sharding import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
-from yafsdp_cc.engine.shown import show_as_held, show_unsharded
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
-from yafsdp_cc.engine.unsharded import hold, register_held, reshard, reshard_for_state_dicts
+from yafsdp_cc.engine.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
 from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of, tensors_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class UnshardHandle(_UnshardHandle):
         """Let the group's modules see unsharded weights, and the current stream use them."""
         group, self._group = self._group, None
         if group is not None and group.held is not None:
-            register_held(self._state, self._spec, group)
+            register_until_reshard(self._state, self._spec, group)
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -97,9 +97,9 @@ class ShardedModule(FSDPModule, nn.Module):
         if spec is None:  # all that there is, is sharded within it
             return None
         if group is not None:
-            hold(group, elsewhere=state.awaits_backward)
+            unshard_until_reshard(group, elsewhere=state.awaits_backward)
         else:  # nothing to gather
-            register_held(state, spec, None)
+            register_until_reshard(state, spec, None)
         handle = UnshardHandle(state, spec, group)
         if async_op:
             return handle
@@ -458,8 +458,8 @@ def make_sharded(module: nn.Module) -> None:
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
-            show_unsharded(holder)
-            _undo_later(module, functools.partial(show_as_held, holder))
+            install_module_parameters(holder)
+            _undo_later(module, functools.partial(remove_module_parameters, holder))
     for hook in hooks:
         _undo_later(module, hook.remove)
     if len(specs_below(module)) > 1:

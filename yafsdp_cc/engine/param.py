@@ -47,7 +47,7 @@ class FSDPParam:
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees;
-        # named_parameters() shows it there, too (ShownParameters), and goes on to show the sharded parameter outside.
+        # named_parameters() shows it there, too (ModuleParameters), and goes on to show the sharded parameter outside.
         self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))

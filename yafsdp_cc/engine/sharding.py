@@ -40,10 +40,10 @@ from yafsdp_cc.engine.extensions import (
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
+from yafsdp_cc.engine.module_parameters import named_sharded_parameters
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
-from yafsdp_cc.engine.shown import held_parameters
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.report import RenamedFields
 from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
@@ -310,7 +310,7 @@ def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> lis
     """
     added = {
         name: parameter
-        for name, parameter in held_parameters(model)
+        for name, parameter in named_sharded_parameters(model)
         if not isinstance(parameter, FlatDTensor) and parameter not in ignored
     }
     if trained := [name for name, parameter in added.items() if parameter.requires_grad]:

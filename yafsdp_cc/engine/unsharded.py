@@ -37,7 +37,7 @@ class Engine(Protocol):
     def wait_for_transfers(self) -> None: ...
 
 
-def hold(group: ParamGroup, *, elsewhere: bool = True) -> None:
+def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
     """Gather the weights of ``group`` and keep them until ``release_held``.
 
     Args:
@@ -52,7 +52,7 @@ def hold(group: ParamGroup, *, elsewhere: bool = True) -> None:
     group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
 
 
-def register_held(state: Engine, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
+def register_until_reshard(state: Engine, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
     """Let modules see the weights that ``group`` holds, once these are gathered, and the replicated ones of ``spec``.
 
     Args:
@@ -61,7 +61,7 @@ def register_held(state: Engine, spec: ParamGroupSpec, group: ParamGroup | None)
         group: None where all parameters of ``spec`` are replicated.
     """
     if group is not None and group.held is not None and not group.registers_held:
-        hold(group)  # anew, where the weights have changed since
+        unshard_until_reshard(group)  # anew, where the weights have changed since
         group.registers_held = True
         group.context.wait(group.held.buffer.handle)
         group.register_unsharded(group.leaves(group.held))
@@ -93,8 +93,8 @@ def stay_unsharded(state: Engine, called: torch.nn.Module, ran: Iterable[ParamGr
         stays = spec.settings.stays_unsharded
         if spec.modules == (state.model,) if stays is None else stays:
             if group is not None:
-                hold(group)
-            register_held(state, spec, group)
+                unshard_until_reshard(group)
+            register_until_reshard(state, spec, group)
 
 
 def reshard(spec: ParamGroupSpec) -> None:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.mesh import all_gather_objects, broadcast_over, check_settings, shard_group
 from yafsdp_cc.engine.module import ShardedModule, check_shows_shards, ranks_of_model, require_state
-from yafsdp_cc.engine.shown import held_parameters
+from yafsdp_cc.engine.module_parameters import named_sharded_parameters
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
@@ -271,7 +271,7 @@ def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) 
 
 def sync_of(model: nn.Module) -> ReplicaSync | None:
     """Return what synchronizes the replicas of ``model``; None where nothing does."""
-    return next((sync for _, each in held_parameters(model) if (sync := _trained_by(each)) is not None), None)
+    return next((sync for _, each in named_sharded_parameters(model) if (sync := _trained_by(each)) is not None), None)
 
 
 def synchronize_replicas(model: nn.Module) -> None:

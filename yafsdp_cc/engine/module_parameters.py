@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
 
 
-class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
+class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
     """``module._parameters`` of a module that holds sharded parameters.
 
     By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
@@ -35,12 +35,12 @@ class ShownParameters(dict[str, "torch.nn.Parameter | None"]):
         self._attributes = module.__dict__
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._shown().items()
+        return self._visible().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._shown().values()
+        return self._visible().values()
 
-    def _shown(self) -> dict[str, Any]:
+    def _visible(self) -> dict[str, Any]:
         held: dict[str, Any] = dict(super().items())
         # Hooks of a backward run without grad mode; what activation checkpointing runs again there does not.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -124,17 +124,17 @@ class CastWhenUsed(DTensor):
         return f"{self._parameter!r} as {self.dtype}"
 
 
-def show_unsharded(module: torch.nn.Module) -> None:
+def install_module_parameters(module: torch.nn.Module) -> None:
     """Let ``module.parameters()`` give what forwards compute with, wherever the module's attributes do."""
-    module.__dict__["_parameters"] = ShownParameters(module)
+    module.__dict__["_parameters"] = ModuleParameters(module)
 
 
-def show_as_held(module: torch.nn.Module) -> None:
-    """Take back ``show_unsharded``."""
+def remove_module_parameters(module: torch.nn.Module) -> None:
+    """Take back ``install_module_parameters``."""
     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 
-def held_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield ``model.named_parameters()``, the sharded ones wherever one was sharded."""
     for prefix, module in model.named_modules():
         for name, parameter in dict.items(module._parameters):
