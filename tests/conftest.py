@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,19 @@ import torch
 from tests.soak import SOAK
 
 torch.set_num_threads(1)  # threads that an operation has started here would not be there in a forked rank
+
+_PARENT, _run_backward = os.getpid(), torch.autograd.graph._engine_run_backward
+
+
+def _only_in_ranks(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward, but not in the process that ranks are forked from: autograd of a torch that is built for CUDA has
+    threads then, and raises in every rank that is forked afterwards."""
+    if os.getpid() == _PARENT:
+        raise RuntimeError("a test runs a backward in the process that ranks are forked from: use tests.ranks.ranks(1)")
+    return _run_backward(*args, **kwargs)
+
+
+torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = _only_in_ranks
 
 FIRST = (
     "tests/test_device.py",

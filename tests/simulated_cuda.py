@@ -257,6 +257,9 @@ class Stream:
     def query(self) -> bool:
         return not self.naps
 
+    def is_capturing(self) -> bool:
+        return DEVICE.recorded is not None
+
     def synchronize(self) -> None:
         self.naps = False
 
@@ -421,6 +424,8 @@ def install() -> None:
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    # By optimizers, of a torch that is built for CUDA and asks its driver, which is not there.
+    torch.accelerator.current_stream = functions["current_stream"]
     torch.Generator = Generator  # type: ignore[misc]
     from yafsdp_cc.compression import error_feedback
 

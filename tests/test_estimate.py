@@ -143,6 +143,10 @@ def _counted(checkpointed: int) -> float:
 
 def test_attention_of_a_config_is_causal(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+    on_ranks(1, _attention_is_causal, tmp_path)
+
+
+def _attention_is_causal(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 96, **sizes}))
     subject = subject_of(str(tmp_path), 2, 32)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -282,7 +283,7 @@ def test_help_and_env_do_without_torch(command: str) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     if command == "env --json":
         found = json.loads(shown.stdout)
-        assert found["torch"] == torch.__version__
+        assert found["torch"] == version("torch")  # of the package: torch's own may add what it is built for
         assert found["native kernels"]
     else:
         assert f"usage: yafsdp-cc {command.split()[0]}" in shown.stdout
