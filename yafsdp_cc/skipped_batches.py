@@ -645,6 +645,8 @@ def _issue(state: FSDPState, op: _Op) -> None:
                 observer.before_forward()
     elif op.kind == REPLICATED:
         context.wait_for_reduces()
+        if context.replicas is not None:
+            context.replicas.all_reduce_kept()
         context.reduced.clear()
         context.fingerprint.record("reduce", "replicated parameters")
         state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())

@@ -7,14 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import yafsdp_cc
-from tests.models import Mlp
+from tests.models import Mlp, Skipping
 from tests.ranks import ranks
 from tests.soak import also
-from tests.twins import added, inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins, whole
+from tests.twins import (
+    added,
+    inputs,
+    means,
+    mine,
+    numbers,
+    reload,
+    same_gradients,
+    sgd,
+    square,
+    step_both,
+    twins,
+    whole,
+)
 
 
 @ranks(2)
@@ -43,6 +57,27 @@ def test_gradients_can_be_kept_whole_until_the_last_micro_batch(world: int) -> N
                 module.set_requires_gradient_sync(True, recurse=False)
         square(model, mine(batches[-1])).backward()
         truth = added(*(means(plain, square, micro) for micro in batches))
+        same_gradients(model, truth, within=1e-6)
+        step_both(model, plain, truth, optimizers)
+        reload(plain, model)
+
+
+@ranks(4)
+def test_a_unit_that_the_last_micro_batch_leaves_out_is_summed_over_replicas_all_the_same() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, plain = twins(Skipping, units=[nn.Linear], mesh=mesh)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
+        out: Tensor = model(*batch).square().mean()
+        return out
+
+    optimizers = sgd(model, plain)
+    for step in range(2):  # gradients of the first step are still in the buffer of those of the second
+        micros = [[(numbers(3, 64, seed=10 * (2 * step + n) + rank), n == 1) for rank in range(4)] for n in range(2)]
+        for sums, batches in enumerate(micros):
+            model.set_requires_all_reduce(bool(sums))
+            loss(model, mine(batches)).backward()
+        truth = added(*(means(plain, loss, batches) for batches in micros))
         same_gradients(model, truth, within=1e-6)
         step_both(model, plain, truth, optimizers)
         reload(plain, model)

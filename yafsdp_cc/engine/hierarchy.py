@@ -88,10 +88,14 @@ class PartialReduceOutput:
                 target.add_(part)
         self.used = list(used) if self.used is None else [a or b for a, b in zip(self.used, used, strict=True)]
         if self._replicas.sums:
-            stream = self._replicas.stream
-            stream.wait_for_caller()  # the reduce stream, which has just written the sum
-            stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
-            self._replicas.count_bytes(self.all_reduce.sent_bytes)
+            self.issue_all_reduce()
+
+    def issue_all_reduce(self) -> None:
+        """Sum over replicas, and have the total added to ``.grad``."""
+        stream = self._replicas.stream
+        stream.wait_for_caller()  # which has written the sum, or has waited for the reduce stream, which has
+        stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
+        self._replicas.count_bytes(self.all_reduce.sent_bytes)
 
     def _finish(self) -> None:
         self.all_reduce.finish(self.total)
@@ -120,6 +124,16 @@ class Replicas:
         output = PartialReduceOutput(self, flat, flat.all_reduce)
         self._outputs.append(output)
         flat.add_sum = output.add
+
+    def all_reduce_kept(self) -> None:
+        """Sum over replicas what earlier backwards have left of groups that this one has not reduced.
+
+        The same on all ranks, as reduces are. None is in flight.
+        """
+        for output in self._outputs:
+            if output.used is not None:
+                output.issue_all_reduce()
+        self.wait()
 
     def wait(self) -> None:
         """Wait for all sums over replicas that were issued."""

@@ -487,6 +487,8 @@ class FSDPState:
         for observer in context.observers:
             observer.after_backward()
         context.wait_for_reduces()
+        if context.replicas is not None:
+            context.replicas.all_reduce_kept()
         reduced: dict[FSDPParam, bool] = {}
         for flat, used in context.reduced:
             for param, was_written in zip(flat.params, used, strict=True):
