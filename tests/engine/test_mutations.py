@@ -349,7 +349,12 @@ ROWS = [
         2,
     ),
     Row("... and used after that", partial(internals.break_handle_wait_in, "all_reduce"), plain, 2),
-    Row("replicas sum after the shard's ranks", partial(internals.break_stream_order_in, "add"), with_replicas, 2),
+    Row(
+        "replicas sum after the shard's ranks",
+        partial(internals.break_stream_order_in, "issue_all_reduce"),
+        with_replicas,
+        2,
+    ),
     Row("... and a backward ends after that", internals.break_wait_for_replicas, with_replicas, 2),
     Row("autograd adds to .grad after reduces", internals.break_wait_of_autograd, partial(trained, penalised)),
     Row("what nobody has written is zero", internals.break_zeroing, branches, 2, NUMBERS),
