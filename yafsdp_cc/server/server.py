@@ -115,6 +115,8 @@ class ParameterServer:
         self.shard = ServerShard(own, world, optimizer, max_staleness=max_staleness, **settings)
         """What this rank serves; for reading."""
         self._pushes, self._has_pulled, self._is_closed, self._failure = 0, False, False, ""
+        self._sends: list[tuple[int, Any]] = []
+        """Requests under way, whose tensors are not to be changed."""
         self._changed = threading.Condition()
         """Of the shard or the failure: whoever reads or writes these holds it."""
         self._threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._peers]
@@ -133,6 +135,7 @@ class ParameterServer:
         answers = [self._start(dist.irecv, self._weights[peer], peer, ANSWER) for peer in self._peers]
         self._weights[self._rank] = self._pulled_by(self._rank)
         self._wait(answers, 2 * self._timeout)  # those who answer may have to wait, too
+        self._sends.clear()  # requests are received in order: who has answered has all of them
         _copy(self._views(self._weights), self._params)
         self._has_pulled = True
 
@@ -235,13 +238,14 @@ class ParameterServer:
     # Messages --------------------------------------------------------------------------------------------------------
 
     def _send(self, request: int, messages: Tensor | None = None) -> None:
-        """Send a request to all other ranks, and to each its row of ``messages``."""
+        """Begin to send a request to all other ranks, and to each its row of ``messages``.
+
+        Not waited for: gloo has been seen not to end a send to a rank that ends at that time, unlike a receive.
+        """
         self._check_open()
-        sends = []
         for peer in self._peers:
             for part in (torch.tensor([request], device="cpu"), *([] if messages is None else [messages[peer]])):
-                sends.append(self._start(dist.isend, part, peer, REQUEST))
-        self._wait(sends, self._timeout)
+                self._sends.append(self._start(dist.isend, part, peer, REQUEST))
 
     def _check_open(self) -> None:
         if self._is_closed:
