@@ -102,8 +102,9 @@ current=
 ended() {
     local job # asked for here: a signal may come before a variable of it is set
     for job in $(jobs -p); do
-        kill -TERM "$job"
-        wait "$job"
+        # `timeout` leads a process group, which is signalled as long as there is one: a signal between a fork and
+        # an exec is lost, in the job as in what it has started.
+        while kill -TERM -- "-$job" || kill -TERM "$job"; do sleep 0.2; done 2>/dev/null
     done
     [ -z "$current" ] || record "$current" killed
     exit 143
