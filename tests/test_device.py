@@ -376,7 +376,7 @@ class Device(Pair):
 
     def _codec(self, codec: str) -> None:
         state = internals.state_of(self.model)
-        if self.plot["compression"]["gradients"] == "auto" and state.may_retire:
+        if self.plot["compression"]["gradients"] == "auto" and state.may_retire():
             internals.set_tuned_codecs(self.model, [codec] * len(internals.groups_of(self.model)))
 
     def _all_reduce(self, on: bool) -> None:

@@ -378,7 +378,7 @@ class _Block:
         self._recorders: list[_Recorder] = []
         self._versions = self._weights()
         self._outdated = [state.outdated for state in self.states]
-        self._before = [weakref.WeakSet(state._iterations) for state in self.states]
+        self._before = [state.awaited_backwards for state in self.states]
         """Forwards that were there before."""
 
     def open(self) -> None:
@@ -480,8 +480,7 @@ class _Block:
                 continue
             state.context.wait_for_reduces()
             _let_go(state)
-            for iteration in set(state._iterations) - set(before):
-                iteration.is_finished = True  # nobody is to wait for its backward
+            state.awaited_backwards = before  # nobody is to wait for those of this block
             state.reset()
         for rollback in self._rollbacks:
             rollback.restore()

@@ -66,7 +66,7 @@ def current_state(module: nn.Module) -> FSDPState:
     A module without one becomes the root, unless it was sharded as a part of another.
     """
     state = state_of(module)
-    if state is not None and not (state.outdated and state.may_retire):
+    if state is not None and not (state.outdated and state.may_retire()):
         return state
     spec = spec_of(module if state is None else state.model)
     return assemble(module if spec is None else spec.outermost.modules[0])

@@ -37,6 +37,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
+from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
@@ -115,8 +116,10 @@ class FSDPState:
         self.entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = {}
         """For modules whose forwards are under way, what is to run on their outputs, the innermost last."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
-        """Those whose graphs there are."""
-        self._backward_iteration: IterationState | None = None
+        """Those whose graphs there are: not the same on every rank."""
+        self.awaited_backwards = 0
+        """How many backwards may come through forwards at the weights of ``_awaited_version``."""
+        self._awaited_version = -1
         self._task = -1
         """The backward under way, or -1; still set where an exception has ended it."""
         self._active_calls: list[GroupCall] = []
@@ -148,13 +151,27 @@ class FSDPState:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the backward of a forward is under way or may come."""
-        return any(iteration.has_gate and not iteration.is_finished for iteration in self._iterations)
+        """Whether the backward of a forward is under way or may come: every rank finds the same.
 
-    @property
+        So forwards are counted: a rank that looks for their graphs may find one that others have dropped, which a log
+        keeps, or a thread of gloo for a moment. No backward comes once the weights have changed; it would raise.
+        """
+        is_in_forward = self.iteration is not None and self.iteration.has_gate
+        return is_in_forward or (self.awaited_backwards > 0 and self._awaited_version == self._version())
+
     def may_retire(self) -> bool:
-        """Whether another assembly may take over: nothing is under way, and no backward is awaited."""
-        return self.iteration is None and _graph_task() == -1 and self.is_idle and not self.awaits_backward
+        """Return whether another assembly may take over: nothing is under way, and no backward is awaited.
+
+        A collective where forwards have not been followed by backwards: whether a rank still has the graph of one.
+        """
+        if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
+            return False
+        if self.awaits_backward:
+            has_graph = any(iteration.awaited_version == self._awaited_version for iteration in self._iterations)
+            if any(all_gather_objects(has_graph, all_groups(self.context.info.mesh))):
+                return False
+            self.awaited_backwards = 0
+        return True
 
     def retire(self) -> None:
         """Let go of all buffers: another assembly takes the parameters over."""
@@ -168,6 +185,10 @@ class FSDPState:
         self.groups, self.root_group, self._orders, self._order = (), None, {}, []
         self.context.release()
 
+    def _version(self) -> int:
+        """Return what changes whenever a weight does."""
+        return sum([flat.version for flat in self.flats])
+
     # A forward of the root module ----------------------------------------------------------------------------------
 
     def pre_root_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
@@ -178,8 +199,11 @@ class FSDPState:
         iteration = None
         if _graph_task() == -1:
             iteration = self.begin_iteration(called)
-        else:
-            self._reach_by_recomputation()
+        elif torch.is_grad_enabled() and self._task != _graph_task():  # so what follows the model is run again, too
+            if any(param.parameter.requires_grad for param in self.params):
+                _check_recomputation("the model")
+            with torch.no_grad():
+                self._enter_backward()
         if (self._input_dtype, self._input_device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
@@ -251,6 +275,8 @@ class FSDPState:
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
             iteration._anchor = None  # it would keep its own graph alive
+            if iteration.trains or iteration.trained:
+                self._await_backward(iteration)
         self.context.in_forward = False
         self._orders[self._called] = self._order
         self.replicated.register_sharded()
@@ -303,8 +329,6 @@ class FSDPState:
         if torch.is_grad_enabled():
             call = GroupCall(group, unsharded, iteration)
             args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
-        else:
-            iteration.ungated.add(group)
         group.register_unsharded(views)
         span = group.forward_span.start() if self.context.traces else None
         return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
@@ -375,32 +399,14 @@ class FSDPState:
 
         return map_tensors(output, finish)
 
-    def _reach_by_recomputation(self) -> None:
-        """Begin the backward where activation checkpointing runs a forward again before any output is reached.
-
-        That is, where what follows the model is in the same checkpoint as the model.
-        """
-        waiting = [each for each in self._iterations if each.has_gate and not each.is_finished]
-        if waiting and self._task != _graph_task() and torch.is_grad_enabled():
-            with torch.no_grad():
-                self._reach(waiting[0])  # any of them: the others are reached in the same backward
-
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
 
         Its graph is thrown away, so nothing is gated; but what it saves is read by the backward, so the buffer is kept
         until that is over.
         """
-        iteration = self._backward_iteration
-        ran_without_grad = iteration is not None and group in iteration.ungated - {
-            call.group for call in iteration.calls
-        }
-        if torch.is_grad_enabled() and ran_without_grad:
-            raise RuntimeError(
-                f"unit '{group.name}' is run again by reentrant activation checkpointing, which hides its gradients "
-                "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
-                "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
-            )
+        if torch.is_grad_enabled():
+            _check_recomputation(f"unit '{group.name}'")
         group.recomputed_in = _graph_task()
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
@@ -409,20 +415,40 @@ class FSDPState:
 
     # A backward ----------------------------------------------------------------------------------------------------
 
+    def _await_backward(self, iteration: IterationState) -> None:
+        """Count a forward that a backward may come through."""
+        version = self._version()
+        if version != self._awaited_version:
+            self.awaited_backwards, self._awaited_version = 0, version
+        self.awaited_backwards += 1
+        iteration.awaited_version = version
+
+    def _stop_awaiting(self, iteration: IterationState) -> None:
+        """Uncount a forward whose backward has come, unless that has left the graph for another one."""
+        if not _keeps_graph():
+            if iteration.awaited_version == self._awaited_version:
+                self.awaited_backwards -= 1
+            iteration.awaited_version = None
+
     def _reach(self, iteration: IterationState, _: Tensor | None = None) -> None:
         """Handle that a backward has come to ``iteration``."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True went through a sharded model: weights that a second backward "
+                "would read are gone by then. Compute gradient penalties on an unsharded model"
+            )
+        self._enter_backward()
+        if not self.context.wants_grads:  # its root gate may never be reached
+            self._stop_awaiting(iteration)
+
+    def _enter_backward(self) -> None:
+        """Begin with the backward under way unless it has begun."""
         self.drop_interrupted()
         if self.retired:
             raise RuntimeError(
                 "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
                 "forward, ...): run the forward again"
             )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a backward with create_graph=True went through a sharded model: weights that a second backward "
-                "would read are gone by then. Compute gradient penalties on an unsharded model"
-            )
-        self._backward_iteration = iteration
         task = _graph_task()
         if task == self._task:
             return
@@ -432,7 +458,7 @@ class FSDPState:
         self.context.reach_backward()
         for observer in self.context.observers:
             observer.before_backward()
-        if not self.context.wants_grads:  # its root gate may never be reached
+        if not self.context.wants_grads:  # no root gate may be reached, which would end it
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
             self.replicated.trainable()
@@ -522,7 +548,7 @@ class FSDPState:
         while self._active_calls:
             self._active_calls.pop().end()
         self.context.release_recomputed()
-        self._task, self._backward_iteration = -1, None
+        self._task = -1
         if self.iteration is None:
             self.replicated.register_sharded()
             for group in self.groups:
@@ -590,16 +616,14 @@ class IterationState:
     def __init__(self, state: FSDPState) -> None:
         self.state = state
         self.calls: list[GroupCall] = []
-        self.ungated: set[ParamGroup] = set()
-        """Groups that ran without grad mode, and so have no gate."""
         self.trained: list[FSDPParam] = []
         """Replicated parameters behind the gate."""
         self.trains = False
         """Whether something that requires a gradient has come up, as far as every rank can tell."""
         self.has_gate = False
         """Whether a backward may come."""
-        self.is_finished = False
-        """Whether one has come, gone through all of it, and left no graph for another one."""
+        self.awaited_version: int | None = None
+        """Of the weights, where this is one of ``awaited_backwards``."""
         self._pending: dict[ParamGroup, int] = {}
         """Calls of each group that the backward has not ended."""
         self._steps: list[tuple[GroupCall, bool]] = []
@@ -647,7 +671,7 @@ class IterationState:
         if state.context.wants_grads:
             self.advance(None, ends=True)
             state.finish_backward(self, grads[inputs:])
-            self.is_finished = not _keeps_graph()
+            state._stop_awaiting(self)
             self._steps = []  # another backward plans anew
         return (*grads[:inputs], *(None for _ in self.trained))
 
@@ -841,6 +865,19 @@ class _Caller:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
+
+
+def _check_recomputation(name: str) -> None:
+    """Raise a ``RuntimeError`` where a backward runs ``name`` again as reentrant activation checkpointing does.
+
+    It is the other kind that runs forwards again under hooks for the tensors that these save.
+    """
+    if _saved_tensor_hooks(False) is None:
+        raise RuntimeError(
+            f"{name} is run again by reentrant activation checkpointing, which hides its gradients "
+            "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
+            "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
+        )
 
 
 class ModelContents:
