@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import yafsdp_cc
-from tests.models import CASES, WIDTH, Block, Part, import_models, llama
+from tests.models import CASES, WIDTH, Block, Mlp, Part, import_models, llama
 from tests.ranks import ranks
 from tests.twins import inputs, means, mine, same_gradients, seeded, square, trains_on, twins, whole
 
@@ -132,6 +132,19 @@ def test_reentrant_checkpointing_is_right_or_refused_by_name(how: str) -> None:
         said = ""
         same_gradients(model, means(plain, square, batches))
     assert not said or "use_reentrant" in said
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@ranks(2)
+def test_reentrant_checkpointing_of_the_model_is_refused(keeps: bool) -> None:
+    """Also where the graph of another forward is still there."""
+    model, _ = twins(Mlp)
+    x = mine(inputs()).requires_grad_()
+    kept = model(x) if keeps else None
+    out = checkpoint(model, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"the model is run again by reentrant .* use_reentrant=False"):
+        out.sum().backward()
+    del kept
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -6,11 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests import internals
 from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
 from tests.ranks import ranks
-from tests.twins import added, inputs, means, mine, numbers, same_gradients, square, trains_on, twins
+from tests.twins import (
+    added,
+    inputs,
+    means,
+    mine,
+    numbers,
+    reload,
+    same_gradients,
+    sgd,
+    square,
+    step_both,
+    trains_on,
+    twins,
+)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -24,6 +39,48 @@ def test_two_forwards_before_one_backward(reshard: bool | None) -> None:
 
     steps = [list(zip(inputs(step=step), inputs(step=step + 50), strict=True)) for step in range(3)]
     trains_on(model, plain, both, steps, within=1e-6)
+
+
+@pytest.mark.parametrize("change", ["unshard", "setting"])
+@ranks(2)
+def test_a_rank_may_keep_the_graph_of_a_forward_without_a_backward(change: str) -> None:
+    """Others have dropped it, and ranks gather the same in the same order nevertheless."""
+    model, plain = twins(Mlp)
+    optimizers = sgd(model, plain)
+    kept = [model(mine(inputs()))]
+    if dist.get_rank() == 0:
+        kept.clear()
+    for step in range(3):
+        if change == "unshard":
+            model.blocks[0][0].unshard()
+            model.blocks[1][0].unshard(async_op=True)
+        elif change == "setting":
+            model.set_reshard_after_forward(bool(step))
+        square(model, mine(inputs(step=step))).backward()
+        truth = means(plain, square, inputs(step=step))
+        same_gradients(model, truth)
+        if step:  # the first time weights stay as they were in the forward that is kept
+            step_both(model, plain, truth, optimizers)
+            reload(plain, model)
+        model.zero_grad()
+
+
+@ranks(2)
+def test_settings_wait_for_awaited_backwards() -> None:
+    """Not for those of forwards whose graphs nobody has any more."""
+    model, plain = twins(Mlp)
+    model(mine(inputs()))
+    before = internals.state_of(model)
+    model.set_reshard_after_forward(False)
+    loss = square(model, mine(inputs()))
+    state = internals.state_of(model)
+    assert state is not before
+    model.set_reshard_after_forward(True)
+    square(model, mine(inputs(step=1))).backward()
+    assert internals.state_of(model) is state
+    loss.backward()
+    same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (1, 0))))
+    assert internals.state_of(model) is not state
 
 
 @ranks(2)
