@@ -84,6 +84,32 @@ def test_settings_wait_for_awaited_backwards() -> None:
 
 
 @ranks(2)
+def test_no_backward_is_awaited_behind_an_optimizer_step() -> None:
+    """Also where nothing that is sharded is trained."""
+    model, _ = twins(Mlp)
+    model.requires_grad_(False)
+    model.leave.bias.requires_grad_()
+    assert "replicated" in repr(model.leave.bias)
+    (optimizer,) = sgd(model)
+    state = internals.state_of(model)
+    model(mine(inputs()))
+    square(model, mine(inputs())).backward()
+    assert state.awaits_backward
+    optimizer.step()
+    assert not state.awaits_backward
+    x = mine(inputs())
+    model.requires_grad_(False)
+    model(x)
+    assert not state.awaits_backward
+    loss = square(model, x.requires_grad_())
+    assert state.awaits_backward
+    loss.backward(retain_graph=True)
+    assert state.awaits_backward
+    loss.backward()
+    assert not state.awaits_backward
+
+
+@ranks(2)
 def test_retain_graph_adds_the_gradient_again() -> None:
     model, plain = twins(Mlp)
     for step in range(2):

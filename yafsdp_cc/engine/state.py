@@ -139,7 +139,7 @@ class FSDPState:
 
     @property
     def flats(self) -> Iterator[FlatParam]:
-        """All ``FlatParam``, in module order."""
+        """All sharded ``FlatParam``, in module order."""
         return (flat for group in self.groups for flat in group.flats)
 
     @property
@@ -187,7 +187,7 @@ class FSDPState:
 
     def _version(self) -> int:
         """Return what changes whenever a weight does."""
-        return sum([flat.version for flat in self.flats])
+        return sum([flat.sharded._version for flat in (*self.flats, *self.replicated.flats)])
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
