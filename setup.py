@@ -59,7 +59,14 @@ class Build(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # rather none than an old one; a process that has it loaded keeps it
+        try:
+            # A build that is ended by a signal leaves the old library; a process that has it loaded keeps that.
+            self.linked(target.with_suffix(".fresh.so")).replace(target)
+        except Exception:
+            target.unlink(missing_ok=True)  # which these sources do not make
+            raise
+
+    def linked(self, target: Path) -> Path:
         torch = torch_home()
         if torch is None:
             raise CompileError("torch is not installed where this is built: pip install --no-build-isolation")
@@ -75,6 +82,7 @@ class Build(build_ext):
         self.compiler.link_shared_object(
             objects, str(target), libraries=["torch_cpu"], library_dirs=[str(torch / "lib")], target_lang="c++"
         )
+        return target
 
     def compiled(self, sources: list[str], flags: list[str], folder: str) -> list[str]:
         target = [("TORCH_TARGET_VERSION", OLDEST_TORCH)]

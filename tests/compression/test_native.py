@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,3 +132,42 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "yes")
     with pytest.raises(ValueError, match="YAFSDP_CC_NATIVE=yes: 0, 1, auto are known"):
         error_feedback.ops_for(CPU)
+
+
+@pytest.fixture
+def stale(tmp_path: Path) -> Path:
+    """Where ``build_library`` would put the library: an older one."""
+    library = tmp_path / "yafsdp_cc" / "compression" / "_native.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"older")
+    return library
+
+
+def build_library(folder: Path, compiler: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={folder}", f"--build-temp={folder / 'temp'}"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"YAFSDP_CC_NATIVE": "1", "CXX": compiler, "CC": compiler},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # so that the compiler can be ended with it
+    )
+
+
+def test_a_build_that_is_killed_leaves_the_old_library(stale: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ntouch {started}\nsleep 60\n")
+    compiler.chmod(0o755)
+    build = build_library(tmp_path, str(compiler))
+    while not started.exists():
+        assert build.poll() is None, "the build ended before it compiled"
+        time.sleep(0.02)
+    os.killpg(build.pid, signal.SIGKILL)
+    build.wait()
+    assert stale.read_bytes() == b"older"
+
+
+def test_a_build_that_fails_leaves_no_library_of_other_sources(stale: Path, tmp_path: Path) -> None:
+    assert build_library(tmp_path, "false").wait() != 0
+    assert not stale.exists()
