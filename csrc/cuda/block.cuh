@@ -134,7 +134,7 @@ DEVICE void encode_block(const EncodeJob& job, const Place& place, C& codec) {
         for (int r = 0; r < ROWS; ++r) {
             int steps[4];
 #pragma unroll
-            for (int c = 0; c < 4; ++c) steps[c] = clamped(__float2int_rn(mul(it.due[r][c], step.inverse)), 127);
+            for (int c = 0; c < 4; ++c) steps[c] = nearest(mul(it.due[r][c], step.inverse));
             const unsigned words[1] = {bytes_of(steps)};
             rows_detail::store_four(residual.data, home + patch * PATCH + r * int(LANES), residual.wide, words);
         }

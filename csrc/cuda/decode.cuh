@@ -43,13 +43,15 @@ DEVICE void take_messages(const DecodeJob& job, unsigned first, unsigned last, u
 
 // Every team takes a patch. TOGETHER blocks that share their bytes are neighbours in the order of the teams.
 template <class Reader, int ROWS, unsigned TOGETHER>
-__global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob job) {
+__global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob given) {
+    const DecodeJob job = known(given);
     const unsigned first_block = unsigned(job.start / job.block), blocks = unsigned(job.count / job.block);
     const unsigned patches = unsigned(job.block) / (ROWS * LANES);
     const unsigned of_each = (blocks + TOGETHER - 1) / TOGETHER * TOGETHER * patches;
     const unsigned units = of_each * (job.sum ? 1 : job.messages), teams = gridDim.x * (DECODE_THREADS / TEAM);
-    for (unsigned unit = (blockIdx.x * DECODE_THREADS + threadIdx.x) / TEAM; unit < units; unit += teams) {
-        const unsigned row = unit / of_each, of_row = unit % of_each;
+    unsigned unit = (blockIdx.x * DECODE_THREADS + threadIdx.x) / TEAM;
+    for (Walk walk(unit, teams, of_each); unit < units; unit += teams, walk.go_on()) {
+        const unsigned row = walk.row, of_row = walk.of_row;
         const unsigned block = of_row / (TOGETHER * patches) * TOGETHER + of_row % TOGETHER;
         const int patch = int(of_row / TOGETHER % patches);
         if (block >= blocks) continue;

@@ -129,7 +129,12 @@ void decode(const DecodeJob& job, CodecNumber codec, Stream stream);
 void update(const UpdateJob& job, Stream stream);
 void update_lamb(const LambJob& job, Stream stream);
 
-// What they call: the kernel ``name`` of ``file``, as the source spells both, of at most ``most`` thread blocks.
-void launch(const char* file, const char* name, const void* job, unsigned long long most, int threads, Stream stream);
+// A kernel ``name`` of ``file``, as the source spells both, compiled for jobs of which this is ``known`` (rows.cuh).
+struct KernelName {
+    const char *file, *name, *known;
+};
+
+// What they call: of at most ``most`` thread blocks.
+void launch(const KernelName& kernel, const void* job, unsigned long long most, int threads, Stream stream);
 
 } // namespace yafsdp_cc

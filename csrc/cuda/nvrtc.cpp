@@ -2,14 +2,17 @@
 //
 // NVRTC, CUDA's compiler at run time, and the driver are opened by a library that every torch with CUDA has. So nothing
 // of CUDA is needed to build this, and one build serves every GPU and every version of CUDA. What is used of both is
-// declared here as their manuals have it. A kernel takes NVRTC a quarter of a second, and a process needs a few.
+// declared here as their manuals have it. A kernel takes NVRTC a fifth to a half of a second (topk: up to a second), and a
+// process needs a few.
 //
 // How many thread blocks: the kernels go round a loop, so that a grid of any size does the work. They move memory and
 // nothing else, and a GPU has more multiprocessors than it takes to keep its memory busy: of an H200 (4.8 TB/s, latency
-// near 0.8 µs) some 4 MB have to be under way. A thread that encodes has up to 128 bytes of loads under way, 600 to 750
-// threads fit on a multiprocessor, and about half of them wait for loads at a time: 80 to 100 of the 132. So by default
-// the grid is what fits on three quarters of them, and the rest is left to a matmul that runs at the same time.
-// YAFSDP_CC_CUDA_SMS=n makes it what fits on n. All this is reckoned, not measured: bench/kernels.py measures.
+// near 0.8 µs) some 4 MB have to be under way, of an H100 (3.35 TB/s) less than 3. A thread that encodes has 32 to 128
+// bytes of loads under way, and 1,000 to 1,500 threads fit on a multiprocessor: 48 to 147 kB, of which a third would do.
+// But a multiprocessor executes 33 instructions for an element at most, where the residual is int8, and with that it
+// keeps up with its share of the memory on about 100 of the 132. So by default the grid is what fits on three quarters of
+// them, and the rest is left to a matmul that runs at the same time. YAFSDP_CC_CUDA_SMS=n makes it what fits on n. All
+// this is reckoned (bench/kernel_resources.py), not measured: bench/kernels.py measures.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -64,6 +67,9 @@ FUNCTIONS(DECLARE)
 #undef DECLARE
 
 constexpr int LOWEST = 80; // the compute capability, times ten, that has the conversions of numbers.cuh
+// What shows whether NVRTC compiles for a GPU.
+constexpr KernelName PROBE = {"encode.cuh", "encode_kernel<Nothing, 4, false>",
+                              "job.gradients.dtype = job.residual.dtype = Dtype::fp32"};
 enum Attribute { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
@@ -182,29 +188,32 @@ struct Program {
 };
 
 // In the current context. A module is never unloaded: a stream may still have its kernels to run.
-Kernel& kernel_of(Gpu& gpu, const char* file, const char* name, int threads) {
-    const auto found = gpu.kernels.find(name);
+Kernel& kernel_of(Gpu& gpu, const KernelName& it, int threads) {
+    const std::string source = std::string("#define YAFSDP_CC_KNOWN ") + it.known + "\n#include \"" + it.file +
+                               "\"\nusing namespace yafsdp_cc;\n";
+    std::string key = it.name + ("\n" + source);
+    const auto found = gpu.kernels.find(key);
     if (found != gpu.kernels.end()) return found->second;
-    Program program("#include \"" + std::string(file) + "\"\nusing namespace yafsdp_cc;\n");
-    program.compile(name, gpu.architecture);
+    Program program(source);
+    program.compile(it.name, gpu.architecture);
     const char* symbol = nullptr;
-    CHECK(nvrtcGetLoweredName, program.handle, name, &symbol);
+    CHECK(nvrtcGetLoweredName, program.handle, it.name, &symbol);
     void* module = nullptr;
     Kernel kernel{};
     CHECK(cuModuleLoadData, &module, program.code(gpu.architecture.find("compute") != std::string::npos).data());
     CHECK(cuModuleGetFunction, &kernel.function, module, symbol);
     CHECK(cuOccupancyMaxActiveBlocksPerMultiprocessor, &kernel.on_each, kernel.function, threads, 0);
-    return gpu.kernels.emplace(name, kernel).first->second;
+    return gpu.kernels.emplace(std::move(key), kernel).first->second;
 }
 
 } // namespace
 
-void launch(const char* file, const char* name, const void* job, unsigned long long most, int threads, Stream stream) {
+void launch(const KernelName& it, const void* job, unsigned long long most, int threads, Stream stream) {
     if (most == 0) return;
     std::unique_lock<std::mutex> lock(mutex);
     Gpu& gpu = gpu_of(stream.device);
     const Current current(gpu.context);
-    const Kernel kernel = kernel_of(gpu, file, name, threads);
+    const Kernel kernel = kernel_of(gpu, it, threads);
     lock.unlock(); // a launch waits where the queue of its device is full, and other devices' must not
     const char* asked = std::getenv("YAFSDP_CC_CUDA_SMS");
     const int wanted = asked ? std::atoi(asked) : 0;
@@ -226,7 +235,7 @@ extern "C" [[gnu::visibility("default")]] const char* yafsdp_cc_cuda_lacks(const
         open(path);
         Gpu& gpu = gpu_of(device);
         const Current current(gpu.context);
-        kernel_of(gpu, "encode.cuh", "encode_kernel<Nothing, 4, false>", ENCODE_THREADS);
+        kernel_of(gpu, PROBE, ENCODE_THREADS);
         return nullptr;
     } catch (const std::exception& error) {
         why = error.what();

@@ -5,6 +5,20 @@
 
 namespace yafsdp_cc {
 
+// The units of several rows, one row after the other: where a team is, and where it goes on, without a division.
+struct Walk {
+    unsigned row, of_row;
+    const unsigned of_each, rows_apart, apart;
+
+    DEVICE Walk(unsigned first, unsigned apart_, unsigned of_each_)
+        : row(first / of_each_), of_row(first % of_each_), of_each(of_each_), rows_apart(apart_ / of_each_),
+          apart(apart_ % of_each_) {}
+    DEVICE void go_on() {
+        row += rows_apart, of_row += apart;
+        if (of_row >= of_each) of_row -= of_each, ++row;
+    }
+};
+
 struct Place {
     unsigned char* row; // of the message
     unsigned message, block, blocks; // which one, and how many a message has

@@ -1,13 +1,23 @@
 // Patches of matrices, ROWS rows of 64 elements, in the registers of a team, four of each row a thread (team.cuh).
 //
 // Words are fetched first and converted later, so that the loads of all operands are under way before one is waited
-// for. What dtype a matrix has is asked at run time: a branch that whole warps take together costs less than a kernel
-// for every combination.
+// for. What dtype a matrix has is asked by branches that whole warps take together, where it is not known.
 #pragma once
 
 #include "team.cuh"
 
+// Assignments to ``job``: what launch.cpp says that all jobs of this compilation have. To the job they are no news. But
+// the compiler leaves out what is for other jobs, which is most of a kernel and nearly half of its registers.
+#ifndef YAFSDP_CC_KNOWN
+#define YAFSDP_CC_KNOWN
+#endif
+
 namespace yafsdp_cc {
+
+template <class Job> DEVICE Job known(Job job) {
+    YAFSDP_CC_KNOWN;
+    return job;
+}
 
 template <int ROWS> struct Raw { // four elements a row; of 16-bit ones two words are used, of bytes one
     unsigned words[ROWS][4];

@@ -18,6 +18,10 @@ DEVICE Step step_of(unsigned largest, float share) {
     return {scale, scale > 0.0f ? quotient(1.0f, scale) : 0.0f};
 }
 
+// To the nearest step. No clamp is needed to ``levels`` of step_of: what is at most its largest magnitude is at most
+// levels · (1 + 2^-22) steps, after the roundings of the scale, its inverse and the product.
+DEVICE int nearest(float steps) { return __float2int_rn(steps); }
+
 // The largest magnitude, as bits.
 struct Largest {
     unsigned bits = 0;

@@ -273,13 +273,19 @@ def test_the_emulator_fills_local_variables(ops: simt.Emulated) -> None:
 
 CHANGES = {
     "rows.wide = aligned(rows.data, rows.stride * size, 4 * size)": ("ops.cpp", "rows.wide = true", "odd address"),
-    "at.chosen[i] = 0;": ("codecs/topk.cuh", ";", "nobody has written"),
+    "at.bound = at.found = 0;": ("codecs/topk.cuh", "at.bound = 0;", "nobody has written"),
+    "__syncthreads(); // before the residual that": (
+        "codecs/topk.cuh",
+        "// before the residual that",
+        "without a barrier",
+    ),
     "__syncthreads(); // before the next tile takes the workspace": ("codecs/topk.cuh", "", "without a barrier"),
     "__syncwarp(); // every thread has read": ("block.cuh", "// every thread has read", "without a barrier"),
     "max(team_count(count), 1u)": ("codecs/ternary.cuh", "max(count, 1u)", "AssertionError"),
     "block < blocks), codec)": ("encode.cuh", "true), codec)", "not in a tensor"),
     '"--fmad=false", ': ("nvrtc.cpp", "", "option --fmad=false is missing"),
     "{ CHECK(cuCtxPushCurrent_v2, context); }": ("nvrtc.cpp", "{ (void)context; }", "cuModuleLoadData: no context"),
+    "const bool wide = job.gradients.wide": ("launch.cpp", "const bool wide = true", "known, but untrue: .*wide"),
     '{"FP8", "FP8",': ("launch.cpp", '{"FP8", "FP4",', "AssertionError|no instance of encode_kernel<FP4"),
 }
 """Defects put into the kernels: what is replaced, where, by what, and what is reported then."""
@@ -337,10 +343,12 @@ def test_every_kernel_is_launched(ops: simt.Emulated) -> None:
 @pytest.mark.parametrize(
     ("asked", "blocks", "thread_blocks"),
     [
-        # 16 thread blocks fit on each of 4 multiprocessors, of which three are taken.
-        ("", 16 * 8 * 7, 3 * 16),
-        ("1", 16 * 8 * 7, 16),
-        ("9", 16 * 8 * 7, 4 * 16),
+        # Two thread blocks fit on each of 132 multiprocessors, of which 99 are taken.
+        ("", 8 * 300, 2 * 99),
+        ("1", 8 * 300, 2),
+        ("66", 8 * 300, 2 * 66),
+        ("132", 8 * 300, 2 * 132),
+        ("200", 8 * 300, 2 * 132),
         # A thread block has 8 teams of 16 threads.
         ("", 8, 1),
         ("", 9, 2),

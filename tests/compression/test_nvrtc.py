@@ -6,19 +6,16 @@ where it is.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
+from bench.kernel_resources import compiled, library, rows, used_of
 from tests.compression import simt
-from tests.soak import also
+from tests.soak import SOAK, also
 
 FEW = [
     "encode_kernel<Float<true>, 4, false>",  # asks for every conversion of small floats
@@ -28,25 +25,6 @@ FEW = [
     "update_kernel",
     "lamb_kernel",
 ]
-FILES = {
-    path.relative_to(simt.KERNELS): path.read_bytes()
-    for path in simt.KERNELS.rglob("*")
-    if path.suffix in {".cu", ".cuh", ".h"}
-}
-
-
-@cache
-def library() -> Path | None:
-    """Return where libnvrtc is."""
-    beside_torch = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True)
-    named = [Path(folder, f"libnvrtc.so.{version}") for folder in folders() for version in (13, 12)]
-    return next((path for path in (*beside_torch, *named) if path.exists()), None)
-
-
-def folders() -> list[str]:
-    return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-
-
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no libnvrtc beside torch or in LD_LIBRARY_PATH"),
     pytest.mark.skipif(simt.compiler() is None, reason="no g++"),
@@ -54,58 +32,40 @@ pytestmark = [
 ]
 
 
-@cache
-def nvrtc() -> ctypes.CDLL:
-    path = library()
-    assert path is not None
-    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # which NVRTC looks for by its name alone
-        ctypes.CDLL(str(builtins))
-    return ctypes.CDLL(str(path))
-
-
-def compiled(names: list[str], architecture: str) -> str:
-    """Compile these kernels to machine code (``sm_``) or PTX (``compute_``); return what the compiler says."""
-    compiler, program, count = nvrtc(), ctypes.c_void_p(), len(FILES)
-    kernels = "encode.cuh", "decode.cuh", "codecs/topk.cuh", "update.cu", "lamb.cu"
-    source = "".join(f'#include "{name}"\n' for name in kernels)
-    texts, files = (
-        (ctypes.c_char_p * count)(*each) for each in (FILES.values(), (str(name).encode() for name in FILES))
-    )
-    source += "using namespace yafsdp_cc;\n"
-    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"all.cu", count, texts, files)
-    try:
-        for name in names:
-            assert not compiler.nvrtcAddNameExpression(program, name.encode())
-        flags = [b"--std=c++17", b"--fmad=false", b"-default-device", f"-arch={architecture}".encode()]
-        if architecture.startswith("sm"):
-            flags.append(b"--ptxas-options=-v")
-        failed = compiler.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-        size = ctypes.c_size_t()
-        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        compiler.nvrtcGetProgramLog(program, log)
-        assert not failed, log.value.decode()
-        return log.value.decode()
-    finally:
-        compiler.nvrtcDestroyProgram(ctypes.byref(program))
+def kinds_of(names: list[str]) -> list[list[str]]:
+    """Part kernels by the kind of job that they take."""
+    return [[name for name in names if name.startswith(kind)] for kind in ("encode", "decode", "update", "lamb")]
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "sm_90"])
 def test_it_compiles_without_headers(architecture: str) -> None:
-    compiled(FEW, architecture)
+    for names in kinds_of(FEW):
+        compiled(names, architecture)
+
+
+def check_registers(names: list[str], number: int, known: str = "") -> None:
+    said, _ = compiled(names, f"sm_{number}", known)
+    found = used_of(said)
+    assert len(found) == len(names)
+    for name, used in found.items():
+        print(f"sm_{number} {name}: {used.registers} registers, {used.spilt} bytes spilt; {known}")
+        assert used.spilt <= 64, f"{name}; {known}"
 
 
 @pytest.mark.parametrize("number", [also(number) for number in (80, 86, 89, 90, 100, 120)])
 def test_every_kernel_fits_into_registers(number: int) -> None:
-    names = simt.emulated_ops().kernels()
-    said = compiled(names, f"sm_{number}")
-    found = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", said, re.S)
-    assert len(found) == len(names)
-    for name, spilt, registers in found:
-        print(f"sm_{number} {name}: {registers} registers, {spilt} bytes spilt")
-        # Known: that of topk with blocks above 256 spills 248 and 260 bytes on the architectures from 10.0 on.
-        known = number >= 100 and "encode_topk_kernelILi4ELb1E" in name
-        assert int(spilt) <= (260 if known else 64), name
+    encode, *others = kinds_of(simt.emulated_ops().kernels())
+    # That of topk is always compiled for dtypes.
+    for names in ([name for name in encode if "topk" not in name], *others):
+        check_registers(names, number)
+
+
+@pytest.mark.parametrize("number", [90, also(80), also(120)])
+def test_kernels_of_aligned_tensors_fit_into_registers(number: int) -> None:
+    few = {"OneBit", "Whole<8, false>", "topk"}
+    chosen = rows() if SOAK else [row for row in rows() if any(name in row.name for name in few)]
+    for row in chosen:
+        check_registers([row.name], number, row.known)
 
 
 def test_the_driver_finds_what_nvrtc_has_made(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ template <int BITS, bool NOISY> struct Odd : Codec<int> {
         place.write_scale(step.scale);
     }
     DEVICE int code(float h, unsigned at) const {
-        if (!finite) return 0;
         const float steps = mul(mul(h, step.inverse), 0.5f);
         const int code = NOISY ? __float2int_rd(add(add(steps, 0.5f * LAST), noise(first + at, seed)))
                                : __float2int_rd(steps) + (LAST + 1) / 2;
@@ -42,7 +41,7 @@ template <int BITS, bool NOISY> struct Odd : Codec<int> {
     DEVICE float worth(int code) const { return mul(float(2 * code - LAST), step.scale); }
     template <int ROWS, bool MANY>
     DEVICE void write(const Place& place, int patch, const int (&codes)[ROWS][4]) const {
-        write_codes<BITS, ROWS, MANY>(place, patch, codes);
+        write_codes<BITS, ROWS, MANY>(place, patch, finite, codes);
     }
 };
 

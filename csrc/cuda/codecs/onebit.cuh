@@ -6,7 +6,7 @@
 
 namespace yafsdp_cc {
 
-struct OneBit : Codec<bool> {
+struct OneBit : Codec<unsigned> { // whose highest bit counts
     Sum sum;
     float scale;
 
@@ -18,19 +18,21 @@ struct OneBit : Codec<bool> {
         finite = is_finite(scale);
         place.write_scale(scale);
     }
-    DEVICE bool code(float h, unsigned) const { return finite && __float_as_uint(h) >> 31; }
-    DEVICE float worth(bool code) const { return code ? -scale : scale; }
+    DEVICE unsigned code(float h, unsigned) const { return __float_as_uint(h); }
+    DEVICE float worth(unsigned code) const { return __uint_as_float(__float_as_uint(scale) | (code & ~MAGNITUDE)); }
 
     // A thread has four bits of each row. Two threads make a byte of each, eight of those the row's two words.
     template <int ROWS, bool MANY>
-    DEVICE void write(const Place& place, int patch, const bool (&codes)[ROWS][4]) const {
+    DEVICE void write(const Place& place, int patch, const unsigned (&codes)[ROWS][4]) const {
         const unsigned t = thread_of_team();
         unsigned word = 0;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = ROWS; r-- > 0;) {
+            word <<= 4;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) word |= unsigned(codes[r][c]) << (8 * r + c);
-        word <<= 4 * (t % 2);
+            for (int c = 4; c-- > 0;) word = __funnelshift_l(codes[r][c], word, 1); // its sign, as the lowest bit
+        }
+        word = finite ? word << 4 * (t % 2) : 0;
         word = transposed_bytes(word | from_peer(word, 1));
         const unsigned row = t / 2 % 4, half = t / 8;
         if (place.exists && t % 2 == 0 && row < ROWS)

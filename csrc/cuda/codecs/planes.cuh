@@ -17,6 +17,7 @@ template <int BITS, int ROWS, bool MANY, int LOW = 0>
 DEVICE void write_planes(const Place& place, unsigned to, int patch, const unsigned (&codes)[ROWS]) {
     constexpr int WIDTH = widest(BITS), PIECES = 8 / WIDTH;
     const unsigned t = thread_of_team();
+    unsigned* const own = place.payload(to) + t;
     unsigned bits[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) bits[r] = codes[r] >> LOW & in_each_byte(WIDTH);
@@ -35,7 +36,7 @@ DEVICE void write_planes(const Place& place, unsigned to, int patch, const unsig
             unsigned word = 0;
 #pragma unroll
             for (int k = 0; k < PIECES; ++k) word |= bits[k * APART + r] << WIDTH * k;
-            if (place.exists) *place.payload(to + r * 16 + t) = word;
+            if (place.exists) own[r * 16] = word;
         }
     } else { // a row has several pieces, each of so many threads
         constexpr unsigned IN_ROW = PIECES / ROWS, THREADS = TEAM / IN_ROW;
@@ -45,17 +46,18 @@ DEVICE void write_planes(const Place& place, unsigned to, int patch, const unsig
 #pragma unroll
         for (unsigned together = 1; together < IN_ROW; together *= 2)
             word |= from_peer(word, together * THREADS) << WIDTH * together;
-        if (place.exists && t < THREADS) *place.payload(to + t) = word;
+        if (place.exists && t < THREADS) *own = word;
     }
     if constexpr (BITS > WIDTH)
         write_planes<BITS - WIDTH, ROWS, MANY, LOW + WIDTH>(place, to + place.length * WIDTH / 32, patch, codes);
 }
 
+// A block that is not finite has codes of 0 in the message, whatever they are here.
 template <int BITS, int ROWS, bool MANY>
-DEVICE void write_codes(const Place& place, int patch, const int (&codes)[ROWS][4]) {
+DEVICE void write_codes(const Place& place, int patch, bool finite, const int (&codes)[ROWS][4]) {
     unsigned words[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) words[r] = bytes_of(codes[r]);
+    for (int r = 0; r < ROWS; ++r) words[r] = finite ? bytes_of(codes[r]) : 0;
     write_planes<BITS, ROWS, MANY>(place, place.block * (place.length * BITS / 32), patch, words);
 }
 

@@ -31,13 +31,13 @@ template <int BITS, bool NOISY> struct Whole : Stepped<levels_of(BITS)> {
         : first(job.first + message * unsigned(job.n)), seed(job.seed) {}
     DEVICE int code(float h, unsigned at) const {
         const float steps = mul(h, this->step.inverse);
-        const int whole = NOISY ? __float2int_rd(add(steps, noise(first + at, seed))) : __float2int_rn(steps);
-        return this->finite ? clamped(whole, levels_of(BITS)) : 0;
+        if constexpr (NOISY) return clamped(__float2int_rd(add(steps, noise(first + at, seed))), levels_of(BITS));
+        return nearest(steps);
     }
     DEVICE float worth(int code) const { return mul(float(code), this->step.scale); }
     template <int ROWS, bool MANY>
     DEVICE void write(const Place& place, int patch, const int (&codes)[ROWS][4]) const {
-        write_codes<BITS, ROWS, MANY>(place, patch, codes);
+        write_codes<BITS, ROWS, MANY>(place, patch, this->finite, codes);
     }
 };
 
@@ -45,12 +45,12 @@ struct FP8 : Stepped<448> {
     DEVICE FP8(const EncodeJob&, unsigned) {}
     DEVICE int code(float h, unsigned) const {
         const float steps = fminf(fmaxf(mul(h, step.inverse), -448.0f), 448.0f);
-        return finite ? int(as_fp8(steps)) : 0;
+        return int(as_fp8(steps));
     }
     DEVICE float worth(int code) const { return mul(of_fp8(unsigned(code)), step.scale); }
     template <int ROWS, bool MANY>
     DEVICE void write(const Place& place, int patch, const int (&codes)[ROWS][4]) const {
-        write_codes<8, ROWS, MANY>(place, patch, codes);
+        write_codes<8, ROWS, MANY>(place, patch, finite, codes);
     }
 };
 

@@ -1,5 +1,6 @@
 // Every kernel there is, by the name that it is launched by.
 #include "codecs/topk.cuh"
+#include "codecs/topk_decode.cuh"
 #include "decode.cuh"
 #include "encode.cuh"
 #include "kernels.h"

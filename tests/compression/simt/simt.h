@@ -72,6 +72,9 @@ inline int simt_int(float whole) {
 inline int __float2int_rn(float x) { return simt_int(std::nearbyint(x)); }
 inline int __float2int_rd(float x) { return simt_int(std::floor(x)); }
 inline int __clz(int bits) { return bits ? __builtin_clz(unsigned(bits)) : 32; }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return unsigned((uint64_t(high) << 32 | low) << (by & 31) >> 32);
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = uint64_t(y) << 32 | x;
