@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
 from bench import paced
-from bench.modelled import Fabric, LinkCost, begin
+from bench.modelled import Fabric, LinkCost, ModelledGroup, begin
 from tests.ranks import on_ranks
 from tests.soak import LONG
 
@@ -144,6 +146,39 @@ def trains(device: str) -> None:
 @DEVICES
 def test_both_engines_train_over_it(device):
     on(device, trains)
+
+
+def sums_as_nccl_does(device: str) -> None:
+    mesh, counts = join(64, device), Counter[str]()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[func._schema.name] += 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(name: str) -> Any:
+        call = getattr(ModelledGroup, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    model: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh)
+    loss = model(torch.randn(4, 64, device=device)).square().mean()
+    for name in ("_reduce_scatter_base", "alltoall_base"):
+        setattr(ModelledGroup, name, counted(name))
+    with Counting():
+        loss.backward()
+    assert counts["_reduce_scatter_base"] == len(list(model.children()))
+    assert counts["alltoall_base"] == 0
+    assert counts["aten::add_"] < 10, counts  # on gloo one for each rank and unit
+
+
+@DEVICES
+def test_gradients_are_reduce_scattered_as_over_nccl(device):
+    on(device, sums_as_nccl_does)
 
 
 def test_a_timeline_is_drawn_of_traces(tmp_path):
