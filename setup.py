@@ -59,7 +59,7 @@ class Build(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # rather none than an old one; a process that has it loaded keeps it
+        target.unlink(missing_ok=True)  # of an earlier build; the one in the sources stays until there is a new one
         torch = torch_home()
         if torch is None:
             raise CompileError("torch is not installed where this is built: pip install --no-build-isolation")
@@ -75,6 +75,14 @@ class Build(build_ext):
         self.compiler.link_shared_object(
             objects, str(target), libraries=["torch_cpu"], library_dirs=[str(torch / "lib")], target_lang="c++"
         )
+
+    def copy_extensions_to_source(self) -> None:
+        """Copy what was built into the package, or remove what lies there if it could not be built."""
+        for ext in self.extensions:
+            name = self.get_ext_filename(ext.name)
+            if not Path(self.build_lib, name).exists():
+                (ROOT / name).unlink(missing_ok=True)  # rather none than one of older sources
+        super().copy_extensions_to_source()
 
     def compiled(self, sources: list[str], flags: list[str], folder: str) -> list[str]:
         target = [("TORCH_TARGET_VERSION", OLDEST_TORCH)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
-from bench import paced
+from bench import paced, worlds
 from bench.modelled import Fabric, LinkCost, ModelledGroup, begin
 from tests.ranks import on_ranks
 from tests.soak import LONG
@@ -179,6 +180,43 @@ def sums_as_nccl_does(device: str) -> None:
 @DEVICES
 def test_gradients_are_reduce_scattered_as_over_nccl(device):
     on(device, sums_as_nccl_does)
+
+
+def never_waits_as_it_encodes(device: str) -> None:
+    model: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=join(64, device), compression="int2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [torch.randn(4, 64, device=device) for _ in range(14)]  # the 2nd, 5th and 10th forward measure messages
+    for at, batch in enumerate(batches):
+        if at == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        loss = model(batch).square().mean()
+        yafsdp_cc.watch_loss(model, loss if at % 2 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_host_never_waits_for_the_device_to_judge_messages():
+    on("cuda", never_waits_as_it_encodes)
+
+
+def test_ranges_on_a_gpu_are_no_kernels():
+    def event(name: str, start: float, end: float, is_range: bool = False) -> Any:
+        kind = torch.autograd.DeviceType.CUDA
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=is_range)
+
+    events = [
+        event("modelled_transfer", 0, 4000),
+        event("FSDP::all_gather (blocks.0)", 0, 4000, True),  # as FSDP2 wraps its collectives
+        event("Memcpy DtoD (Device -> Device)", 3000, 5000),
+        event("gemm", 5000, 6000),
+    ]
+    found = worlds.figures_of(events)
+    assert (found["exposed_ms"], found["communicated_ms"]) == (3.0, 4.0)
+    assert (found["kernels"], found["copies"]) == (2, 1)
 
 
 def test_a_timeline_is_drawn_of_traces(tmp_path):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 native = pytest.mark.skipif(not has_native_kernels(), reason="the native extension is not built")
 
 
@@ -127,3 +133,33 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.setenv("YAFSDP_CC_NATIVE", "yes")
     with pytest.raises(ValueError, match="YAFSDP_CC_NATIVE=yes: 0, 1, auto are known"):
         error_feedback.ops_for(CPU)
+
+
+def build(folder: Path, compiler: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Build with a compiler that is this shell script, where an older library lies."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    library = folder / "yafsdp_cc" / "compression" / "_native.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("old")
+    (folder / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
+    (folder / "cc").chmod(0o755)
+    environment = {**os.environ, "YAFSDP_CC_NATIVE": "auto", "CC": str(folder / "cc"), "CXX": str(folder / "cc")}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL), library
+
+
+def test_a_build_that_is_interrupted_leaves_the_library(tmp_path: Path) -> None:
+    process, library = build(tmp_path, "touch begun; exec sleep 100 2> sleeps")
+    while not (tmp_path / "begun").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(60) != 0
+    assert library.read_text() == "old"
+
+
+def test_a_build_that_fails_leaves_no_older_library(tmp_path: Path) -> None:
+    process, library = build(tmp_path, "exit 1")
+    assert process.wait(60) == 0  # the package does without
+    assert not library.exists()
