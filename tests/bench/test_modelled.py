@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ from bench.modelled import Fabric, LinkCost, ModelledGroup, begin
 from tests.ranks import on_ranks
 from tests.soak import LONG
 
-WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
 FABRIC = Fabric(between_machines=LinkCost(15e-6, 1 / 25e9), within_machine=LinkCost(5e-6, 1 / 350e9), machine=4)
 
 
@@ -217,20 +215,6 @@ def test_ranges_on_a_gpu_are_no_kernels():
     found = worlds.figures_of(events)
     assert (found["exposed_ms"], found["communicated_ms"]) == (3.0, 4.0)
     assert (found["kernels"], found["copies"]) == (2, 1)
-
-
-def test_a_timeline_is_drawn_of_traces(tmp_path):
-    pytest.importorskip("matplotlib")
-    spans = {"communicated_us": [[0, 400], [500, 900]], "computed_us": [[300, 600], [600, 1000]]}
-    (tmp_path / "worlds.json").write_text(json.dumps({"cases": {"8b": {"fsdp2": spans, "ours": spans}, "1b": "died"}}))
-    command = [sys.executable, str(WORLDS.with_name("timeline.py")), str(tmp_path / "worlds.json")]
-    picture = ["--picture", str(tmp_path / "timeline.svg")]
-    subprocess.run([*command, *picture], check=True)
-    assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
-    for more, message in ((["--case", "1"], "1b: died"), (["--contestants", "ddp"], "no trace of a GPU for 'ddp'")):
-        done = subprocess.run([*command, *picture, *more], capture_output=True, text=True)
-        assert done.returncode == 2
-        assert message in done.stderr
 
 
 @LONG
