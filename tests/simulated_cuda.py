@@ -51,6 +51,8 @@ class Device(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self.allocated = self.pinned = 0
+        self.makes = False
+        """Whether what an operation makes of no tensor is the device's, too."""
         self.random = torch.zeros(16, dtype=torch.uint8)
         """The generator's seed and offset, as CUDA has them; numbers are the CPU's."""
         self.may_stop = True
@@ -122,7 +124,7 @@ class Device(TorchDispatchMode):
         if self.recorded is not None:
             self.recorded.append(functools.partial(func, *args, **kwargs))
         result = func(*args, **kwargs)
-        if any(on_device) and name != "aten::copy_":
+        if (any(on_device) or (self.makes and not tensors)) and name != "aten::copy_":
             known = {_storage(each)._cdata for each in tensors}
             for each in tree_leaves(result):
                 if isinstance(each, Tensor) and not _is_meta(each) and _storage(each)._cdata not in known:
@@ -223,6 +225,18 @@ def _reduce_ex(self: Tensor, protocol: int) -> Any:
 
 
 _REDUCE = Tensor.__reduce_ex__
+
+
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As torch's, whose definition makes a mask by itself."""
+    DEVICE.makes = DEVICE.has(query)
+    try:
+        return _ATTENTION(query, *args, **kwargs)
+    finally:
+        DEVICE.makes = False
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def _unpickled(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -467,6 +481,7 @@ def install() -> None:
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    torch.nn.functional.scaled_dot_product_attention = _attention
     torch.profiler.profile = Profile  # type: ignore[misc]
     # By optimizers, of a torch that is built for CUDA and asks its driver, which is not there.
     torch.accelerator.current_stream = functions["current_stream"]

@@ -225,8 +225,10 @@ def test_the_host_never_waits_for_the_device() -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def two_ranks(apart: bool, **of_shard: Any) -> None:
+def two_ranks(apart: bool, registered: bool = False, **of_shard: Any) -> None:
     model, plain = twins(separate_reduce_group=apart, **of_shard)
+    for unit in (model, *model.blocks):
+        unit.set_allocate_memory_from_process_group_for_comm(registered)
     ours, theirs = adamw(model, plain)
     for at in range(STEPS):
         loss_of(model, batch(at, dist.get_rank())).backward()
@@ -246,6 +248,10 @@ def test_two_ranks_of_one_gpu_over_gloo(apart: bool) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_two_ranks_over_nccl(apart: bool) -> None:
     on_ranks(2, two_ranks, apart, backend=NCCL)
+
+
+def test_two_ranks_whose_buffers_nccl_has_registered() -> None:
+    on_ranks(2, two_ranks, False, True, backend=NCCL)
 
 
 def two_ranks_bound_to_their_device(folder: Path) -> None:

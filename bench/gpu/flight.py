@@ -81,7 +81,11 @@ FLIGHTS = {
     "1": Flight(
         190,
         (
-            (Part("smoke", 75, "nvidia-smi -L; nvcc --version | tail -2; python3 bench/gpu/smoke.py"),),
+            (
+                Part(
+                    "smoke", 75, "nvidia-smi -L; nvcc --version | tail -2; python3 bench/gpu/smoke.py", "--copied 4096"
+                ),
+            ),
             (
                 Part("pair2", 150, "python3 bench/gpu/pair.py --world 2 --json $FIGURES", SMALL_PAIR),
                 Part("pair1", 150, "python3 bench/gpu/pair.py --world 1 --json $FIGURES", SMALL_PAIR),

@@ -25,10 +25,12 @@ from bench.gpu.flight import FLIGHTS, PARTS, ROOT
 from yafsdp_cc.bench.common import names, table
 
 SITE = """
-import sys
+import multiprocessing, sys
 if not sys.flags.no_site:
     from tests import simulated_cuda
     simulated_cuda.install()
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # what is spawned would simulate a device once more
 """
 TOOL = """#!/bin/sh
 # In the place of compute-sanitizer: what it would run.

@@ -7,6 +7,7 @@ One line for each step, with the seconds since the start.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import time
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 NEEDED = ("pydantic", "yaml", "numpy", "pytest", "xdist", "pytest_timeout")
-COPIED = 1 << 30
-"""Bytes, of a card that has sixteen times as many; a thousandth of it elsewhere."""
 BLOCK = 256
 RATES = (50, 350)
 """GB/s of modelled links: what a flight has between machines, and within one."""
@@ -32,6 +31,9 @@ def note(what: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--copied", type=int, default=1 << 30, help="bytes of a copy whose rate is measured")
+    options = parser.parse_args()
     missing = []
     for name in NEEDED:
         try:
@@ -71,7 +73,7 @@ def main() -> None:
     from bench.paced import PacedLink, Summands
     from yafsdp_cc.compression.autotune import LinkCost
 
-    count = COPIED if properties.total_memory > 16 * COPIED else COPIED >> 10
+    count = options.copied
     source = torch.randint(256, (count,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
