@@ -187,7 +187,9 @@ def ranks_of_one_gpu(rank: int) -> dict[str, str]:
     It refuses two ranks with the same GPU of the same host. So each names a host of its own, and they talk over sockets
     of the loopback interface: rightly, but not fast.
     """
-    return {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    others = dict.fromkeys(("NCCL_MNNVL_ENABLE", "NCCL_RAS_ENABLE"), "0")  # what asks the machine about its neighbours
+    return {"NCCL_HOSTID": f"rank {rank}"} | sockets | others
 
 
 def _run(
