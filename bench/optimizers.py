@@ -2,13 +2,15 @@
 
     python bench/optimizers.py                       # about a minute
     python bench/optimizers.py --threads 1 --rounds 31 --layers 8
+    python bench/optimizers.py --device cuda --layers 16 --width 2048      # bench/gpu runs it; no GPU has so far
 
 One rank, a stack of transformer blocks in fp32, encoded by onebit. *Update* is what is done to the elements alone,
 natively or by the definition in plain torch; *step* is the whole ``optimizer.step()`` of a sharded model after the
 warm-up, with everything that it does besides: its schedule, and the all-gathers that it starts. All take turns round by
 round.
 Milliseconds are medians over rounds, and so is the ratio of a round's time to that of AdamW in that round. With one
-thread they are its processor time, with more they are wall time.
+thread they are its processor time, with more they are wall time. On a GPU updates alone are measured, by CUDA events;
+*per byte* is the time for each byte that an update has to read and write, over AdamW's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from bench.kernels import milliseconds
 from yafsdp_cc.bench.common import about, save, table
 from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
@@ -64,10 +67,10 @@ def torch_step(parameters: list[nn.Parameter]) -> Callable[[], object]:
     return optimizer.step
 
 
-def updates(shapes: list[torch.Size]) -> dict[str, Callable[[], object]]:
+def updates(shapes: list[torch.Size], device: torch.device) -> dict[str, Callable[[], object]]:
     """Return updates of plain tensors of such shapes, by name, and that of AdamW."""
     found: dict[str, Callable[[], object]] = {}
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for each in parameters:
         each.grad = torch.randn_like(each)
     found[ADAMW] = torch_step(parameters)
@@ -117,6 +120,41 @@ def sharded_step(layers: int, width: int, make: Callable[..., Any] | None) -> Ca
     return step
 
 
+MOVED = {
+    ADAMW: 28,
+    "sgd_gradient": 20,
+    "sgd_momentum": 20,
+    "adam_gradient": 24,
+    "adam_momentum": 16,
+    "lamb_exact": 24,
+    "lamb_gradient": 36,
+    "lamb_momentum": 36,
+}
+"""Bytes that an update reads and writes for each element: four for each tensor of ``Rule`` and ``LambRule`` that it
+reads, and for each that it writes."""
+
+
+def race_on_gpu(compared: dict[str, Callable[[], object]], rounds: int) -> list[dict[str, Any]]:
+    """Return milliseconds of each native update, and its ratio to AdamW's of the same round for as many bytes."""
+    device = torch.device("cuda")
+    compared = {name.removesuffix(", native"): run for name, run in compared.items() if not name.endswith("plain")}
+    times: dict[str, list[float]] = {name: [] for name in compared}
+    for turn in range(rounds + 2):
+        for name, run in compared.items():
+            taken = milliseconds(run, device)
+            if turn >= 2:
+                times[name].append(taken)
+    return [
+        {
+            "what": name,
+            "ms": median(taken),
+            "of_adamw": (ratio := median(own / other for own, other in zip(taken, times[ADAMW], strict=True))),
+            "per_byte": ratio * MOVED[ADAMW] / MOVED[name],
+        }
+        for name, taken in times.items()
+    ]
+
+
 def race(compared: dict[str, Callable[[], object]], rounds: int) -> list[dict[str, Any]]:
     """Return milliseconds of each, and its ratio to AdamW's of the same round."""
     times: dict[str, list[float]] = {name: [] for name in compared}
@@ -141,21 +179,30 @@ def race(compared: dict[str, Callable[[], object]], rounds: int) -> list[dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
-    if ops_for(torch.device("cpu")) is None:
-        parser.error("the native kernels are not built")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device(options.device)
+    if ops_for(device) is None:
+        parser.error(f"the native kernels for {device} are not built")
     shapes = [each.shape for each in stack(options.layers, options.width).parameters()]
     elements = sum(shape.numel() for shape in shapes)
     print(f"{len(shapes)} parameters, {elements / 1e6:.1f} million elements, medians of {options.rounds} rounds")
     results: dict[str, Any] = {"about": about(["python", "bench/optimizers.py", *sys.argv[1:]]), "elements": elements}
+    if device.type == "cuda":
+        results["figures"] = race_on_gpu(updates(shapes, device), options.rounds)
+        keys = ("ms", "of_adamw", "per_byte")
+        cells = [[each["what"], *(f"{each[key]:.2f}" for key in keys)] for each in results["figures"]]
+        print(table(["update", "ms", "of AdamW", "per byte"], *cells))
+        save(options.json, results)
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     contests = {
-        "update": updates(shapes),
+        "update": updates(shapes, device),
         "step": {
             name: sharded_step(options.layers, options.width, make) for name, make in {ADAMW: None, **FAMILY}.items()
         },

@@ -3,16 +3,20 @@
     python bench/worlds.py --json bench/out/worlds.json                      # CASES
     python bench/worlds.py --model 8b --world 256 --rate 25 --length 2048    # one
     python bench/worlds.py --device cpu --model tiny --world 8               # to see it run
+    yafsdp-cc report DIR/3b-256-ours.json.gz                                 # of --traces DIR
 
 A world of many ranks is this process and the time that its links would take (``modelled.py``). Parameters
 are held and updated in fp32 (fused AdamW), computed in bf16; gradients are summed in fp32. Contestants run one after
 another, each in a process of its own, since a GPU holds the state of one; times are medians of rounds. One that would
 not fit on the card is left out (``needed_bytes``). Figures are written after each contestant.
 
-*Step* is wall time of a run of steps that ends in a synchronisation; *host* is the time until the last was enqueued,
-per step; *exposed* is the time in which something is communicated and nothing computed, from a Kineto trace of one
-step; *bound* is the larger of the links' own time for the bytes sent and the step of the model alone, over the step;
-*blocks* are those of torch's allocator in a step, *segments* what it asked CUDA for.
+*Step* is wall time of a run of steps that ends in a synchronisation; *bound* is the larger of the links' own time for
+the bytes sent and the step of the model alone, over the step. *Host* is the time until the last step was enqueued, per
+step: in a world of one rank alone it is the engine's, since each modelled collective is launched from Python, as NCCL's
+are not. *Exposed* is the time in which something is communicated and nothing computed, from a Kineto trace of one step;
+*GB/s* are the bytes sent over the time in which something is communicated, which a link is to reach. *Reserved* is the
+most memory that torch's allocator held from CUDA; *blocks* are those that it handed out in a step, *segments* and
+*retries* what it asked CUDA for, and in vain, in all timed steps together.
 Written where there was no GPU: it has not run on one.
 """
 
@@ -22,7 +26,7 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +46,7 @@ from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
 from yafsdp_cc.bench.common import about, names, save, table
 from yafsdp_cc.bench.trainers import shard_by_fsdp2
-from yafsdp_cc.report.overlap import joined, without
+from yafsdp_cc.report.overlap import joined, length, without
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5
@@ -89,11 +93,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("8b", 256, 25, 2048, ("fsdp2", "ours", "ours int8")),
-    Case("8b", 256, 100, 8192, ("alone", "fsdp2", "ours")),
-    Case("1b", 1, 50, 8192, ("alone", "fsdp2", "ours")),
-    Case("1b", 8, 50, 4096, ("alone", "fsdp2", "ours")),
+    Case("3b", 256, 50, 8192, ("alone", "fsdp2", "ours", "ours int8")),
     Case("small", 1, 50, 256, ("alone", "fsdp2", "ours")),
+    Case("8b", 256, 50, 4096, ("fsdp2", "ours")),
 )
 
 
@@ -186,44 +188,66 @@ class Steps:
         self.synchronize()
         return (time.perf_counter() - start) / steps, (enqueued - start) / steps
 
-    def warm_up(self) -> dict[str, int]:
-        """Run some steps, and return what torch's allocator did in the last one."""
-        on_cuda = self.device.type == "cuda"
-        for count in range(WARM_UP):
-            if on_cuda and count == WARM_UP - 1:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_stats()
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
             self.step()
         self.synchronize()
-        if not on_cuda:
-            return {"peak_bytes": 0, "blocks": 0, "segments": 0}
-        after = torch.cuda.memory_stats()
-        blocks, segments = (after[f"{kind}.all.allocated"] - before[f"{kind}.all.allocated"] for kind in _ALLOCATIONS)
-        return {"peak_bytes": torch.cuda.max_memory_allocated(), "blocks": blocks, "segments": segments}
 
-    def traced(self) -> dict[str, Any]:
-        """Return, of one step, milliseconds exposed, numbers of kernels and copies, and when, in microseconds."""
+    def turns(self, rounds: int, steps: int) -> dict[str, Any]:
+        """Return the seconds of ``rounds`` turns of ``steps`` steps, and what torch's allocator did in all of them."""
+        if self.device.type != "cuda":
+            return {"turns": [self.timed(steps) for _ in range(rounds)]} | dict.fromkeys(ALLOCATED, 0)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()
+        turns = [self.timed(steps) for _ in range(rounds)]
+        after = torch.cuda.memory_stats()
+        blocks, segments, retries = (after[name] - before[name] for name in _COUNTED)
+        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), blocks / (rounds * steps)
+        return {"turns": turns} | dict(zip(ALLOCATED, (*found, segments, retries), strict=True))
+
+    def traced(self, trace: Path | None) -> dict[str, Any]:
+        """Return, of one step, milliseconds exposed, numbers of kernels and copies, and when, in microseconds.
+
+        Args:
+            trace: where Kineto's trace of the step is written.
+        """
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profile:
-            self.step()
-            self.synchronize()
-        events = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-        spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for event in events:
-            spans[is_communication(event.name)].append((event.time_range.start, event.time_range.end))
-        communicated, computed = joined(spans[True]), joined(spans[False])
-        return {
-            "exposed_ms": sum(end - begin for begin, end in without(communicated, computed)) / 1e3,
-            "kernels": len(spans[False]),
-            "copies": sum("copy" in event.name.lower() for event in events),
-            "communicated_us": communicated,
-            "computed_us": computed,
-        }
+        # The first step under a profiler waits for the start of CUPTI, and is not recorded.
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+        with torch.profiler.profile(activities=activities, schedule=schedule) as profile:
+            for _ in range(2):
+                self.step()
+                self.synchronize()
+                profile.step()
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+        return figures_of(profile.events())
 
 
-_ALLOCATIONS = ("allocation", "segment")
+ALLOCATED = ("peak_bytes", "reserved_bytes", "blocks", "segments", "retries")
+_COUNTED = ("allocation.all.allocated", "segment.all.allocated", "num_alloc_retries")
+
+
+def figures_of(events: Iterable[Any]) -> dict[str, Any]:
+    """Return what ``Steps.traced`` does, of the events of a profile."""
+    on_device = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    # Ranges of record_function, such as FSDP2's around its collectives, are shown on the GPU, too, and are no kernels.
+    ran = [each for each in on_device if not each.is_user_annotation]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in ran:
+        spans[is_communication(event.name)].append((event.time_range.start, event.time_range.end))
+    communicated, computed = joined(spans[True]), joined(spans[False])
+    return {
+        "exposed_ms": length(without(communicated, computed)) / 1e3,
+        "communicated_ms": length(communicated) / 1e3,
+        "kernels": len(spans[False]),
+        "copies": sum("copy" in event.name or event.name.startswith("Memcpy") for event in ran),
+        "communicated_us": communicated,
+        "computed_us": computed,
+    }
 
 
 def is_communication(kernel: str) -> bool:
@@ -271,30 +295,33 @@ def lacking(name: str, case: Case, card: int) -> str:
     return f"needs {needed / 2**30:.0f} GiB of {card / 2**30:.0f}" if needed > card else ""
 
 
-def measure(name: str, case: Case, device: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure(name: str, case: Case, device: str, rounds: int, steps: int, traces: Path | None = None) -> dict[str, Any]:
     """Return all figures, in a process of its own, which is a rank of the case's world from then on."""
     traffic = begin(0, case.world, Fabric(LinkCost(DELAY, 1 / (case.rate * GIGA)), LinkCost(DELAY, 1 / (NEAR * GIGA))))
     mesh = init_device_mesh(device, (case.world,), mesh_dim_names=("shard",))
     run = Steps(name, case, mesh)
-    figures: dict[str, Any] = run.warm_up()
+    run.warm_up()
     sent = traffic.sent_bytes
-    figures |= run.traced() | {"sent_bytes": traffic.sent_bytes - sent}
-    turns = [run.timed(steps) for _ in range(rounds)]
+    run.step()
+    sent = traffic.sent_bytes - sent
+    figures = run.traced(traces and traces / f"{case.model}-{case.world}-{name.replace(' ', '-')}.json.gz")
+    figures |= run.turns(rounds, steps)
     rate = GIGA * (case.rate if case.world > Fabric._field_defaults["machine"] else NEAR)
-    step, host = (median(times) for times in zip(*turns, strict=True))
+    step, host = (median(times) for times in zip(*figures["turns"], strict=True))
     return figures | {
+        "sent_bytes": sent,
         "step_ms": 1e3 * step,
         "host_ms": 1e3 * host,
         "tflops": flops(case) / step / 1e12,
-        "turns": turns,
-        "links_ms": 1e3 * figures["sent_bytes"] / rate,
+        "links_ms": 1e3 * sent / rate,
+        "gb_per_s": sent / figures["communicated_ms"] / 1e6 if figures["communicated_ms"] else 0.0,
     }
 
 
-def _in_process(name: str, case: Case, device: str, rounds: int, steps: int, sender: Any) -> None:
+def _in_process(sender: Any, *args: Any) -> None:
     """Send what was measured, or why nothing was."""
     try:
-        sender.send(measure(name, case, device, rounds, steps))
+        sender.send(measure(*args))
     except Exception as error:
         sender.send(f"{type(error).__name__}: {error}")
 
@@ -303,7 +330,7 @@ def measured(*args: Any) -> dict[str, Any] | str:
     """Return what ``measure`` does in a process of its own, or why it failed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_in_process, args=(*args, sender))
+    process = context.Process(target=_in_process, args=(sender, *args))
     process.start()
     sender.close()
     try:
@@ -320,13 +347,15 @@ def show(case: Case, figures: dict[str, Any]) -> None:
     rows = []
     for name, each in figures.items():
         bound, step = max(alone, each["links_ms"]), each["step_ms"]
-        row = [name, f"{step:.1f}", f"{step / fsdp2:.3f}" if fsdp2 else "-", f"{bound / step:.3f}" if bound else "-"]
+        # Without the model alone, how fast a step can be is not known.
+        row = [name, f"{step:.1f}", f"{step / fsdp2:.3f}" if fsdp2 else "-", f"{bound / step:.3f}" if alone else "-"]
         row += [f"{each['host_ms']:.1f}", f"{each['tflops']:.1f}", f"{each['sent_bytes'] / GIGA:.2f}"]
-        traced = [f"{each['exposed_ms']:.1f}", f"{each['peak_bytes'] / 2**30:.2f}"]
-        traced += [str(each[key]) for key in ("kernels", "copies", "blocks", "segments")]
+        traced = [f"{each['gb_per_s']:.1f}", f"{each['exposed_ms']:.1f}"]
+        traced += [f"{each[key] / 2**30:.2f}" for key in ("peak_bytes", "reserved_bytes")]
+        traced += [f"{each[key]:.0f}" for key in ("kernels", "copies", "blocks", "segments", "retries")]
         rows.append(row + (traced if each["computed_us"] else ["-"] * len(traced)))
     head = ("", "step ms", "of fsdp2", "bound", "host ms", "TFLOP/s", "GB sent")
-    on_cuda = ("exposed", "peak GiB", "kernels", "copies", "blocks", "segments")
+    on_cuda = ("GB/s", "exposed", "peak GiB", "reserved", "kernels", "copies", "blocks", "segments", "retries")
     print(f"\n{case}\n{table((*head, *on_cuda), *rows)}", flush=True)
 
 
@@ -344,6 +373,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
     parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--traces", type=Path, help="a folder for a trace of each contestant's step")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device: --device cpu --model tiny shows how it runs")
@@ -362,7 +392,7 @@ def main() -> None:
             if reason := lacking(name, case, card):
                 found: dict[str, Any] | str = f"left out, {reason}"
             else:
-                found = measured(name, case, options.device, options.rounds, options.steps)
+                found = measured(name, case, options.device, options.rounds, options.steps, options.traces)
                 failed |= isinstance(found, str)
             if isinstance(found, str):
                 results["missing"][f"{case}, {name}"] = found

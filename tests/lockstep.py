@@ -9,9 +9,11 @@ import faulthandler
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -291,6 +293,14 @@ def _kind(gradient: Tensor | None) -> str:
 ON_THE_WIRE = ("broadcast", "_allgather_base", "alltoall_base", "_reduce_scatter_base")
 
 
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Undo at the end what ``Naps.on_the_wire`` has patched."""
+    calls = {name: vars(dist.ProcessGroup)[name] for name in ON_THE_WIRE}
+    with mock.patch.multiple(dist.ProcessGroup, **calls), mock.patch.object(dist.Work, "wait", dist.Work.wait):
+        yield
+
+
 class Naps:
     """One rank's random delays: at ops of the program, in backward, around collectives and before every wait."""
 
@@ -308,7 +318,7 @@ class Naps:
         return x
 
     def on_the_wire(self) -> None:
-        """Patch this process: it is a forked rank and ends with the test."""
+        """Patch this process, which is a forked rank and ends with the test, or does so within ``as_it_was``."""
         for name in ON_THE_WIRE:
             setattr(dist.ProcessGroup, name, self._around(getattr(dist.ProcessGroup, name)))
         dist.Work.wait = self._around(dist.Work.wait)  # type: ignore[method-assign]  # delays what waits, and calls it

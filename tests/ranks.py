@@ -1,9 +1,9 @@
 """Real ranks for tests: below ``@ranks(2)``, the body of a test runs on two forked gloo processes.
 
 ``on_ranks(2, body, *args)`` does the same within a test that goes on with the results, or starts several groups. With
-another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few; they stay for the
-tests after this one, each in a new group, since a start takes longer than most tests. A rank that raises ends the
-others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few, which NCCL is told to
+bear; they stay for the tests after this one, each in a new group, since a start takes longer than most tests. A rank
+that raises ends the others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
 
 The parent imports torch and computes nothing: threads do not survive a fork. (A worker of pytest-xdist has one thread
 besides, which waits for messages of its controller and holds no lock that a rank takes.)
@@ -170,6 +170,8 @@ def _rank(pipe: Any, rank: int, world: int, folder: str, patience: float, body: 
 
 def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
     """Run one body after another."""
+    if world > torch.cuda.device_count():
+        os.environ |= ranks_of_one_gpu(rank)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     for count in itertools.count():
         job = pipe.recv()
@@ -177,6 +179,17 @@ def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
             dist.destroy_process_group()
         gc.collect()
         _run(pipe, rank, world, os.path.join(folder, str(count)), *job)
+
+
+def ranks_of_one_gpu(rank: int) -> dict[str, str]:
+    """Return environment variables by which NCCL takes ranks of one GPU, where it reads them: before its first group.
+
+    It refuses two ranks with the same GPU of the same host. So each names a host of its own, and they talk over sockets
+    of the loopback interface: rightly, but not fast.
+    """
+    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    others = dict.fromkeys(("NCCL_MNNVL_ENABLE", "NCCL_RAS_ENABLE"), "0")  # what asks the machine about its neighbours
+    return {"NCCL_HOSTID": f"rank {rank}"} | sockets | others
 
 
 def _run(

@@ -18,6 +18,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class Device(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self.allocated = self.pinned = 0
+        self.makes = False
+        """Whether what an operation makes of no tensor is the device's, too."""
+        self.random = torch.zeros(16, dtype=torch.uint8)
+        """The generator's seed and offset, as CUDA has them; numbers are the CPU's."""
         self.may_stop = True
         self.recorded: list[Callable[[], Any]] | None = None
 
@@ -119,7 +124,7 @@ class Device(TorchDispatchMode):
         if self.recorded is not None:
             self.recorded.append(functools.partial(func, *args, **kwargs))
         result = func(*args, **kwargs)
-        if any(on_device) and name != "aten::copy_":
+        if (any(on_device) or (self.makes and not tensors)) and name != "aten::copy_":
             known = {_storage(each)._cdata for each in tensors}
             for each in tree_leaves(result):
                 if isinstance(each, Tensor) and not _is_meta(each) and _storage(each)._cdata not in known:
@@ -152,12 +157,16 @@ def _placed(device: Any) -> tuple[bool | None, Any]:
     return None, device
 
 
+_OF_VALUES = ("tensor", "as_tensor", "asarray", "new_tensor")
+"""Factories that are given values of the host."""
+
+
 def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the argument ``device``."""
 
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
-        likes = args and isinstance(args[0], Tensor) and make.__name__ not in ("tensor", "as_tensor", "asarray")
+        likes = args and isinstance(args[0], Tensor) and make.__name__ not in _OF_VALUES[:3]
         if device is None and not likes:
             modes = _get_current_function_mode_stack()
             device = next((mode.device for mode in modes if isinstance(mode, _device.DeviceContext)), None)
@@ -168,6 +177,8 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
         if is_cuda:
             if pin_memory:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
+            if make.__name__ in _OF_VALUES and not (isinstance(args[-1], Tensor) and DEVICE.has(args[-1])):
+                DEVICE.stop("a copy of values that blocks")
             return DEVICE.take(result)
         if is_cuda is False and DEVICE.has(result):
             DEVICE.give(result)
@@ -214,6 +225,18 @@ def _reduce_ex(self: Tensor, protocol: int) -> Any:
 
 
 _REDUCE = Tensor.__reduce_ex__
+
+
+def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As torch's, whose definition makes a mask by itself."""
+    DEVICE.makes = DEVICE.has(query)
+    try:
+        return _ATTENTION(query, *args, **kwargs)
+    finally:
+        DEVICE.makes = False
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def _unpickled(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -331,11 +354,12 @@ def _compile_kernel(source: str, name: str) -> Callable[..., None]:
         assert DEVICE.has(source_)
         assert DEVICE.has(free)
         assert all(isinstance(number, float) for number in (count, period, part, terms, which, scale, delay, each))
-        if _SUM in source:
-            values = source_.reshape(int(terms), -1)[int(which)] * scale
-        else:
-            output, values = output.view(-1).view(torch.uint8), source_.reshape(-1).view(torch.uint8)
-        output.view(-1, values.numel()).copy_(values.clone())
+        with torch.profiler.record_function(name):
+            if _SUM in source:
+                values = source_.reshape(int(terms), -1)[int(which)] * scale
+            else:
+                output, values = output.view(-1).view(torch.uint8), source_.reshape(-1).view(torch.uint8)
+            output.view(-1, values.numel()).copy_(values.clone())
 
     return run
 
@@ -348,6 +372,7 @@ def _init_process_group(backend: str = "nccl", *args: Any, **kwargs: Any) -> Non
         dist.get_backend_config = lambda group=None: backend
     else:
         dist.get_backend_config = _CONFIG
+        kwargs.pop("device_id", None)
         _INIT(backend.replace("nccl", "gloo"), *args, **kwargs)
 
 
@@ -355,11 +380,41 @@ _INIT, _CONFIG = dist.init_process_group, dist.get_backend_config
 
 
 def _stats() -> dict[str, int]:
-    return {"allocation.all.allocated": DEVICE.allocated, "segment.all.allocated": 0}
+    return {"allocation.all.allocated": DEVICE.allocated, "segment.all.allocated": 0, "num_alloc_retries": 0}
 
 
 class Properties:
     name, total_memory, multi_processor_count, major, minor = "simulated", 139 << 30, 132, 9, 0
+    L2_cache_size = 1 << 20
+
+
+class Profile(torch.profiler.profile):
+    """One that shows operations of the host as kernels, and modelled transfers as what they are on a GPU."""
+
+    def __init__(self, *, activities: Any = None, **options: Any) -> None:
+        # Asked for CUDA's, it would print the stack of every operation.
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
+        self._is_asked = torch.profiler.ProfilerActivity.CUDA in (activities or ())
+
+    def events(self) -> Any:
+        found = list(super().events())
+        return found + [each for event in found for each in _on_device(event) if self._is_asked]
+
+
+def _on_device(event: Any) -> Iterator[SimpleNamespace]:
+    """Yield what Kineto would show on the GPU: the innermost operations, transfers, and ranges of record_function."""
+    parents, parent = set(), event.cpu_parent
+    while parent is not None:
+        parents.add(parent.name)
+        parent = parent.cpu_parent
+    is_kernel = event.name.startswith("aten::") and not event.cpu_children and _TRANSFER not in parents
+    if is_kernel or event.name == _TRANSFER or event.is_user_annotation:
+        is_range = event.is_user_annotation and event.name != _TRANSFER
+        where = {"device_type": torch.autograd.DeviceType.CUDA, "time_range": event.time_range}
+        yield SimpleNamespace(name=event.name, is_user_annotation=is_range, **where)
+
+
+_TRANSFER = "modelled_transfer"
 
 
 def install() -> None:
@@ -395,6 +450,7 @@ def install() -> None:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: DEVICE.recorded is not None,
         "_lazy_init": lambda: None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -415,15 +471,18 @@ def install() -> None:
         "host_memory_stats": lambda: {"num_host_alloc": DEVICE.pinned},
         "memory_allocated": lambda device=None: DEVICE.held_bytes(),
         "max_memory_allocated": lambda device=None: DEVICE.held_bytes(),
+        "max_memory_reserved": lambda device=None: DEVICE.held_bytes(),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "set_sync_debug_mode": lambda mode: setattr(DEVICE, "may_stop", mode != "error"),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state": lambda device=None: DEVICE.random.clone(),
+        "set_rng_state": lambda state, device=None: setattr(DEVICE, "random", state.clone()),
         "_compile_kernel": _compile_kernel,
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    torch.nn.functional.scaled_dot_product_attention = _attention
+    torch.profiler.profile = Profile  # type: ignore[misc]
     # By optimizers, of a torch that is built for CUDA and asks its driver, which is not there.
     torch.accelerator.current_stream = functions["current_stream"]
     torch.Generator = Generator  # type: ignore[misc]

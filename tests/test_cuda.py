@@ -1,4 +1,4 @@
-"""The engine on a GPU: one rank over NCCL, and two ranks of one GPU over gloo.
+"""The engine on a GPU: one rank over NCCL, and two ranks of one GPU over NCCL and over gloo.
 
 Written where there was no GPU, and so far run on none: a test that fails here may itself be wrong. What streams and
 events put in order is checked without a GPU by ``tests/engine/test_streams.py``.
@@ -225,8 +225,10 @@ def test_the_host_never_waits_for_the_device() -> None:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def two_ranks(apart: bool, **of_shard: Any) -> None:
+def two_ranks(apart: bool, registered: bool = False, **of_shard: Any) -> None:
     model, plain = twins(separate_reduce_group=apart, **of_shard)
+    for unit in (model, *model.blocks):
+        unit.set_allocate_memory_from_process_group_for_comm(registered)
     ours, theirs = adamw(model, plain)
     for at in range(STEPS):
         loss_of(model, batch(at, dist.get_rank())).backward()
@@ -243,10 +245,28 @@ def test_two_ranks_of_one_gpu_over_gloo(apart: bool) -> None:
     on_ranks(2, two_ranks, apart, backend="gloo")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: two ranks cannot share it under NCCL")
 @pytest.mark.parametrize("apart", [False, True])
 def test_two_ranks_over_nccl(apart: bool) -> None:
     on_ranks(2, two_ranks, apart, backend=NCCL)
+
+
+def test_two_ranks_whose_buffers_nccl_has_registered() -> None:
+    on_ranks(2, two_ranks, False, True, backend=NCCL)
+
+
+def two_ranks_bound_to_their_device(folder: Path) -> None:
+    """As ``torchrun`` examples have it: torch then makes NCCL's communicators at once, and others by splitting them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(NCCL_ALONE, store=store, rank=rank, world_size=world, device_id=device)
+    two_ranks(False)
+    two_ranks(True)
+
+
+def test_two_ranks_bound_to_their_device_over_nccl(tmp_path: Path) -> None:
+    on_ranks(2, two_ranks_bound_to_their_device, tmp_path, backend=NCCL_ALONE)
 
 
 def without_nccl() -> str:
@@ -406,7 +426,6 @@ def test_two_ranks_of_one_gpu_offload_over_gloo(apart: bool) -> None:
     on_ranks(2, two_ranks_offload, apart, backend="gloo")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: two ranks cannot share it under NCCL")
 @pytest.mark.parametrize("apart", [False, True])
 def test_two_ranks_offload_over_nccl(apart: bool) -> None:
     on_ranks(2, two_ranks_offload, apart, backend=NCCL_ALONE)

@@ -46,3 +46,9 @@ def test_one_import_is_enough() -> None:
     assert "yafsdp_cc.optim" in names
     ran = subprocess.run([sys.executable, "-c", RESOLVE, json.dumps(names)], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    program = "import sys; sys.modules['pydantic'] = None; import yafsdp_cc"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.endswith("\nModuleNotFoundError: yafsdp_cc needs pydantic: pip install pydantic\n")

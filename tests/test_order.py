@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import yafsdp_cc
-from tests.lockstep import TIMEOUT, Naps, Pair, loss_of, play
+from tests.lockstep import ON_THE_WIRE, TIMEOUT, Naps, Pair, as_it_was, loss_of, play
 from tests.maze import WIDTH, Maze, Program, random_actions, random_spec
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
@@ -125,16 +126,9 @@ def test_nesting_deeper_than_the_buffers_is_counted(depth: int, overflows: bool)
 class Asleep(Naps):
     """Streams that are late: the compute stream at ops of the program and in backward, a lane around collectives."""
 
-    lies_there = False
-
     def nap(self) -> None:
         if self.rng.random() < self.chance:
             torch.cuda._sleep(self.rng.choice((20_000, 200_000, 2_000_000)))
-
-    def on_the_wire(self) -> None:
-        if not Asleep.lies_there:  # of an earlier program in this process
-            super().on_the_wire()
-            Asleep.lies_there = True
 
 
 class OnGpu(Pair):
@@ -144,12 +138,26 @@ class OnGpu(Pair):
         return Asleep(rng, max(chance, 0.1))
 
 
-def play_on_gpu(seeds: range) -> None:
-    with torch.device("cuda"):
-        for seed in seeds:
-            play(scenario(seed, world=1) | {"optimizer": "sgd"}, OnGpu)
+def play_on_gpu(seed: int) -> None:
+    with torch.device("cuda"), as_it_was():
+        play(scenario(seed, world=1) | {"optimizer": "sgd"}, OnGpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_programs_on_a_gpu() -> None:
-    on_ranks(1, play_on_gpu, _seeds()[:12], timeout=TIMEOUT, backend="cpu:gloo,cuda:nccl")
+@pytest.mark.parametrize("seed", _seeds()[:12])
+def test_programs_on_a_gpu(seed: int) -> None:
+    on_ranks(1, play_on_gpu, seed, timeout=TIMEOUT, backend="cpu:gloo,cuda:nccl")
+
+
+def naps_end() -> None:
+    calls = [vars(dist.ProcessGroup)[name] for name in ON_THE_WIRE]
+    with as_it_was():
+        Naps(random.Random(0), 0.0).on_the_wire()
+        assert vars(dist.ProcessGroup)["broadcast"] is not calls[0]
+    assert [vars(dist.ProcessGroup)[name] for name in ON_THE_WIRE] == calls
+    assert "delayed" not in dist.Work.wait.__name__
+
+
+def test_naps_end_with_their_program() -> None:
+    """Of a rank that stays for other tests, as those on a GPU do."""
+    on_ranks(1, naps_end)

@@ -1,6 +1,7 @@
 """A sharded data-parallel engine for PyTorch that compresses what it sends."""
 
 import importlib
+import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,10 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.skipped_batches import PeerFailedError as PeerFailedError
     from yafsdp_cc.skipped_batches import skip_together as skip_together
     from yafsdp_cc.uneven_batches import uneven as uneven
+
+for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyyaml"}.items():
+    if importlib.util.find_spec(_module) is None:
+        raise ModuleNotFoundError(f"yafsdp_cc needs {_package}: pip install {_package}", name=_module)
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
 _MODULE_OF = {

@@ -18,19 +18,23 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-import nvtx
 import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+try:
+    import nvtx
+except ModuleNotFoundError:  # ranges are Kineto's alone then
+    nvtx = None
+
 Kind = Literal[
     "gather", "forward", "backward", "reduce", "replicated", "clip", "step", "choice", "iteration", "encode", "decode"
 ]
 
-_domain = nvtx.get_domain("yafsdp_cc")
+_domain = nvtx and nvtx.get_domain("yafsdp_cc")
 # NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
-NVTX_LISTENS = _domain.get_event_attributes(message="probe") is not None
+NVTX_LISTENS = bool(_domain) and _domain.get_event_attributes(message="probe") is not None
 
 _COLORS: dict[Kind, str] = {
     "gather": "blue",
@@ -67,7 +71,7 @@ class Span:
         self._sizes: dict[int, Span] = {}
         self.title = f"YaFSDP::{kind} ({name})" if name else f"YaFSDP::{kind}"
         self._bytes = {"bytes": byte_count}
-        self._attributes = _domain.get_event_attributes(
+        self._attributes = NVTX_LISTENS and _domain.get_event_attributes(
             message=self.title, color=_COLORS[kind], category=kind, payload=byte_count
         )
         self._entered: list[Handle | None] = []

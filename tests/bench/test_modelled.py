@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_cc
-from bench import paced
-from bench.modelled import Fabric, LinkCost, begin
+from bench import paced, worlds
+from bench.modelled import Fabric, LinkCost, ModelledGroup, begin
 from tests.ranks import on_ranks
 from tests.soak import LONG
 
-WORLDS = Path(__file__).resolve().parents[2] / "bench" / "worlds.py"
 FABRIC = Fabric(between_machines=LinkCost(15e-6, 1 / 25e9), within_machine=LinkCost(5e-6, 1 / 350e9), machine=4)
 
 
@@ -146,18 +147,74 @@ def test_both_engines_train_over_it(device):
     on(device, trains)
 
 
-def test_a_timeline_is_drawn_of_traces(tmp_path):
-    pytest.importorskip("matplotlib")
-    spans = {"communicated_us": [[0, 400], [500, 900]], "computed_us": [[300, 600], [600, 1000]]}
-    (tmp_path / "worlds.json").write_text(json.dumps({"cases": {"8b": {"fsdp2": spans, "ours": spans}, "1b": "died"}}))
-    command = [sys.executable, str(WORLDS.with_name("timeline.py")), str(tmp_path / "worlds.json")]
-    picture = ["--picture", str(tmp_path / "timeline.svg")]
-    subprocess.run([*command, *picture], check=True)
-    assert (tmp_path / "timeline.svg").read_text().count("<svg") == 1
-    for more, message in ((["--case", "1"], "1b: died"), (["--contestants", "ddp"], "no trace of a GPU for 'ddp'")):
-        done = subprocess.run([*command, *picture, *more], capture_output=True, text=True)
-        assert done.returncode == 2
-        assert message in done.stderr
+def sums_as_nccl_does(device: str) -> None:
+    mesh, counts = join(64, device), Counter[str]()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[func._schema.name] += 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(name: str) -> Any:
+        call = getattr(ModelledGroup, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    model: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=mesh)
+    loss = model(torch.randn(4, 64, device=device)).square().mean()
+    for name in ("_reduce_scatter_base", "alltoall_base"):
+        setattr(ModelledGroup, name, counted(name))
+    with Counting():
+        loss.backward()
+    assert counts["_reduce_scatter_base"] == len(list(model.children()))
+    assert counts["alltoall_base"] == 0
+    assert counts["aten::add_"] < 10, counts  # on gloo one for each rank and unit
+
+
+@DEVICES
+def test_gradients_are_reduce_scattered_as_over_nccl(device):
+    on(device, sums_as_nccl_does)
+
+
+def never_waits_as_it_encodes(device: str) -> None:
+    model: Any = yafsdp_cc.shard(net(device), units=[nn.Sequential], mesh=join(64, device), compression="int2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [torch.randn(4, 64, device=device) for _ in range(14)]  # the 2nd, 5th and 10th forward measure messages
+    for at, batch in enumerate(batches):
+        if at == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        loss = model(batch).square().mean()
+        yafsdp_cc.watch_loss(model, loss if at % 2 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_host_never_waits_for_the_device_to_judge_messages():
+    on("cuda", never_waits_as_it_encodes)
+
+
+def test_ranges_on_a_gpu_are_no_kernels():
+    def event(name: str, start: float, end: float, is_range: bool = False) -> Any:
+        kind = torch.autograd.DeviceType.CUDA
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=is_range)
+
+    events = [
+        event("modelled_transfer", 0, 4000),
+        event("FSDP::all_gather (blocks.0)", 0, 4000, True),  # as FSDP2 wraps its collectives
+        event("Memcpy DtoD (Device -> Device)", 3000, 5000),
+        event("gemm", 5000, 6000),
+    ]
+    found = worlds.figures_of(events)
+    assert (found["exposed_ms"], found["communicated_ms"]) == (3.0, 4.0)
+    assert (found["kernels"], found["copies"]) == (2, 1)
 
 
 @LONG

@@ -158,6 +158,21 @@ def test_cheap_while_nobody_looks() -> None:
     assert min(timeit.repeat(by_handle, number=20_000, repeat=5)) / 20_000 < 1e-6
 
 
+def test_ranges_are_kinetos_alone_without_nvtx() -> None:
+    program = """if True:
+        import sys
+        sys.modules["nvtx"] = None  # what is not installed
+        import torch, yafsdp_cc.api
+        from yafsdp_cc import profiling
+        profiling.mark_optimizer_steps()
+        with torch.profiler.profile() as profiled, profiling.span("clip", "here"):
+            torch.ones(1)
+        assert not profiling.NVTX_LISTENS
+        assert "YaFSDP::clip (here)" in {event.name for event in profiled.events()}
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 NVTX_HEADERS = next((p for p in Path("/usr/local").glob("cuda*/include") if (p / "nvtx3").is_dir()), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sqlite3
 from contextlib import closing
 from itertools import pairwise
@@ -44,6 +45,14 @@ def test_arithmetic_is_that_of_sets_of_microseconds() -> None:
         assert points(left) == points(some) - points(others)
         assert length(left) == len(points(left))
         assert all(first[1] < second[0] for first, second in pairwise(covers))
+
+
+def test_a_modelled_wire_communicates(tmp_path: Path) -> None:
+    """As kernels of NCCL do (bench/modelled.py)."""
+    trace = write_kineto(tmp_path / "trace.json")
+    trace.write_text(re.sub(r"ncclDevKernel_\w+\(\w+\)", "modelled_transfer", trace.read_text()))
+    assert "ncclDev" not in trace.read_text()
+    assert measure(read(trace)).communication == TRUTH["communication"]
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,9 @@ class CodecFallback(CompressionObserver):
                 each.flat.group.gathered(each.flat)
         # By the scale that they were measured with: on CUDA, what is read below is of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
-        loss = torch.as_tensor(self._loss, dtype=torch.float64, device=state.context.device).view(1)
-        found = torch.cat([loss, loss.new_tensor([self._losses]), *sums])
+        # A copy of a number to a GPU would wait for all that is enqueued there; a kernel takes it as an argument.
+        count = torch.full((1,), self._losses, dtype=torch.float64, device=state.context.device)
+        found = torch.cat([torch.zeros_like(count) + self._loss, count, *sums])
         self._loss, self._losses = 0.0, 0
         state.context.fingerprint.record("fallback", "messages")
         all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)

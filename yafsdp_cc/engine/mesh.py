@@ -186,7 +186,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         ValueError: the group has no backend for that device.
     """
     if is_python_group(group):
-        return type(group).__name__.lower()
+        return str(group.name()).lower()
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError as error:

@@ -225,7 +225,7 @@ def _stream(device: object, stream: object) -> str:
 # What an activity is -------------------------------------------------------------------------------------------------
 
 
-_COMMUNICATES = re.compile(r"nccl|gloo:", re.IGNORECASE)
+_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # the last is bench/paced.py's kernel
 _CODEC = re.compile(r"yafsdp_cc::(encode|decode)")
 _UNIT = re.compile(r"(?:Ya)?FSDP::(\w+)(?: \((.*)\))?$")
 _SENDS: dict[str, Kind] = {

@@ -1,0 +1,145 @@
+"""The one picture of what a flight has found: what a GPU computes and what it communicates in a step, and a table.
+
+    python bench/gpu/picture.py bench/results/flight1.json bench/results/flight2.json --picture picture.svg
+    python bench/gpu/picture.py bench/out/worlds.json --picture timeline.png          # of bench/worlds.py --json
+
+Two lanes for each contestant, on the same scale, with what is communicated while nothing is computed in red. The table
+is Markdown, on standard output; each row says whether it was *measured* or hangs on the *modelled wire*: a kernel on 16
+multiprocessors that copies at a link's rate, the same for all. What no flight has found is a dash. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from yafsdp_cc.report.overlap import joined, without
+
+CONTESTANTS = {"fsdp2": "FSDP2", "ours": "this engine", "ours int8": "this engine, int8 gradients"}
+LANES = {"computed": "compute", "communicated": "wire"}
+COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
+GAP = 0.0005
+"""Of a step: what is closer together is drawn as one."""
+MEASURED, MODELLED = "*measured*", "*modelled wire*"
+
+Figures = dict[str, Any]
+
+
+def draw(path: Path, title: str, contestants: dict[str, Figures]) -> None:
+    """Write the picture, of the kind that the name ends with."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rcParams["svg.hashsalt"] = title
+    figure = Figure(figsize=(12, 1.2 + 0.9 * len(contestants)), layout="constrained")
+    panel = figure.subplots()
+    ticks = {}
+    for row, (name, each) in enumerate(contestants.items()):
+        communicated, computed = ([(*span,) for span in each[key]] for key in ("communicated_us", "computed_us"))
+        start = min(span[0] for span in (*communicated, *computed))
+        length = max(span[1] for span in (*communicated, *computed)) - start
+        bars = {
+            "computed": (computed, 0.05),
+            "communicated": (communicated, 0.45),
+            "exposed": (without(communicated, computed), 0.45),
+        }
+        for kind, (spans, offset) in bars.items():
+            drawn = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in joined(spans, GAP * length)]
+            panel.broken_barh(drawn, (row + offset, 0.38), color=COLOURS[kind], linewidth=0)
+        for lane, word in LANES.items():
+            ticks[row + bars[lane][1] + 0.19] = f"{CONTESTANTS.get(name, name)}: {word}"
+        panel.plot([length / 1e3] * 2, [row + 0.05, row + 0.83], color="black", linewidth=1)
+        panel.text(length / 1e3, row + 0.44, f" {length / 1e3:.0f} ms", va="center")
+    panel.set_yticks(list(ticks), list(ticks.values()))
+    panel.invert_yaxis()
+    panel.margins(x=0.07)
+    panel.set_xlim(left=0)
+    panel.set(xlabel="milliseconds", title=title)
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def row(what: str, how: str, contestants: dict[str, Figures], cell: Callable[[Figures], str]) -> list[str]:
+    return [f"{what} {how}", *(cell(contestants[name]) if name in contestants else "-" for name in CONTESTANTS)]
+
+
+def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[str, Figures]) -> str:
+    """Return the table."""
+    alone = contestants.get("alone", {}).get("step_ms", 0.0)
+
+    def step(each: Figures) -> str:
+        bound = max(alone, each["links_ms"]) / each["step_ms"]
+        return f"{each['step_ms']:.1f}" + f" · {bound:.2f}" * bool(alone)
+
+    counted = {name: len(each["turns"]) for name, each in contestants.items()}
+    turns = max(counted.values(), default=0)
+    lines = [
+        row("step, ms · of the bound", MODELLED, contestants, step),
+        row("exposed wire, ms", MODELLED, contestants, lambda each: f"{each['exposed_ms']:.1f}"),
+        row("GB/s that the wire reached", MODELLED, contestants, lambda each: f"{each['gb_per_s']:.1f}"),
+        row("GB sent by a rank", "*counted*", contestants, lambda each: f"{each['sent_bytes'] / 1e9:.2f}"),
+        row("GiB reserved", MEASURED, contestants, lambda each: f"{each['reserved_bytes'] / 2**30:.2f}"),
+        row("blocks taken a step", MEASURED, contestants, lambda each: f"{each['blocks']:.0f}"),
+        row(f"cudaMalloc in {turns} turns of steps", MEASURED, contestants, lambda each: str(each["segments"])),
+        row("host, ms a step, small model, 1 rank", MEASURED, host, lambda each: f"{each['host_ms']:.1f}"),
+        ["losses and weights over NCCL " + MEASURED, "-", equality(pairs), distance(pairs)],
+    ]
+    head = ["", *CONTESTANTS.values()]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def equality(pairs: list[Figures]) -> str:
+    """Return in how many ways of training losses and weights are FSDP2's to the bit."""
+    held = [each for each in pairs if each["truth"] == "FSDP2" and each["row"].startswith("ours")]
+    same = sum(each["same_losses"] and each["same_weights"] for each in held)
+    return "-" if not held else f"equal to the bit in {same} of {len(held)}"
+
+
+def distance(pairs: list[Figures]) -> str:
+    """Return how far int8's last loss is from FSDP2's."""
+    off = [abs(each["loss"] / each["loss_of_fsdp2"] - 1) for each in pairs if each["row"] == "int8"]
+    return f"loss off by {max(off):.1e}" if off else "-"
+
+
+def figures_of(parts: dict[str, Figures], name: str) -> Figures:
+    found: Figures = parts.get(name, {}).get("figures", {})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", type=Path, nargs="+", help="flight1.json, flight2.json; or of bench/worlds.py --json")
+    parser.add_argument("--case", type=int, default=0, help="its number among those of bench/worlds.py")
+    parser.add_argument("--picture", type=Path, required=True)
+    options = parser.parse_args()
+    parts: dict[str, Figures] = {}
+    cards = set()
+    for path in options.files:
+        read = json.loads(path.read_text())
+        parts |= read.get("parts", {"picture": {"figures": read}})
+        cards |= {read["card"]} if "card" in read else set()
+    if len(cards) > 1:
+        parser.error(f"of two kinds of card: {', '.join(sorted(cards))}")
+    cases = list(figures_of(parts, "picture").get("cases", {}).items())
+    if options.case >= len(cases):
+        parser.error(f"there are {len(cases)} cases in the part 'picture'")
+    title, contestants = cases[options.case]
+    drawn = {name: contestants[name] for name in CONTESTANTS if contestants.get(name, {}).get("computed_us")}
+    if not drawn:
+        parser.error(f"{title}: no trace of a GPU of any of {', '.join(CONTESTANTS)}")
+    draw(options.picture, ", ".join([f"One step of {title}", *cards]), drawn)
+    pairs = [each for world in (1, 2) for each in figures_of(parts, f"pair{world}").get("rows", ())]
+    host: dict[str, Figures] = next(iter(figures_of(parts, "host").get("cases", {}).values()), {})
+    print(compared(contestants, pairs, host))
+
+
+if __name__ == "__main__":
+    main()
