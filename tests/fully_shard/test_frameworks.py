@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -25,11 +25,13 @@ from tests.fully_shard.run import differences
 from tests.models import Transformer
 from tests.ranks import ranks
 from tests.twins import seeded
+from tests.versions import needs_torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("### Programs of frameworks")[2].partition("\n### ")[0]
 WORLDS = {"four ranks": 4}
 BF16 = (autocasts,)
+MESH_OF_ITS_OWN = "a placement on a mesh of its own"
 
 
 @pytest.mark.parametrize(("group", "world"), [(group, WORLDS.get(group, 2)) for group in FRAMEWORKS])
@@ -69,8 +71,8 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_a_mesh_of_its_own(_: nn.Parameter) -> Any:
-    info = FSDPMeshInfo(mesh=init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
-    return ShardPlacementResult(placement=Shard(0), mesh_info=info)
+    info = _fsdp_common.FSDPMeshInfo(mesh=init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
+    return _fsdp_common.ShardPlacementResult(placement=Shard(0), mesh_info=info)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -114,7 +116,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         NotImplementedError,
         r"replicate, shard",
     ),
-    "a placement on a mesh of its own": (
+    MESH_OF_ITS_OWN: (
         lambda: yafsdp_cc.fully_shard(seeded(Transformer), shard_placement_fn=on_a_mesh_of_its_own),
         NotImplementedError,
         r"fully_shard\(module, mesh=...\) on what holds them",
@@ -122,11 +124,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+def is_refused(attempt: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"(?s){said}"):
+        attempt()
+
+
 @ranks(2)
 def test_refused() -> None:
-    for attempt, error, said in REFUSED.values():
-        with pytest.raises(error, match=f"(?s){said}"):
-            attempt()
+    for what, row in REFUSED.items():
+        if what != MESH_OF_ITS_OWN:
+            is_refused(*row)
+
+
+@needs_torch("2.13", "has no ShardPlacementResult")
+@ranks(2)
+def test_a_placement_on_a_mesh_of_its_own_is_refused() -> None:
+    is_refused(*REFUSED[MESH_OF_ITS_OWN])
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

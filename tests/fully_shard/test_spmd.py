@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import yafsdp_cc
 from tests.ranks import ranks
 from tests.twins import seeded, whole
+from tests.versions import needs_torch
 
 Dims: Any = getattr(torch_fsdp, "DataParallelMeshDims", None)
-pytestmark = pytest.mark.skipif(Dims is None, reason="of torch 2.13")
+pytestmark = needs_torch("2.13", "has no DataParallelMeshDims")
 WIDTH = 32
 
 

@@ -20,7 +20,10 @@ from tests import reference
 from tests.integrations.examples import EXAMPLES, as_launched
 from tests.pipelining.worlds import CPU, LENGTH, LOOPED, MICRO_BATCHES, V_SHAPED, WIDTH, parts
 from tests.ranks import on_ranks, ranks
+from tests.versions import COMPRESSED_STAGES
 from yafsdp_cc.pipelining import CompressedShardedStage, CompressedStage, prepare_schedule
+
+pytestmark = COMPRESSED_STAGES
 
 
 def test_the_example_resumes_with_the_same_bits() -> None:

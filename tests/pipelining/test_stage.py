@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from tests.pipelining.worlds import ALL, LENGTH, SINGLE, V_SHAPED, WIDTH, Pipeline, batches, parts
 from tests.ranks import ranks
+from tests.versions import COMPRESSED_STAGES
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.pipelining import CompressedStage, StageCompression, plan_boundary, prepare_schedule
 from yafsdp_cc.pipelining.messages import Encoding, rotate
@@ -22,6 +23,7 @@ from yafsdp_cc.pipelining.schedule import hidden_gradients
 from yafsdp_cc.pipelining.stage import check_torch
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_exact_messages_give_the_bits_of_torchs_stage() -> None:
     data = batches(2)
@@ -36,6 +38,7 @@ def test_exact_messages_give_the_bits_of_torchs_stage() -> None:
             assert torch.equal(expected, found), kind
 
 
+@COMPRESSED_STAGES
 @pytest.mark.parametrize(("world", "kinds"), [(2, ALL), (4, (Schedule1F1B, ScheduleInterleavedZeroBubble))])
 @ranks("world")
 def test_caches_of_both_sides_are_equal(world: int, kinds: Any) -> None:
@@ -52,6 +55,7 @@ def test_caches_of_both_sides_are_equal(world: int, kinds: Any) -> None:
         check_caches(ours, samples=22)
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_changes_of_activations_equal_one_process() -> None:
     data = batches(1, samples=12)[0]
@@ -112,6 +116,7 @@ def check_caches(pipeline: Pipeline, samples: int) -> None:
     assert compared
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_an_uneven_batch_equals_one_process() -> None:
     data = batches(1, samples=13)[0]
@@ -152,6 +157,7 @@ class Recorder(Encoding):
         self.decoded = self.decoded + values
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_what_gradients_lose_is_in_the_residual() -> None:
     data = batches(3)
@@ -186,6 +192,7 @@ def test_the_epilogue_is_what_no_forward_hides() -> None:
         assert found == exposed, kind
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
@@ -214,6 +221,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
             assert again.stages[0].sent_bytes["forward"] == 4 * 8 + 2 * batch.numel()
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_mistakes_are_named() -> None:
     data = batches(1)[0]
@@ -253,6 +261,7 @@ def test_mistakes_are_named() -> None:
         Schedule1F1B(unprepared, 4, F.mse_loss).step(*([data] if rank == 0 else []), target=data if rank else None)
 
 
+@COMPRESSED_STAGES
 @ranks(2)
 def test_the_plan_is_what_is_sent_and_kept() -> None:
     rank, data = torch.distributed.get_rank(), batches(1)[0]

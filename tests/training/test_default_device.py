@@ -111,6 +111,6 @@ def test_a_default_device_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str, settings: dict[str, Any], make: Any, native: str
 ) -> None:
     if make is adamw and torch.__version__ < "2.12":
-        pytest.skip("AdamW of this torch makes numbers on the default device, and cannot use them")
+        pytest.skip("AdamW of torch before 2.12 makes numbers on the default device, and cannot use them")
     monkeypatch.setenv("YAFSDP_CC_NATIVE", native)
     on_ranks(2, trains, how, settings, make, tmp_path / "step")

@@ -340,9 +340,8 @@ def _call_dispatch_of_subclasses() -> None:
     rule that the operator has for the class of the tensor.
     """
     holder: Any = simple_registry.GenericTorchDispatchRuleHolder
-    known = holder.find
-    rules = {kind: vars(kind)["__torch_dispatch__"].__func__ for kind in (FlatDTensor, LazyReduction)}
-    holder.find = lambda self, kind: rules.get(kind) or known(self, kind)
+    known, ours = holder.find, (FlatDTensor, LazyReduction)
+    holder.find = lambda self, kind: kind.__torch_dispatch__.__func__ if kind in ours else known(self, kind)
 
 
 if torch.__version__ < "2.12":
@@ -630,7 +629,9 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
                 return value._local_tensor
             if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
                 return flat_range_of(value, spec)
-            value = value.full_tensor()  # set_model_state_dict makes DTensors of full state dicts; all ranks load alike
+            # set_model_state_dict makes DTensors of full state dicts; all ranks load alike. Detached: torch 2.11 fails
+            # to gather, below autograd, what requires a gradient.
+            value = value.detach().full_tensor()
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
     # A number may have dimensions of size 1, as long as they would not show in the result.
