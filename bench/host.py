@@ -92,6 +92,15 @@ class HostMemory(fake_ranks.FakeDevice):
     def read(self, method: str, tensor: Tensor) -> Any:
         return getattr(tensor, method)()
 
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Leave the mode, which takes time: a step of a warm engine asks for no tensor on a device."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
 
 class Handle(fake_ranks.Event):
     """Stands for streams and events, those of FSDP2 as well."""
@@ -173,12 +182,11 @@ def serve(turns: Connection, world: int, kind: str) -> None:
                 training.step()
         gc.collect()
         gc.freeze()
-        device.__exit__(None, None, None)  # a step of a warm engine asks for no tensor on a device
         turns.send({way: training.first_seconds for way, training in trainings.items()})
-        while way := turns.recv():
-            steps = [trainings[way].step() for _ in range(STEPS)]
-            turns.send([median(times) for times in zip(*steps, strict=True)])
-        device.__enter__()
+        with device.left():
+            while way := turns.recv():
+                steps = [trainings[way].step() for _ in range(STEPS)]
+                turns.send([median(times) for times in zip(*steps, strict=True)])
 
 
 def measure(kinds: list[str], worlds: list[int], rounds: int) -> dict[str, Any]:
@@ -235,11 +243,9 @@ def hotspots(world: int, kind: str, lines: int = 45) -> None:
         training = Training(OURS, mesh)
         for _ in range(WARM_UP):
             training.step()
-        device.__exit__(None, None, None)
-        with profile:
+        with device.left(), profile:
             for _ in range(10):
                 training.step()
-        device.__enter__()
     pstats.Stats(profile).sort_stats("tottime").print_stats(lines)
 
 
