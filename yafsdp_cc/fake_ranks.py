@@ -27,6 +27,7 @@ from yafsdp_cc.engine import assembly, communicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,6 +78,10 @@ class FakeDevice(TorchFunctionMode):
         """Return where a tensor is made that is asked for on ``device``; what is no device as it is."""
         return torch.device("cpu") if _kind(device) == "cuda" else device
 
+    def memory(self) -> AbstractContextManager[Any]:
+        """Return what tensors are made within, so that they have no memory."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _READS:
             return self.read(func.__name__, args[0])
@@ -95,6 +100,9 @@ class FakeDevice(TorchFunctionMode):
 
 class MetaDevice(FakeDevice):
     """Has tensors of the meta device pass for the CPU's: quicker than fake tensors, which torch handles in Python."""
+
+    def memory(self) -> AbstractContextManager[Any]:
+        return torch.device("meta")
 
     def place(self, device: Any) -> Any:
         return torch.device("meta") if _kind(device) in BACKENDS else device
@@ -164,8 +172,6 @@ def fake_ranks(
             stack.enter_context(mock.patch.multiple(owner, **values))
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-        is_meta = isinstance(device, MetaDevice)
-        fake: Any = torch.device("meta") if is_meta else FakeTensorMode(allow_non_fake_inputs=True)
-        for mode in (fake, *modes, device):
+        for mode in (device.memory(), *modes, device):
             stack.enter_context(mode)
         yield mesh

@@ -474,10 +474,8 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
         rank: whose chunk is left out.
     """
     block = layout.numel // max(buffer.numel(), 1)
-    if (runs := layout.runs_of_others.get(rank)) is None:
-        runs = layout.runs_of_others[rank] = list(layout.runs(without=rank))
     found = []
-    for run in runs:
+    for run in layout.runs(without=rank):
         first, last = layout.starts[run.start] // block, layout.starts[run.stop] // block
         before = first - (layout.chunks[rank] // block if run.start > rank else 0)
         found.append(PeerChunks(run, buffer[first:last].view(len(run), -1), before))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _SUMMED_DTYPES = (torch.float32, torch.float64)
 """Dtypes that are summed as they are; others are cast to fp32."""
 _SUM_PART = 1 << 19
-"""Elements summed at once on a CPU: 2 MiB of fp32, which stays in the processor's cache."""
+"""Elements of a sum that are summed at once on a CPU: 2 MiB of fp32, which stays in the processor's cache."""
+_CAST_PART = 1 << 20
+"""Elements, those of all ranks together, that are cast to fp32 at once."""
 
 
 def sum_scale(dtype: torch.dtype, world: int) -> int:
@@ -73,9 +75,12 @@ class ExactReduceScatter(ReduceScatter):
             context.scratch.reserve("received chunks", self._received_numel * self._dtype.itemsize)
         is_left = comm.reduces_in_place and self._dtype == torch.bfloat16 and not self._casts
         self._sums_as_sent = is_left or self._dtype in _SUMMED_DTYPES
+        self._part = chunk if comm.reduces_in_place else _SUM_PART
         if not self._sums_as_sent:
-            count = chunk if comm.reduces_in_place else 2 * min(chunk, _SUM_PART)
-            context.scratch.reserve("fp32 sum", 4 * count)
+            ranks = 1 if comm.reduces_in_place else comm.world
+            self._part = min(chunk, self._part if ranks == 1 else max(_CAST_PART // ranks, 1))
+            context.scratch.reserve("fp32 sum", 4 * ranks * self._part)
+        self._place = torch.zeros(comm.world - 1, dtype=torch.int64, device=comm.device)
 
     def planned_bytes(self) -> int:
         return self._planned_bytes
@@ -91,37 +96,47 @@ class ExactReduceScatter(ReduceScatter):
         return comm.all_to_all(self._received(), grads, async_op, self._chunks)
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
-        summands = self._summands(grads)
-        chunk = summands[0].numel()
-        step = chunk if self.context.comm.reduces_in_place else _SUM_PART
-        for start in range(0, chunk, step or 1):  # a rank may own nothing
-            yield start, self._sum([each.narrow(0, start, min(step, chunk - start)) for each in summands])
+        first, others = self._summands(grads)
+        chunk = first.numel()
+        for start in range(0, chunk, self._part or 1):  # a rank may own nothing
+            numel = min(self._part, chunk - start)
+            yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 
     def finish_whole(self, grads: Tensor) -> Tensor:
         """Return the sum [chunk] in one part; of fp32 and fp64 alone."""
-        return self._sum(self._summands(grads))
+        return self._sum(*self._summands(grads))
 
     def _received(self) -> Tensor:
         return self.context.scratch.take("received chunks", self._received_numel, self._dtype)
 
-    def _summands(self, grads: Tensor) -> Sequence[Tensor]:
-        """Return the chunks to sum, in rank order."""
+    def _summands(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chunk [n] of the first rank, and those [ranks - 1, n] of the others in rank order."""
         comm = self.context.comm
         own = comm.own_chunk(grads, self._chunks)
         if comm.reduces_in_place or not own.numel():
-            return (own,)
-        chunks = self._received().split(own.numel())
-        others = chunks if comm.world == 2 else (*chunks[: comm.rank], *chunks[comm.rank + 1 :])
-        return (*others[: comm.rank], own, *others[comm.rank :])
+            return own, own.view(1, -1).narrow(0, 0, 0)
+        received = self._received().view(-1, own.numel())
+        return (own, received) if comm.world == 2 else (received[0], received[1:])  # of two, the order is the same
 
-    def _sum(self, summands: Sequence[Tensor]) -> Tensor:
-        total, count = summands[0], summands[0].numel()
-        if self._sums_as_sent:
-            for other in summands[1:]:
-                total.add_(other)
-            return total
-        scratch = self.context.scratch.take("fp32 sum", count if len(summands) == 1 else 2 * count, torch.float32)
-        total = scratch.narrow(0, 0, count).copy_(total)
-        for other in summands[1:]:  # cast by hand: a mixed add would allocate
-            total.add_(scratch.narrow(0, count, count).copy_(other))
+    def _sum(self, total: Tensor, others: Tensor) -> Tensor:
+        if not self._sums_as_sent:  # cast by hand: a mixed add would allocate
+            ranks, numel = 1 + others.shape[0], total.numel()
+            scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
+            scratch[0].copy_(total)
+            total, others = scratch[0], scratch[1:].copy_(others)
+        if others.shape[0]:
+            _add_in_order(total, others, self._place)
         return total if self._scale == 1 else total.mul_(self._scale)
+
+
+def _add_in_order(total: Tensor, others: Tensor, place: Tensor) -> None:
+    """Add ``others`` [n, numel] to ``total`` [numel], one after the other; ``place`` is n zeros.
+
+    On a CPU one call adds row by row; ``torch.sum`` over the rows would add them in an order of its own. On CUDA
+    ``index_add_`` adds in any order.
+    """
+    if total.is_cpu:
+        total.view(1, -1).index_add_(0, place, others)
+        return
+    for other in others:
+        total.add_(other)

@@ -30,6 +30,8 @@ _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that every backend gathers; others travel as bytes."""
 _TWO_RANK_MESSAGE, _MANY_RANK_MESSAGE = 1 << 14, 1 << 17
 """Bytes from which point-to-point messages are quicker over slow links than gloo's collectives, by number of ranks."""
+_MOST_BROADCASTS = 16
+"""Ranks of a gloo group up to which broadcasts take less processor time than gloo's all-gather."""
 _GATHER_TAG, _MESSAGE_TAG = 1, 2
 
 
@@ -40,9 +42,10 @@ class Communicator:
     collective, and every buffer here is checked once, when it is made.
 
     Over gloo an all-gather is a broadcast of every rank's chunk into its place: gloo's own receives into a buffer made
-    for the occasion and copies. Two ranks swap chunks, which is one operation where broadcasts are two. Gathers and
-    sums must not share a gloo group then: an operation of a rank that has lost step would meet one of another size, and
-    gloo ends the process where it does. Over slow links (``mesh.probe_links``) chunks are point-to-point messages.
+    for the occasion and copies, which costs less than very many broadcasts alone. Two ranks swap chunks, which is one
+    operation where broadcasts are two. Gathers and sums must not share a gloo group then: an operation of a rank that
+    has lost step would meet one of another size, and gloo ends the process where it does. Over slow links
+    (``mesh.probe_links``) chunks are point-to-point messages.
 
     Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps none: then an all-gather is broadcasts
     on every backend, and an NCCL reduce-scatter a reduce to each rank.
@@ -84,7 +87,7 @@ class Communicator:
         if output.dtype not in _GATHERED_DTYPES:
             chunks = [output.itemsize * chunk for chunk in chunks]
             output, source = output.view(torch.uint8), source.view(torch.uint8)
-        if not (self.is_gloo or chunks):
+        if not chunks and (not self.is_gloo or self.world > _MOST_BROADCASTS):
             self._gather_options.asyncOp = async_op
             return _works(self.group._allgather_base(output, source, self._gather_options))
         if (self._is_slow or output.dtype == torch.uint8) and self._prefers_messages(output.nbytes):
@@ -116,8 +119,10 @@ class Communicator:
         ``received`` is [world * n] in rank order for an own chunk of n; for two ranks [n], what the other one has sent.
         """
         if self._is_slow and self._prefers_messages(sent.nbytes):
-            parts = [received] * 2 if self.world == 2 else received.view(self.world, received.numel() // self.world)
-            return self._send_messages(list(parts), self.split(sent, chunks), _MESSAGE_TAG)
+            parts = [received] * 2 if self.world == 2 else list(received.view(self.world, -1))
+            if self.world > 2:
+                parts[self.rank].copy_(self.own_chunk(sent, chunks))
+            return self._send_messages(parts, self.split(sent, chunks), _MESSAGE_TAG)
         if self.world == 2:
             return self._swap(received, self.split(sent, chunks)[1 - self.rank], async_op)
         self._exchange_options.asyncOp = async_op
@@ -130,8 +135,8 @@ class Communicator:
         With ``sizes``, the bytes of each message to a rank, ``sent`` is [bytes], of one message after the other.
         """
         sizes = sizes or [sent.shape[1]] * self.world
-        ours = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-        theirs = [0 if rank == self.rank else sizes[self.rank] for rank in range(self.world)]
+        ours, theirs = list(sizes), [sizes[self.rank]] * self.world
+        ours[self.rank] = theirs[self.rank] = 0
         received, sent = received.view(-1), sent.view(-1)
         if self.is_gloo and self._prefers_messages(sum(sizes)):
             return self._send_messages(received.split(theirs), sent.split(ours), _MESSAGE_TAG)

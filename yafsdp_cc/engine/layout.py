@@ -39,7 +39,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch.distributed as dist
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -126,20 +126,22 @@ class Layout:
         """Where chunks begin, and where the last one ends."""
         return tuple(accumulate(self.chunks, initial=0))
 
-    def runs(self, without: int | None = None) -> Iterator[range]:
-        """Yield neighbouring ranks whose chunks are equally long, and not empty: those that one kernel can serve.
+    def runs(self, without: int = -1) -> Sequence[range]:
+        """Return neighbouring ranks whose chunks are equally long, and not empty: those that one kernel can serve.
 
         Args:
-            without: a rank that is left out, and so ends a run.
+            without: a rank that is left out, and so ends a run; -1 for none.
         """
-        ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
-        for _, run in groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0])):
-            members = [rank for _, rank in run]
-            yield range(members[0], members[-1] + 1)
+        if without not in self._runs:
+            ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
+            alike = groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0]))
+            members = [[rank for _, rank in run] for _, run in alike]
+            self._runs[without] = [range(run[0], run[-1] + 1) for run in members]
+        return self._runs[without]
 
     @cached_property
-    def runs_of_others(self) -> dict[int, list[range]]:
-        """``runs`` without a rank, by that rank, as far as they were asked for."""
+    def _runs(self) -> dict[int, list[range]]:
+        """``runs`` by ``without``, as far as they were asked for: each step asks, and ranks may be thousands."""
         return {}
 
     @cached_property
