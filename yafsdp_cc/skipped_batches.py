@@ -596,6 +596,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
         state.reset()
     if state in _rollbacks:
         return state  # what follows was checked before
+    state.contents.check()  # a collective before the first forward, which not all ranks may come to
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(

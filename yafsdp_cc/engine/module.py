@@ -32,6 +32,7 @@ from yafsdp_cc.engine.module_parameters import install_module_parameters, remove
 from yafsdp_cc.engine.sharding import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.engine.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
+from yafsdp_cc.engine.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of, tensors_of
 
 if TYPE_CHECKING:
@@ -318,9 +319,13 @@ class ShardedModule(FSDPModule, nn.Module):
                     else:
                         fresh = nn.Parameter(moved, ignored.requires_grad)
                         torch.utils.swap_tensors(ignored, fresh)  # remains the object that everybody knows
+                    if makes_empty(fn):
+                        mark_unwritten(ignored)
             for key, buffer in inner._buffers.items():
                 if buffer is not None:
-                    inner._buffers[key] = fn(buffer)
+                    inner._buffers[key] = moved = fn(buffer)
+                    if makes_empty(fn):
+                        mark_unwritten(moved)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.unwritten import mark_unwritten
 from yafsdp_cc.plan.subclasses import empty_like, leave_meta
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def materialize(
             if parameter is not None and parameter.is_meta:
                 fresh = empty_like(parameter, device)
                 torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
+                mark_unwritten(parameter)
         _fill(module, name, model, device, initialize)
     for each in owned:
         if each.parameter.is_meta:
@@ -67,7 +69,8 @@ def _fill(
 ) -> None:
     for attribute, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+            module._buffers[attribute] = fresh = torch.empty_like(buffer, device=device)
+            mark_unwritten(fresh)
     of_model, reset = getattr(model, "_init_weights", None), getattr(module, "reset_parameters", None)
     if initialize is not None:
         initialize(module)
