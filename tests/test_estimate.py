@@ -21,17 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_cc
 from tests.cli.command import yafsdp_cc as yafsdp_cc_command
-from tests.plan.test_step_time import plan as plan_of_blocks
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.chakra import write_traces
 from yafsdp_cc.cli.estimate import main, parser
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import loss_of
 from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.plan.step_time import Event, Work
+from yafsdp_cc.plan.step_time import Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -218,30 +216,6 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
-
-
-def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed (extra 'trace')")
-    events = [Event("all_gather", "b", 300, ()), Event("forward", "b", 2e6, (0,)), Event("reduce", "b", 300, (1,))]
-    folder = tmp_path / "traces"
-    write_traces(folder / "t", events, plan_of_blocks(gather=0, reduce=0), 1e12, encoded=False)
-    assert sorted(path.name for path in folder.iterdir()) == [f"t.{rank}.et" for rank in range(4)]
-
-    def sized(tag: int, content: bytes) -> bytes:
-        return bytes([tag, len(content)]) + content
-
-    def number(name: bytes, tag: bytes, value: bytes) -> bytes:
-        return sized(0x52, sized(0x0A, name) + tag + value)  # field 10 of a node; its name is field 1
-
-    is_cpu = number(b"is_cpu_op", b"\xd8\x01", b"\x00")  # bool_val, field 27
-    gather = sized(0x12, b"all_gather b") + b"\x18\x07" + is_cpu
-    gather += number(b"comm_type", b"\x48", b"\x02") + number(b"comm_size", b"\x48", b"\x64")  # 100 = 300 / 3 peers
-    forward = b"\x08\x01" + sized(0x12, b"forward b") + b"\x18\x04" + sized(0x2A, b"\x00") + b"\x38\x02" + is_cpu
-    forward += number(b"num_ops", b"\x48", b"\x80\x89\x7a")  # 2,000,000
-    reduce = b"\x08\x02" + sized(0x12, b"reduce b") + b"\x18\x07" + sized(0x2A, b"\x00\x01") + is_cpu
-    reduce += number(b"comm_type", b"\x48", b"\x07") + number(b"comm_size", b"\x48", b"\x90\x03")  # 400
-    expected = b"".join(bytes([len(each)]) + each for each in (sized(0x0A, b"1.0.0"), gather, forward, reduce))
-    assert (folder / "t.3.et").read_bytes() == expected
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")

@@ -526,7 +526,7 @@ _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKe
 
 @contextmanager
 def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iterator[SkippableBatch]:
-    """Have all ranks skip a batch whose forward or backward raises on any of them.
+    """Have all ranks skip a batch whose forward or backward raises on any of them. A collective, at both ends.
 
     ::
 

@@ -212,7 +212,8 @@ class FreshStores(RendezvousHandler):
             if params.endpoint == ALONE:
                 # torch's own store of a run would listen on all interfaces, and hold pickles.
                 store = _listening_store("localhost")
-                self._inner: RendezvousHandler = create_handler(store, C10dRendezvousBackend(store, inner.run_id), inner)
+                meeting = C10dRendezvousBackend(store, inner.run_id)
+                self._inner: RendezvousHandler = create_handler(store, meeting, inner)
             else:
                 self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
         except ValueError as error:
