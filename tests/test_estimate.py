@@ -218,6 +218,35 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         assert message in capsys.readouterr().err
 
 
+FACTORIES = """
+from torch import nn
+def wants(width): return nn.Linear(width, width)
+def raises(): raise KeyError("x")
+def endless(): return endless()
+def number(): return 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("wants", r"without arguments, .* raised TypeError: wants\(\) missing 1 required .*def small\(\)"),
+        ("raises", r"raised KeyError: 'x' \(.*factories.py:4\)"),
+        ("endless", "raised RecursionError"),
+        ("number", "returns a int: return a model"),
+        ("__class__", "raised TypeError"),
+        ("missing", "name a module that Python finds from here"),
+    ],
+)
+def test_a_factory_that_makes_no_model(name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        subject_of(f"factories:{name}", 1, 8)
+    with pytest.raises(ValueError, match="name a module"):
+        subject_of("../../etc:passwd", 1, 8)
+
+
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")
 
 

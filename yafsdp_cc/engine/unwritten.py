@@ -59,13 +59,14 @@ def check_written(model: nn.Module, params: Iterable[FSDPParam]) -> None:
                 found[f"{path}.{key}" if path else key] = kind
     if found:
         (name, kind), *others = found.items()
-        more = "".join(f", '{each}'" for each, _ in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        names = ", ".join(f"'{each}'" for each, _ in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        more = f" (and {len(others)} more: {names})" if others else ""
         raise RuntimeError(
-            f"{kind} '{name}' has no values: it left the meta device by to_empty(), or for shard(), or is there still, "
-            f"and whatever initialised or loaded the model has left it out{more and f' (as{more[1:]})'}. Write it "
-            f"before the first forward: model.get_{kind}({name!r}).copy_(...), or .zero_() where the forward fills it. "
-            "param_init_fn, reset_parameters() and _init_weights() are to initialise the buffers of a module, too; "
-            "state dicts have persistent buffers alone"
+            f"{kind} '{name}'{more} has no values: it is on the meta "
+            "device, or left it for to_empty() or shard(), and nothing has written it since. Before the first forward, "
+            f"load it, or call model.get_{kind}({name!r}).copy_(...), or .zero_() where the forward fills it. State "
+            "dicts have persistent buffers alone; param_init_fn, reset_parameters() and _init_weights() are to write "
+            "the others"
         )
 
 

@@ -62,8 +62,10 @@ def decoded(message: Tensor) -> Any:
     """
     try:
         end = _PREFIX + int.from_bytes(bytes(message[:_PREFIX].tolist()), "little")
+        if end > len(message):
+            raise ValueError(f"{len(message)} bytes, of {end}")
         head = json.loads(bytes(message[_PREFIX:end].tolist()))
-        reader = _Reader(message[min(end, len(message)) :])
+        reader = _Reader(message[end:])
         value = reader.read(head, _DEEPEST)
     except (TypeError, KeyError, RuntimeError, RecursionError) as error:
         raise ValueError(f"not tensors and plain values: {error}") from None
@@ -90,7 +92,7 @@ class _Reader:
 
     def _read_tensor(self, name: str, shape: list[int]) -> Tensor:
         dtype = _DTYPES[name]
-        if not all(type(size) is int and size >= 0 for size in shape):
+        if not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
             raise ValueError(f"a tensor of shape {shape}")
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > len(self.left):
