@@ -21,17 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_cc
 from tests.cli.command import yafsdp_cc as yafsdp_cc_command
-from tests.plan.test_step_time import plan as plan_of_blocks
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.chakra import write_traces
 from yafsdp_cc.cli.estimate import main, parser
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.demo.model import GPT
 from yafsdp_cc.demo.train import loss_of
 from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.plan.step_time import Event, Work
+from yafsdp_cc.plan.step_time import Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -220,28 +218,33 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         assert message in capsys.readouterr().err
 
 
-def test_a_trace_is_what_the_schema_says_by_hand(tmp_path: Path) -> None:
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed (extra 'trace')")
-    events = [Event("all_gather", "b", 300, ()), Event("forward", "b", 2e6, (0,)), Event("reduce", "b", 300, (1,))]
-    folder = tmp_path / "traces"
-    write_traces(folder / "t", events, plan_of_blocks(gather=0, reduce=0), 1e12, encoded=False)
-    assert sorted(path.name for path in folder.iterdir()) == [f"t.{rank}.et" for rank in range(4)]
+FACTORIES = """
+from torch import nn
+def wants(width): return nn.Linear(width, width)
+def raises(): raise KeyError("x")
+def endless(): return endless()
+def number(): return 5
+"""
 
-    def sized(tag: int, content: bytes) -> bytes:
-        return bytes([tag, len(content)]) + content
 
-    def number(name: bytes, tag: bytes, value: bytes) -> bytes:
-        return sized(0x52, sized(0x0A, name) + tag + value)  # field 10 of a node; its name is field 1
-
-    is_cpu = number(b"is_cpu_op", b"\xd8\x01", b"\x00")  # bool_val, field 27
-    gather = sized(0x12, b"all_gather b") + b"\x18\x07" + is_cpu
-    gather += number(b"comm_type", b"\x48", b"\x02") + number(b"comm_size", b"\x48", b"\x64")  # 100 = 300 / 3 peers
-    forward = b"\x08\x01" + sized(0x12, b"forward b") + b"\x18\x04" + sized(0x2A, b"\x00") + b"\x38\x02" + is_cpu
-    forward += number(b"num_ops", b"\x48", b"\x80\x89\x7a")  # 2,000,000
-    reduce = b"\x08\x02" + sized(0x12, b"reduce b") + b"\x18\x07" + sized(0x2A, b"\x00\x01") + is_cpu
-    reduce += number(b"comm_type", b"\x48", b"\x07") + number(b"comm_size", b"\x48", b"\x90\x03")  # 400
-    expected = b"".join(bytes([len(each)]) + each for each in (sized(0x0A, b"1.0.0"), gather, forward, reduce))
-    assert (folder / "t.3.et").read_bytes() == expected
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("wants", r"without arguments, .* raised TypeError: wants\(\) missing 1 required .*def small\(\)"),
+        ("raises", r"raised KeyError: 'x' \(.*factories.py:4\)"),
+        ("endless", "raised RecursionError"),
+        ("number", "returns a int: return a model"),
+        ("__class__", "raised TypeError"),
+        ("missing", "name a module that Python finds from here"),
+    ],
+)
+def test_a_factory_that_makes_no_model(name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        subject_of(f"factories:{name}", 1, 8)
+    with pytest.raises(ValueError, match="name a module"):
+        subject_of("../../etc:passwd", 1, 8)
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")

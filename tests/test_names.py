@@ -12,8 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"(?<!from )(?<!import )(?<!-m )(?<!::: )\byafsdp_cc((?:\.[A-Za-z]\w*)+)")
-FORMER = {"yafsdp_cc.GradientWire", "yafsdp_cc.bench.modelled"}
-"""What messages and docs call former names."""
 RESOLVE = """
 import functools, json, sys, warnings
 import yafsdp_cc
@@ -41,7 +39,7 @@ def texts() -> Iterator[str]:
 
 
 def test_one_import_is_enough() -> None:
-    names = sorted({f"yafsdp_cc{found}" for text in texts() for found in NAME.findall(text)} - FORMER)
+    names = sorted({f"yafsdp_cc{found}" for text in texts() for found in NAME.findall(text)})
     assert len(names) > 25
     assert "yafsdp_cc.optim" in names
     ran = subprocess.run([sys.executable, "-c", RESOLVE, json.dumps(names)], cwd=ROOT, capture_output=True, text=True)

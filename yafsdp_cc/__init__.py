@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # "as" makes a name public to type checkers
@@ -83,16 +82,11 @@ _MODULE_OF = {
     "whole_parameters": "yafsdp_cc.engine.module",
 }
 _MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling", "replicas", "server")
-_RENAMED = {"GradientWire": "CompressionHookState"}
-"""Names of earlier versions, and what they are called now."""
 
 __all__ = [*_MODULES, *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(f"yafsdp_cc.{name} is yafsdp_cc.{_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
     if name in _MODULES:
         return importlib.import_module(f"yafsdp_cc.{name}")
     if name not in _MODULE_OF:

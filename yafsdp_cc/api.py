@@ -42,10 +42,10 @@ from yafsdp_cc.engine.module import (
     MisuseError,
     ShardedModule,
     UnshardHandle,
+    built_state,
     class_of,
     make_sharded,
     register_forward_method,
-    require_state,
     share_comm_ctx,
 )
 from yafsdp_cc.engine.offload import HostMemory
@@ -264,7 +264,7 @@ def shard(
     ownership: Ownership = "flat",
     sync: ReplicaSync | Literal["overlap"] | None = None,
 ) -> Model:
-    """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``, in place.
+    """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``. A collective, in place.
 
     Afterwards the training loop is the one you had: make the optimizer from ``model.parameters()``, call the model,
     ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` tells what it will cost.
@@ -422,11 +422,10 @@ def fully_shard(
     compression: Compression | str | None = None,
     ownership: Ownership = "flat",
 ) -> Modules:
-    """Shard the parameters of ``module`` that no earlier call on a part of it has sharded, in place.
+    """Shard the parameters of ``module`` that no earlier call on a part of it has sharded. A collective, in place.
 
     Called bottom-up, as torch's: on every block, then on the model. What the first forward is called on becomes the
     root; buffers are made then. Until then, and on the meta device, parameters are sharded and hold no more than that.
-    A collective: every rank of the mesh calls it alike.
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
@@ -539,10 +538,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def plan_of(model: nn.Module) -> Plan:
     """Return the plan of a sharded model: units, buffers, bytes sent per step, memory per rank; printable.
 
+    Any rank may ask alone. Buffers are made by ``shard``, or in the first forward after ``fully_shard``; anew in the
+    first one after a setter that takes others.
+
     Raises:
         ValueError: ``model`` is not sharded.
+        RuntimeError: the buffers are still to be made.
     """
-    plan = replace(plan_for(require_state(model)), arguments=_origins.get(model, ()))
+    plan = replace(plan_for(built_state(model, "plan_of", is_current=True)), arguments=_origins.get(model, ()))
     if (sync := sync_of(model)) is not None:
         sent = replace(plan.communication, replicas=sync.planned_bytes())
         plan = replace(plan, communication=sent, replicas=sync.comm.world, sync_bytes=sync.memory())
@@ -552,10 +555,13 @@ def plan_of(model: nn.Module) -> Plan:
 def counters_of(model: nn.Module) -> Counters:
     """Return what the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
 
+    Any rank may ask alone, after ``shard`` or, with ``fully_shard``, the first forward.
+
     Raises:
         ValueError: ``model`` is not sharded.
+        RuntimeError: there was no forward after ``fully_shard`` yet.
     """
-    state = require_state(model)
+    state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
     counters.owned_bytes = plan.owned_bytes + sum(group.unplanned_bytes for group in state.groups)
@@ -567,7 +573,7 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
     """Let a compressed model know how its training goes: the loss of this rank's batch, once per step.
 
     Where losses stay a tenth above the best that there were, all its gradients go back to more bits
-    (``Compression.fallback``). Nothing waits for the value here.
+    (``Compression.fallback``). Nothing waits for the value here, nor for other ranks.
 
     Args:
         model: sharded with a compression.
@@ -577,10 +583,11 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
         ValueError: there is no compression, its fallback is off, or it has nothing to watch; or there are several
             losses.
         TypeError: ``loss`` is no number.
+        RuntimeError: there was no forward after ``fully_shard`` yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch_loss takes the model first and then its loss; got {model!r} as the model")
-    state = require_state(model)
+    state = built_state(model, "watch_loss")
     schedule, fallback = CompressionSchedule.of(state), CodecFallback.of(state)
     why, remedy = "", "name a codec, as in shard(model, compression='int8')"
     if schedule is None:

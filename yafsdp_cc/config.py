@@ -292,6 +292,10 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
     return reader.settings
 
 
+_MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
+"""What a run file may have: values, and bytes."""
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
     """Knows JSON's types alone, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and no key is there twice."""
 
@@ -304,6 +308,26 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
         first: [one for one in known_by if one[0].endswith((":null", ":bool"))]
         for first, known_by in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the document, if what its anchors stand for, written out, is not more than a run file has."""
+        root = super().get_single_node()
+        sizes: dict[yaml.Node, int] = {}
+
+        def size_of(node: yaml.Node) -> int:
+            if node not in sizes:
+                sizes[node] = 1  # where it is within itself, which is refused later
+                parts = () if isinstance(node, yaml.ScalarNode) else node.value
+                inner = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
+                sizes[node] += sum(map(size_of, inner))
+            return sizes[node]
+
+        if root is not None and size_of(root) > _MOST_VALUES:
+            raise yaml.YAMLError(
+                f"more than {_MOST_VALUES:,} values, written out where anchors (&name, *name) repeat them: a run file "
+                "has few, and needs no anchors"
+            )
+        return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         made: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -328,7 +352,12 @@ class _Reader:
 
     def read_file(self, path: str) -> None:
         try:
-            loader = _Loader(Path(path).read_text(encoding="utf-8"))
+            with Path(path).open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                self._refuse(path, f"is longer than the {_MOST_BYTES:,} bytes of a run file")
+                return
+            loader = _Loader(data.decode())
             root = loader.get_single_node()
             if root is None:
                 return

@@ -7,6 +7,7 @@ model, with a few of its repeated blocks, under torch's ``MemTracker`` and ``Flo
 from __future__ import annotations
 
 import json
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -128,16 +129,24 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
 
 
 def _from_factory(name: str) -> Subject:
-    where, _, attribute = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        factory = getattr(import_module(where), attribute)
-    except (ImportError, AttributeError) as error:
+        factory = getattr(import_module(module), attribute)
+    except Exception as error:  # whatever the module raises while it is imported
         raise ValueError(
             f"{name!r}: {error}; name a module that Python finds from here, as package.module:factory"
         ) from None
-    with torch.device("meta"):
-        made = factory()
-    model, loss = made if isinstance(made, tuple) else (made, None)
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{name!r} was called without arguments, on the meta device, and raised {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno}). Name a function without arguments that returns a model, such as "
+            "def small(): return Net(width=8)"
+        ) from error
+    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returns a {type(model).__name__}: return a model, or a model and a function of it")
     return Subject(lambda: _first(factory()), loss)

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from yafsdp_cc.api import counters_of, plan_of
 from yafsdp_cc.engine.assembly import state_of
 from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.sharding import spec_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Write and show the loss, speed, bytes, memory and times of a run. All ranks make one, and call it alike.
+    """Write and show the loss, speed, bytes, memory and times of a run. A collective: all ranks call it alike.
 
     Between reports a step costs some ten microseconds: nothing waits for the device, nothing is sent.
 
@@ -91,6 +92,8 @@ class Metrics:
         with refused_together(dist.distributed_c10d._get_default_group()) if self._ranks > 1 else nullcontext():
             if self.is_first:
                 self._open(dict(settings or {}), show, tensorboard, wandb)
+        for each in self._sharded:
+            require_state(each)
         plans = [plan_of(each) for each in self._sharded]
         planned = {"plan": "\n\n".join(map(str, plans)), "planned_bytes": sum(plan.owned_bytes for plan in plans)}
         own = {"time": time.time(), "first_step": first_step, "ranks": self._ranks, "torch": torch.__version__}

@@ -526,7 +526,7 @@ _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKe
 
 @contextmanager
 def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iterator[SkippableBatch]:
-    """Have all ranks skip a batch whose forward or backward raises on any of them.
+    """Have all ranks skip a batch whose forward or backward raises on any of them. A collective, at both ends.
 
     ::
 
@@ -596,6 +596,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
         state.reset()
     if state in _rollbacks:
         return state  # what follows was checked before
+    state.contents.check()  # a collective before the first forward, which not all ranks may come to
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(

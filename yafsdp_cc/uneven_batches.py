@@ -117,7 +117,7 @@ _END: Any = object()
 
 @contextmanager
 def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
-    """Train ``model`` on as many batches as each rank has.
+    """Train ``model`` on as many batches as each rank has. A collective, at both ends.
 
     ::
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +26,7 @@ import yafsdp_cc
 import yafsdp_cc.cli as cli
 from tests.cli.command import ROOT
 from tests.ranks import ranks
+from tests.soak import SOAK
 from yafsdp_cc import config
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.compression.codec import BLOCKS, Scaled, kind_of
@@ -67,6 +70,64 @@ YAFSDP_CC_SET: there is no setting shard.zero_stagge; did you mean shard.zero_st
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{number}: &a{number} [{','.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "more than 10,000 values"),
+        (BOMB + "launch:\n  nproc_per_node: *a9\n", "more than 10,000 values"),
+        (BOMB + "launch:\n  ? *a9\n  : 3\n", "more than 10,000 values"),
+        ("launch: &a\n  nproc_per_node: *a\n", "recursive"),
+        ("launch: " + "[" * 3000 + "]" * 3000, "recursion"),
+        ("#" * (1 << 18), "is longer than the 131,072 bytes"),
+        ("launch: !!python/object/apply:os.system ['touch owned']\n", "could not determine a constructor"),
+    ],
+    ids=["top", "value", "key", "cycle", "deep", "long", "tag"],
+)
+def test_a_hostile_run_file_is_one_mistake(folder: Path, text: str, told: str) -> None:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(config.RunFileError, match=told):
+        config.read("run.yaml")
+    assert [each.name for each in folder.iterdir()] == ["run.yaml"]
+
+
+def test_a_run_file_without_an_end_is_not_read_to_it() -> None:
+    with pytest.raises(config.RunFileError, match="is longer than"):
+        config.read("/dev/zero")
+
+
+@pytest.mark.parametrize("count", [200, *([3000] if SOAK else [])])
+def test_random_run_files_are_settings_or_mistakes(folder: Path, count: int) -> None:
+    chance = random.Random(0)
+    pieces = [
+        "launch:",
+        "shard: ",
+        "&a ",
+        "*a",
+        "[",
+        "]",
+        "{",
+        "}",
+        "\n",
+        "  ",
+        "- ",
+        ": ",
+        "!!int ",
+        "? ",
+        "units",
+        "3",
+        "<<",
+    ]
+    for _ in range(count):
+        Path("run.yaml").write_text("".join(chance.choice(pieces) for _ in range(chance.randrange(60))))
+        with suppress(config.RunFileError):
+            config.read("run.yaml")
 
 
 def test_all_mistakes_are_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

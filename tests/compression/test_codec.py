@@ -170,6 +170,19 @@ def test_what_there_is_not() -> None:
 # Numbers, against double precision
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_a_message_of_another_size_is_refused_and_random_bytes_are_numbers(name: str) -> None:
+    codec = codec_of(name)
+    size = codec.message_bytes(512)
+    for rows, other in ((2, size + 16), (2, size - 1), (2, 0), (1, size), (3, size)):
+        with pytest.raises(ValueError, match=rf"2 messages of {name} with 512 elements each are \[2, {size}\] bytes"):
+            codec.decode(torch.zeros(rows, other, dtype=torch.uint8), torch.zeros(2, 512))
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(100):
+        message = torch.randint(0, 256, (2, size), dtype=torch.uint8, generator=generator)
+        assert decoded(codec, message if trial else message.fill_(255), 512).shape == (2, 512)
+
+
 @pytest.mark.parametrize("block", [64, 256, 4096])
 def test_a_sum_has_one_order(block: int) -> None:
     magnitudes = drawn(1, block).abs() * 10.0 ** torch.randint(-6, 6, (1, block))

@@ -312,7 +312,6 @@ def test_what_cannot_be_is_refused_by_name():
         ({"warmup_steps": -1}, "^warmup_steps=-1: input should be greater than or equal to 0$"),
         ({"matrix_rank": 0}, "^matrix_rank=0: input should be greater than or equal to 1$"),
         ({"gradients": "powersgd", "feedback": False}, "gradients='powersgd' with feedback=False"),
-        ({"guard": True, "fallback": False}, "guard=True is fallback=True now, and fallback was given too"),
         ({"gradient": "int8"}, "^Compression has no 'gradient', only gradients, weights, feedback"),
         ({"residual": "fp16"}, "^residual='fp16': input should be 'fp32', 'bf16' or 'int8'$"),
     ):

@@ -205,13 +205,6 @@ def refused() -> None:
     yafsdp_cc.compress(model, "int4")
 
 
-@ranks(1)
-def test_the_earlier_name_of_the_state_warns_and_says_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match=r"yafsdp_cc.GradientWire is yafsdp_cc.CompressionHookState now"):
-        state = yafsdp_cc.GradientWire("int8")
-    assert type(state) is yafsdp_cc.CompressionHookState
-
-
 @ranks(2)
 def test_torch_s_engines_with_compressed_communication() -> None:
     for body in (

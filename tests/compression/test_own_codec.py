@@ -78,15 +78,3 @@ def test_a_module_may_be_loaded_again():
     body = dict(Threes.__dict__)
     again: type[Codec] = type("Threes", (Scaled,), {**body, "__qualname__": Threes.__qualname__})
     assert type(codec_of("threes")) is again
-
-
-def test_the_method_of_older_codecs_still_works():
-    with pytest.warns(DeprecationWarning, match=r"Older.is_said is deprecated: rename it to is_finite"):
-
-        class Older(Threes):
-            name = "older"
-
-            def is_said(self, message: Tensor, n: int) -> Tensor:
-                return torch.zeros(message.shape[0], n // self.block, dtype=torch.bool)
-
-    assert not codec_of("older").is_finite(torch.zeros(1, 576, dtype=torch.uint8), 512).any()

@@ -6,6 +6,7 @@ and ``from_pretrained``. Nothing is registered, but for BLIP-2, whose methods re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import yafsdp_cc
 from tests import reference
@@ -232,3 +234,51 @@ def saved(family: str, model: Any, plain: Any, folder: Path) -> None:
             loaded = dict(type(plain).from_pretrained(folder / where).named_parameters())
             for name, parameter in plain.named_parameters():
                 assert torch.equal(loaded[name], parameter), (where, name)
+
+
+def on_meta(family: str) -> Any:
+    kind, sizes, _ = FAMILIES[family]
+    with torch.device("meta"):
+        return getattr(transformers, family + kind)(getattr(transformers, f"{family}Config")(**sizes)).eval()
+
+
+UNINITIALISED = {"CLIP": "logit_scale"}
+"""What ``_init_weights`` of a family leaves out."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["Llama", *(also(name) for name in FAMILIES if name != "Llama")])
+@ranks(1)
+def test_a_family_on_meta(family: str) -> None:
+    plain, batch = build(family), FAMILIES[family][2](0)
+    state = plain.state_dict()
+    unsaved = [name for name, _ in plain.named_buffers() if name not in state]
+
+    def output(model: Any) -> Tensor:
+        with torch.no_grad():
+            return output_of(model(**batch))
+
+    for left_out in (0, 3, 1):
+        model = yafsdp_cc.fully_shard(on_meta(family))
+        model.to_empty(device="cpu")
+        given = {name: value for place, (name, value) in enumerate(state.items()) if not left_out or place % left_out}
+        if given:
+            set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=True, strict=False))
+        missing = {*unsaved, *(state.keys() - given.keys())}
+        told = refusal(lambda model=model: output(model))
+        named = re.match(r"(parameter|buffer) '(\S+)'.* has no values", told)
+        assert bool(named) is bool(missing), (left_out, told)
+        if named:
+            tied = {id(each) for name, each in plain.state_dict(keep_vars=True).items() if name in given}
+            own = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+            assert id(own[named[2]]) not in tied, told
+        with torch.no_grad():
+            for name, each in (*model.named_parameters(), *model.named_buffers()):
+                if name in missing:
+                    each.copy_(plain.get_buffer(name) if name in unsaved else state[name])
+        assert reference.far_apart(output(model), output(plain)) < WITHIN
+    model = yafsdp_cc.shard(on_meta(family))
+    told = refusal(lambda: output(model))
+    assert (f"'{UNINITIALISED[family]}' has no values" in told) if family in UNINITIALISED else told == "", told
+    for name in unsaved:
+        assert torch.equal(model.get_buffer(name), plain.get_buffer(name)), name

@@ -54,5 +54,3 @@ def test_the_environment_says_who_is_where() -> None:
 def test_machines_have_as_many_ranks_each(each: int) -> None:
     with pytest.raises(ValueError, match=f"ranks_per_machine={each}: the 4 ranks cannot be divided so"):
         Lab(ranks=4, ranks_per_machine=each)
-    with pytest.warns(DeprecationWarning, match="is ranks_per_machine"), pytest.raises(ValueError, match="4 ranks"):
-        Lab(ranks=4, near=each)

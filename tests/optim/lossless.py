@@ -31,7 +31,7 @@ class Lossless(Codec):
     def decode(self, message: Tensor, values: Tensor) -> None:
         values.copy_(message[:, : 4 * values.shape[1]].view(torch.float32))
 
-    def is_said(self, message: Tensor, n: int) -> Tensor:
+    def is_finite(self, message: Tensor, n: int) -> Tensor:
         return torch.ones(message.shape[0], n // self.block, dtype=torch.bool)
 
 

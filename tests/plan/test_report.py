@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 
-import pytest
-
-from yafsdp_cc.engine.sharding import Counters
 from yafsdp_cc.plan.report import (
-    FORMER_NAMES,
     WIDTH,
     Plan,
     PlannedBuffers,
     PlannedCommunication,
     PlannedDtypes,
-    PlannedHost,
     PlannedReplicated,
     PlannedUnit,
     human,
@@ -56,22 +50,6 @@ def test_totals() -> None:
     assert plan.communication.total == 2_400_401_408
     assert plan.elements == 26 * 12_582_912 + 50_176
     assert plan.parameters == 24 * 7 + 2 + 49
-
-
-def test_former_names_warn_and_name_the_new_ones() -> None:
-    plan = example()
-    host = PlannedHost(parameters=1, gradients=2, replicated=3, adamw=4)
-    found = set()
-    for planned in (plan, host, plan.units[0], plan.buffers[0], plan.communication, Counters()):
-        fields = {field.name for field in dataclasses.fields(planned)}
-        for old, new in FORMER_NAMES.items():
-            if new in fields:
-                with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated: its name is {new}"):
-                    assert getattr(planned, old) is getattr(planned, new)
-                found.add(old)
-    assert found == FORMER_NAMES.keys()
-    with pytest.raises(AttributeError, match="'PlannedReplicated' object has no attribute 'rings'"):
-        _ = plan.replicated.rings
 
 
 def test_equal_units_are_one_line() -> None:

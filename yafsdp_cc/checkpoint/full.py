@@ -49,10 +49,10 @@ _FILE_BYTES = 5 * 10**9
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the model before ``shard``, in host memory, on the first rank; elsewhere an empty one.
+    """Return the whole state dict, in host memory, on the first rank; elsewhere an empty one. A collective.
 
-    A collective. The first rank holds what is gathered so far and one unit; the others nothing beside their shards.
-    Tied parameters are one tensor under each of their names.
+    It is that of the model before ``shard``. The first rank holds what is gathered so far and one unit; the others
+    nothing beside their shards. Tied parameters are one tensor under each of their names.
 
     Raises:
         ValueError: ``model`` is not sharded.
@@ -67,9 +67,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
-    """Write a sharded model's whole weights for ``transformers``' ``from_pretrained``, or anything that reads them.
+    """Write a sharded model's whole weights, as ``transformers``' ``from_pretrained`` reads them. A collective.
 
-    A collective. Weights come unit by unit to the first rank, which writes and holds one file (5 GB) at most. A tied
+    Weights come unit by unit to the first rank, which writes and holds one file (5 GB) at most. A tied
     weight is written once, under its first name. The model's ``config`` and ``generation_config`` go along.
 
     Args:
@@ -115,9 +115,10 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
 
 
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Fill a model's parameters and buffers from safetensors; each rank reads no more than its own parts.
+    """Fill a model's parameters and buffers from safetensors. A collective.
 
-    The names must be the model's own. Values are cast to the model's dtypes. Works on sharded and on plain models.
+    Each rank reads no more than its own parts. The names must be the model's own. Values are cast to the model's
+    dtypes. Works on sharded and on plain models.
 
     Args:
         path: a ``.safetensors`` file, or a folder with one or several and their index.

@@ -49,9 +49,9 @@ _SHOWN = 8
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Read what ``save`` wrote, or ``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer": ...}``.
+    """Read what ``save``, or torch's, of ``{"model": ..., "optimizer": ...}``, has written. A collective.
 
-    A collective; each rank reads its own parts, straight into the parameters. No code from the files is ever run. A
+    Each rank reads its own parts, straight into the parameters. No code from the files is ever run. A
     checkpoint that does not fit, or is damaged, is refused by all ranks alike before anything is changed.
 
     Args:

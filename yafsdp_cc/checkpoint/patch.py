@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import Replicate
 
-from yafsdp_cc.engine.module import check_at_rest, check_shows_shards, require_state
+from yafsdp_cc.engine.module import built_state, check_at_rest, check_shows_shards
 from yafsdp_cc.plan.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
@@ -96,11 +96,11 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     Raises:
         ValueError: ``model`` is not sharded, or earlier patches had another dtype.
         TypeError: ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward, a backward or ``whole_parameters``.
+        RuntimeError: called inside a forward, a backward or ``whole_parameters``, or after ``fully_shard`` before one.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"weight_patch takes a floating-point dtype, such as torch.bfloat16; got {dtype!r}")
-    state = require_state(model)
+    state = built_state(model, "weight_patch")
     check_at_rest(state, "weight_patch")
     synchronize_replicas(model)
     check_shows_shards(model, "weight_patch")

@@ -50,9 +50,9 @@ def save(
     asynchronous: bool = False,
     **extra: Any,
 ) -> Future[None]:
-    """Write a checkpoint: a folder in torch.distributed.checkpoint's own format, for any number of ranks to load.
+    """Write a checkpoint in torch.distributed.checkpoint's own format, for any number of ranks to load. A collective.
 
-    A collective; every rank writes its part, so all must see the same file system. What was at ``path`` before stays
+    Every rank writes its part, so all must see the same file system. What was at ``path`` before stays
     until the new checkpoint is complete, whenever the job is killed. Nothing of the training changes. Buffers and
     ignored parameters are saved as one rank has them.
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +39,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher import api as launcher_api
 
 from yafsdp_cc.cli.logs import RankLogs, UnwritableError
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 T = TypeVar("T")
+ALONE = "localhost:0"
+"""Endpoint of a run on this machine alone."""
 _PATIENCE = 3
 """Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
 
@@ -108,7 +113,8 @@ def _torch_config(
         and options.nnodes in ("1", "1:1")
         and (options.rdzv_endpoint, options.master_port) == ("", None)
     ):
-        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
+        options.local_addr = options.local_addr or "localhost"
     options.master_port = options.master_port or 29500
     try:
         config, command, arguments = torchrun.config_from_args(options)
@@ -197,12 +203,19 @@ class FreshStores(RendezvousHandler):
         # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._is_static = backend == "static"
+        self._has_address = params.local_addr is not None
         self._place = params.endpoint
         self._attempt = 0
         self._server: TCPStore | None = None
         try:
             seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
-            self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
+            if params.endpoint == ALONE:
+                # torch's own store of a run would listen on all interfaces, and hold pickles.
+                store = _listening_store("localhost")
+                meeting = C10dRendezvousBackend(store, inner.run_id)
+                self._inner: RendezvousHandler = create_handler(store, meeting, inner)
+            else:
+                self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
         except ValueError as error:
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
 
@@ -230,7 +243,7 @@ class FreshStores(RendezvousHandler):
         except FutureTimeoutError as error:
             reason = f"what listens there has not answered in {seconds} s; is it another program?"
             raise RendezvousError(f"{self._place}: {reason}") from error
-        except (RendezvousError, DistError) as error:
+        except (RendezvousError, DistError, OSError) as error:
             reason = _first_line(error.__cause__ or error)
             if "EADDRINUSE" in reason:
                 reason = "another program listens on this port; name another, or none if this is the only node"
@@ -253,7 +266,7 @@ class FreshStores(RendezvousHandler):
         store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
         port = None
         if info.rank == 0:
-            self._server = TCPStore(place.master_addr, 0, is_master=True, wait_for_workers=False)
+            self._server = _listening_store(place.master_addr, everywhere=not self._has_address)
             port = self._server.port
         place = RendezvousStoreInfo.build(info.rank, store, place.master_addr, port)
         return RendezvousInfo(store, info.rank, info.world_size, place)
@@ -279,6 +292,16 @@ class FreshStores(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()
+
+
+def _listening_store(address: str, *, everywhere: bool = False) -> TCPStore:
+    """Return a store that listens on a free port of this ``address`` alone; or of all interfaces, as torch's own."""
+    if everywhere:
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(place[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _first_line(error: BaseException) -> str:

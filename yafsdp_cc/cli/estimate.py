@@ -75,8 +75,6 @@ def main(argv: list[str]) -> int:
         flags.error("--memory is what --checkpoint fit has blocks recomputed for: name both")
     if ":" in asked.model and (asked.batch or asked.sequence):
         flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
-    if asked.trace is not None and (asked.rate is None or len(asked.ranks) > 1):
-        flags.error("--trace takes --rate and --link, and one number of --ranks")
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # module:factory is found from here, as by python -m
@@ -91,12 +89,6 @@ def main(argv: list[str]) -> int:
         if found is None and (asked.checkpoint or asked.rate):
             flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
         rows = [_row(subject.build, ranks, asked, settings, found) for ranks in asked.ranks]
-        if asked.trace is not None and found is not None:
-            from yafsdp_cc.chakra import write_traces
-            from yafsdp_cc.plan.step_time import events_of
-
-            plan, work = rows[0].plan, found.work_with(rows[0].checkpointed)
-            write_traces(asked.trace, events_of(plan, work), plan, asked.rate, asked.compression is not None)
     except ValueError as error:
         flags.exit(2, f"{flags.prog}: {error}\n")
     print(_text(rows, found, asked))
@@ -132,7 +124,6 @@ def parser() -> argparse.ArgumentParser:
     time.add_argument("--hop", type=_quantity(SECONDS), default=0.0, metavar="TIME", help="more for each rank: 5us")
     out = flags.add_argument_group("files")
     out.add_argument("--json", type=Path, metavar="FILE", help="where to write everything")
-    out.add_argument("--trace", type=Path, metavar="PREFIX", help="Chakra traces for simulators: PREFIX.0.et, ...")
     return flags
 
 

@@ -14,17 +14,18 @@ throughout the block.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from functools import reduce
+from functools import reduce, wraps
 from itertools import accumulate
 from operator import or_
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from yafsdp_cc.engine.layout import Layout
 
 FORMAT = 1
@@ -77,8 +78,7 @@ def hashed(words: Tensor) -> Tensor:
 class Codec(ABC):
     """A format of numbers in fewer bytes.
 
-    A subclass with a ``name`` registers itself, and is then found by it. Subclasses from before ``is_finite`` had that
-    name define ``is_said``, which still works and warns.
+    A subclass with a ``name`` registers itself, and is then found by it. Messages of another size are not decoded.
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
@@ -99,11 +99,8 @@ class Codec(ABC):
         self.block = block
 
     def __init_subclass__(cls) -> None:
-        if "is_said" in cls.__dict__ and "is_finite" not in cls.__dict__:
-            warnings.warn(
-                f"{cls.__qualname__}.is_said is deprecated: rename it to is_finite", DeprecationWarning, stacklevel=2
-            )
-            cls.is_finite = cls.__dict__["is_said"]  # type: ignore[method-assign]
+        if "decode" in cls.__dict__:
+            cls.decode = _of_its_size(cls.decode)  # type: ignore[method-assign, assignment]
         if "name" in cls.__dict__:
             known = _codecs.get(cls.name)
             # The same class again is a module that is loaded again.
@@ -144,6 +141,20 @@ class Codec(ABC):
 
         A block that is not held decodes to NaN somewhere, and error feedback leaves its residual as it was.
         """
+
+
+def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any, Tensor, Tensor], None]:
+    @wraps(decode)
+    def checked(codec: Codec, message: Tensor, values: Tensor) -> None:
+        size = codec.message_bytes(values.shape[1])
+        if message.shape != (len(values), size):
+            raise ValueError(
+                f"{len(values)} messages of {codec.name} with {values.shape[1]} elements each are "
+                f"{[len(values), size]} bytes, and these are {list(message.shape)}"
+            )
+        decode(codec, message, values)
+
+    return checked
 
 
 def kind_of(name: str) -> type[Codec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -30,26 +29,15 @@ AUTO = "auto"
 ROUNDING = ("int8", "fp8")
 """Codecs precise enough for weights themselves; others encode only how weights have changed."""
 
-_RENAMED = {"guard": "fallback"}
-"""Arguments of earlier versions, and what they are called now."""
-
 _T = TypeVar("_T")
 
 
 def _in_plain_words(kind: type[_T]) -> type[_T]:
-    """Let a class raise a ``ValueError`` of one line without pydantic's words, and accept arguments by old names."""
+    """Let a class raise a ``ValueError`` of one line without pydantic's words."""
     init = kind.__init__
 
     @wraps(init)
     def plain_init(self: _T, *arguments: Any, **named: Any) -> None:
-        for old, new in _RENAMED.items():
-            if old in named:
-                if new in named:
-                    raise ValueError(
-                        f"{old}={named[old]} is {new}={named[old]} now, and {new} was given too: leave {old} out"
-                    )
-                warnings.warn(f"{old}= is {new}= now", DeprecationWarning, stacklevel=2)
-                named[new] = named.pop(old)
         try:
             init(self, *arguments, **named)
         except ValidationError as error:

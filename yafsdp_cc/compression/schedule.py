@@ -291,7 +291,7 @@ class CompressionSchedule(CompressionObserver):
 
 
 def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """Rescale the residuals of ``model`` whenever the scale of its losses changes.
+    """Rescale the residuals of ``model`` whenever the scale of its losses changes. A collective.
 
     Call it once, before the first scaled backward. Without it, residuals count by the new scale after each change. Each
     forward that is to be trained reads ``scaler.get_scale()``, which waits for the device on a GPU.

@@ -24,7 +24,16 @@ from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.loading import meta_params, take_back
-from yafsdp_cc.engine.mesh import backend_of, group_once, new_group, probe_links, refused_over_store, timeout_of
+from yafsdp_cc.engine.mesh import (
+    all_groups,
+    backend_of,
+    group_once,
+    new_group,
+    probe_links,
+    refused_over_store,
+    refused_together,
+    timeout_of,
+)
 from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
@@ -93,7 +102,8 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    _check(model, specs)
+    with refused_together(*all_groups(specs[-1].info.mesh)):
+        _check(model, specs)
     collectives = _join_collectives(specs)
     retired = list(dict.fromkeys(old for spec in specs for module in spec.modules if (old := state_of(module))))
     for old in retired:

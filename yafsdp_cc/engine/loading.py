@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.offload import HostFlatParam
 from yafsdp_cc.engine.rows import flat_range_of, is_by_rows, is_flat_range
+from yafsdp_cc.engine.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.plan.subclasses import PLAIN, check_plain, subclass_of
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Ten
     for param in params:
         param.local = param.local_range(part.sharded)
         _show(param.parameter, param)
+        if makes_empty(fn):
+            mark_unwritten(param.parameter, param.local)
 
 
 def _leave_meta(part: FlatParam, param: FSDPParam) -> None:

@@ -32,6 +32,7 @@ from yafsdp_cc.engine.module_parameters import install_module_parameters, remove
 from yafsdp_cc.engine.sharding import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.engine.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
+from yafsdp_cc.engine.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.plan.subclasses import SUBCLASS, subclass_of, tensors_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class ShardedModule(FSDPModule, nn.Module):
     # Weights -----------------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own weights, those of modules sharded within it aside, until ``reshard``.
+        """Gather this module's own weights, not those of modules sharded within it, until ``reshard``. A collective.
 
         Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses what
         was gathered, and afterwards lets go of it if the module reshards after forward, as do the backward,
@@ -151,10 +152,10 @@ class ShardedModule(FSDPModule, nn.Module):
         """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream.
 
         Where weights are changed after this call, they wait for both. None, which ``record_event()`` of a CPU's stream
-        returns, changes nothing.
+        returns, changes nothing; nor does a call before the first forward, which waits for all work.
         """
-        state = current_state(self)
-        state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
+        if (state := state_of(self)) is not None:
+            state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class ShardedModule(FSDPModule, nn.Module):
             spec.settings.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether a backward sums over the replicas of a 2-D mesh, or leaves that to a later one.
+        """Set whether a backward sums over the replicas of a 2-D mesh, or leaves that to a later one. A collective.
 
         It is for all that one forward runs. Gradients are final, and in ``.grad``, after a backward that does.
 
@@ -283,7 +284,9 @@ class ShardedModule(FSDPModule, nn.Module):
         Raises:
             RuntimeError: this is not the root.
         """
-        state = current_state(self)
+        state = state_of(self)
+        if state is None:
+            return
         if state.model is not self:
             raise RuntimeError("reset_iter_state is for the root module, the outermost that is sharded")
         state.reset()
@@ -318,9 +321,13 @@ class ShardedModule(FSDPModule, nn.Module):
                     else:
                         fresh = nn.Parameter(moved, ignored.requires_grad)
                         torch.utils.swap_tensors(ignored, fresh)  # remains the object that everybody knows
+                    if makes_empty(fn):
+                        mark_unwritten(ignored)
             for key, buffer in inner._buffers.items():
                 if buffer is not None:
-                    inner._buffers[key] = fn(buffer)
+                    inner._buffers[key] = moved = fn(buffer)
+                    if makes_empty(fn):
+                        mark_unwritten(moved)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -494,12 +501,8 @@ def _undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
     module.__dict__.setdefault(_UNDO, []).append(undo)
 
 
-def require_state(module: nn.Module) -> FSDPState:
-    """Return the engine that a sharded module belongs to; it becomes the root if none is yet.
-
-    Raises:
-        ValueError: it is not sharded.
-    """
+def check_sharded(module: nn.Module) -> None:
+    """Raise a ``ValueError`` where ``module`` is not sharded."""
     if spec_of(module) is None and state_of(module) is None:
         if isinstance(module, FSDPModule) and not isinstance(module, ShardedModule):
             raise ValueError(
@@ -507,7 +510,38 @@ def require_state(module: nn.Module) -> FSDPState:
                 "model by yafsdp_cc.shard(model) or yafsdp_cc.fully_shard in its place"
             )
         raise ValueError(f"this {type(module).__name__} is not sharded: call yafsdp_cc.shard(model) first")
+
+
+def require_state(module: nn.Module) -> FSDPState:
+    """Return the engine that a sharded module belongs to. A collective: it is made where it is outdated or not there.
+
+    Raises:
+        ValueError: the module is not sharded.
+    """
+    check_sharded(module)
     return current_state(module)
+
+
+def built_state(module: nn.Module, what: str, *, is_current: bool = False) -> FSDPState:
+    """Return the engine that a sharded module belongs to, as it is, for what one rank alone may ask.
+
+    Args:
+        what: who asks, for errors.
+        is_current: whether an engine will not do that is to be made anew, as a setting has changed.
+
+    Raises:
+        ValueError: the module is not sharded.
+        RuntimeError: there is no such engine.
+    """
+    check_sharded(module)
+    state = state_of(module)
+    if state is None or (is_current and state.outdated):
+        why = "has no buffers yet" if state is None else "is to get other buffers, as a setting has changed"
+        raise RuntimeError(
+            f"{what}: this {class_of(module).__name__} {why}, which all ranks make together: run a forward on all "
+            "ranks first"
+        )
+    return state
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -546,11 +580,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """While it is open, the parameters of a sharded ``model`` are whole and plain, in their own dtype, on every rank.
+    """Have whole, plain parameters of a sharded ``model`` on every rank while it is open. A collective, at both ends.
 
-    Tensor-parallel ones are the DTensors that ``parallelize_module`` has made.
+    Each is in its own dtype. Tensor-parallel ones are the DTensors that ``parallelize_module`` has made.
     ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies of the whole model, so mind
-    the memory. A collective: enter on all ranks.
+    the memory.
 
     Args:
         model: what was given to ``shard``.
@@ -689,7 +723,7 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
         return
     for spec in specs_below(model):
         reshard(spec)
-    for param in (param for spec in require_state(model).specs for param in spec.params):
+    for param in (param for spec in specs_below(model) for param in spec.params):
         if not param.is_held:
             raise RuntimeError(
                 f"{what} inside whole_parameters, or after '{param.spec.name}' was replaced, would write to what is "
@@ -706,9 +740,9 @@ def check_at_rest(state: FSDPState, what: str) -> None:
 
 
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
-    """Undo ``shard``: whole, plain parameters again, the model's own classes, none of the engine's hooks.
+    """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 
-    A collective, one group at a time: beside the plain model a rank holds its shards and one group. Gradients are
+    It goes one group at a time: beside the plain model a rank holds its shards and one group. Gradients are
     dropped. An optimizer goes on holding the sharded parameters, and their memory: make a new one.
 
     Args:

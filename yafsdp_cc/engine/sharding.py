@@ -45,7 +45,6 @@ from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
-from yafsdp_cc.plan.report import RenamedFields
 from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ class ParamGroupSpec:
 
 
 @dataclass
-class Counters(RenamedFields):
+class Counters:
     """What the engine has done since ``shard``, on this rank. For users to read: nothing here steers the engine."""
 
     gathered_bytes: int = 0

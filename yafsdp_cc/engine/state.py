@@ -37,17 +37,20 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
+from yafsdp_cc.engine.mesh import all_gather_objects, all_groups, refused_together
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
 from yafsdp_cc.engine.streams import PinnedReadback
 from yafsdp_cc.engine.unsharded import stay_unsharded
+from yafsdp_cc.engine.unwritten import check_written
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
+
+    import torch.distributed as dist
 
     from yafsdp_cc.engine.offload import HostTransfers
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
@@ -135,7 +138,7 @@ class FSDPState:
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
         ignored = {param for spec in self.specs for param in spec.ignored}
-        self._contents = ModelContents(self.model, self.params, ignored)
+        self.contents = ModelContents(self.model, self.params, ignored, all_groups(self.context.info.mesh))
 
     @property
     def flats(self) -> Iterator[FlatParam]:
@@ -248,7 +251,7 @@ class FSDPState:
         """Begin a forward of ``called``: reset after an interrupted one, take in new weights, gather first groups."""
         if self._task != -1 or self.interrupted:
             self.reset()
-        self._contents.check()
+        self.contents.check()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:
@@ -886,10 +889,17 @@ class ModelContents:
     The engine would go on with the old values of a parameter that was replaced or converted after sharding.
     """
 
-    def __init__(self, model: nn.Module, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[FSDPParam],
+        ignored: Collection[nn.Parameter],
+        everybody: Sequence[dist.ProcessGroup],
+    ) -> None:
         self._model = model
         self._params = params
         self._ignored = ignored
+        self._everybody = everybody
         self._registries: list[dict[str, Any]] = []
         """Where modules keep modules and parameters."""
         self._seen: list[object] = []
@@ -897,7 +907,13 @@ class ModelContents:
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
+        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained.
+
+        The first time it is a collective: all ranks raise where one has a parameter or buffer without values.
+        """
+        if not self._registries:
+            with refused_together(*self._everybody):
+                check_written(self._model, self._params)
         contents = self._contents()
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)

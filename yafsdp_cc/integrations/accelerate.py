@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.engine.module import check_sharded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,7 +30,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    require_state(model)
+    check_sharded(model)
     state: Any = accelerator.state
     if getattr(state, "fsdp_plugin", None) is None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -56,7 +56,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
-    require_state(each)  # or Accelerate would shard it, or wrap it, and nobody notice
+    check_sharded(each)  # or Accelerate would shard it, or wrap it, and nobody notice
     if each in accelerator._models:
         return each
     return accelerator.prepare_model(each, evaluation_mode=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.engine.module import check_sharded
 from yafsdp_cc.engine.sharding import specs_below
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ShardedStage(PipelineStage):
         Raises:
             ValueError: the module is not sharded.
         """
-        require_state(self.submod)
+        check_sharded(self.submod)
         # ``last_backward`` is of the gradients of weights, which a schedule may want later.
         self._backwards += 1
         for spec in specs_below(self.submod):

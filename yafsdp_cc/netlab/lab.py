@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -50,7 +49,6 @@ class Lab:
         delay_ms: one way; an answer takes twice that.
         loss: the fraction of packets that vanish.
         ranks_per_machine: so many share a namespace: they have one link to all others, and none between each other.
-        near: the former name of ``ranks_per_machine``.
     """
 
     def __init__(
@@ -60,11 +58,7 @@ class Lab:
         delay_ms: float = 0.0,
         loss: float = 0.0,
         ranks_per_machine: int = 1,
-        near: int | None = None,
     ) -> None:
-        if near is not None:
-            warnings.warn("Lab(near=) is deprecated: its name is ranks_per_machine", DeprecationWarning, stacklevel=2)
-            ranks_per_machine = near
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"ranks={ranks}: a lab has 1 to {MOST_RANKS}")
         if not 1 <= ranks_per_machine <= ranks or ranks % ranks_per_machine:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from yafsdp_cc.engine.unwritten import mark_unwritten
 from yafsdp_cc.plan.subclasses import empty_like, leave_meta
 
 if TYPE_CHECKING:
@@ -24,19 +25,21 @@ def materialize(
 ) -> bool:
     """Allocate and initialise every module that owns one of the parameters on the meta device; whether there was one.
 
-    Without ``initialize``, the model's ``_init_weights(module)`` of Hugging Face models or a module's own
+    Without ``initialize``, ``_init_weights(module)`` of the innermost Hugging Face model around a module or its own
     ``reset_parameters()`` gives the values.
 
     Raises:
         ValueError: a module has neither, and no ``initialize`` was given.
     """
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
+    paths = {module: path for path, module in model.named_modules()} if owners else {}
     for module, name in owners.items():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 fresh = empty_like(parameter, device)
                 torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
-        _fill(module, name, model, device, initialize)
+                mark_unwritten(parameter)
+        _fill(module, name, paths[module], model, device, initialize)
     for each in owned:
         if each.parameter.is_meta:
             leave_meta(each.parameter, each.held)
@@ -55,7 +58,7 @@ def place_buffers(
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
-            _fill(module, f"{path}.{names[0]}" if path else names[0], model, device, initialize)
+            _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
@@ -63,12 +66,20 @@ def place_buffers(
 
 
 def _fill(
-    module: nn.Module, name: str, model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+    module: nn.Module,
+    name: str,
+    path: str,
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], Any] | None,
 ) -> None:
     for attribute, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[attribute] = torch.empty_like(buffer, device=device)
-    of_model, reset = getattr(model, "_init_weights", None), getattr(module, "reset_parameters", None)
+            module._buffers[attribute] = fresh = torch.empty_like(buffer, device=device)
+            mark_unwritten(fresh)
+    parts, reset = path.split("."), getattr(module, "reset_parameters", None)
+    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    of_model = next((found for each in around if (found := getattr(each, "_init_weights", None))), None)
     if initialize is not None:
         initialize(module)
     elif callable(of_model):

@@ -5,7 +5,6 @@ Every figure is an integer that the engine knows before the first step; ``owned_
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -16,41 +15,10 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns the printed plan may use."""
-FORMER_NAMES = {
-    "rings": "buffers",
-    "wire": "communication",
-    "small": "replicated",
-    "slot": "buffer",
-    "weight_slots": "weight_buffers",
-    "weight_slot_bytes": "weight_buffer_bytes",
-    "gradient_slots": "gradient_buffers",
-    "gradient_slot_bytes": "gradient_buffer_bytes",
-    "following": "kept_buffers",
-    "second": "secondary",
-    "second_shard_bytes": "secondary_shard_bytes",
-    "change_bytes": "delta_bytes",
-    "crossing_bytes": "transfer_bytes",
-    "spills": "overflow_buffers",
-}
-"""Deprecated names of fields, of plans and of counters."""
-
-
-class RenamedFields:
-    """Gives fields under their former names, with a warning."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            kind = type(self).__name__
-            new = FORMER_NAMES.get(name)
-            if new not in type(self).__dataclass_fields__:
-                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-            warnings.warn(f"{kind}.{name} is deprecated: its name is {new}", DeprecationWarning, stacklevel=2)
-            return getattr(self, new)
 
 
 @dataclass(frozen=True)
-class PlannedUnit(RenamedFields):
+class PlannedUnit:
     """One unit. ``parameters`` and ``trainable`` count tensors; ``padded`` is its flat parameter, in elements."""
 
     name: str
@@ -65,7 +33,7 @@ class PlannedUnit(RenamedFields):
 
 
 @dataclass(frozen=True)
-class PlannedBuffers(RenamedFields):
+class PlannedBuffers:
     """The preallocated buffers that units of one role take turns in: how many, and the bytes of each."""
 
     role: Role
@@ -78,7 +46,7 @@ class PlannedBuffers(RenamedFields):
 
 
 @dataclass(frozen=True)
-class PlannedReplicated(RenamedFields):
+class PlannedReplicated:
     """Replicated parameters, and all bytes the engine holds for them on its device."""
 
     parameters: int
@@ -108,7 +76,7 @@ class PlannedTraffic:
 
 
 @dataclass(frozen=True)
-class PlannedCommunication(RenamedFields):
+class PlannedCommunication:
     """Bytes one rank sends in one step (as many arrive). The first step also gathers frozen weights that then stay, and
     gathers exactly what is updated by delta all-gathers later."""
 
@@ -136,7 +104,7 @@ class PlannedChoice:
 
 
 @dataclass(frozen=True)
-class PlannedHost(RenamedFields):
+class PlannedHost:
     """Bytes in host memory, where shards are offloaded: of units, and of replicated parameters with their gradients.
     ``adamw`` is what an optimizer would add there, and part of the plan's ``adamw_bytes``."""
 
@@ -181,7 +149,7 @@ class PlannedArgument:
 
 
 @dataclass(frozen=True)
-class Plan(RenamedFields):
+class Plan:
     """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
 
     world: int

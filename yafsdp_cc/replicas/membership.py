@@ -34,10 +34,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
 from yafsdp_cc.engine.communicator import Communicator
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
 
 _GLANCE = 0.02
 """Seconds between looks at the store."""
@@ -57,7 +59,7 @@ _FIRST = "0/0"
 class Task(NamedTuple):
     """What a round exchanges."""
 
-    fragments: tuple[int, ...]
+    fragments: tuple[Count, ...]
     """Whose outer gradients."""
     ends: bool
     """Whether the state of optimizers, too, and a new round of steps begins."""
@@ -76,6 +78,8 @@ class Round:
     """Whether a member takes weights from another."""
     source: int = 0
     """The member whose."""
+    names: Sequence[str] = ()
+    """Of the members."""
 
     @property
     def contributes(self) -> bool:
@@ -108,7 +112,8 @@ class AllReplicas(Rounds):
         self._comm = comm
 
     def open(self, task: Task) -> Round:
-        return Round(self._comm, task, range(self._comm.world))
+        members = range(self._comm.world)
+        return Round(self._comm, task, members, names=[f"replica {place}" for place in members])
 
     def close(self, error: RuntimeError | None) -> bool:
         if error is not None:
@@ -120,10 +125,10 @@ class _Arrival(NamedTuple):
     """A rank that waits for a round."""
 
     replica: str
-    shard: int
-    shards: int
+    shard: Count
+    shards: Count
     """Ranks of its replica."""
-    version: int
+    version: Annotated[int, Field(strict=True, ge=-1)]
     """The last round that it was in; -1: none."""
     task: Task
 
@@ -132,24 +137,21 @@ class _Members(NamedTuple):
     """What is written down of a round."""
 
     replicas: list[str]
-    contributors: list[int]
-    source: int
+    contributors: list[Count]
+    source: Count
     transfers: bool
-    votes: int
+    votes: Count
     """How many ranks' votes it takes."""
     task: Task
     group: str
     """The key that the group was made under."""
 
-    @classmethod
-    def read(cls, text: bytes) -> _Members:
-        found = cls(*json.loads(text))
-        return found._replace(task=_task(found.task))
 
-
-def _task(found: Any) -> Task:
-    fragments, ends = found
-    return Task(tuple(fragments), ends)
+_ARRIVAL, _MEMBERS = TypeAdapter(_Arrival), TypeAdapter(_Members)
+_SETTINGS, _PLACE = TypeAdapter(list[str]), TypeAdapter(tuple[Count, Count])
+"""Of what lies in the store, which is JSON: whoever reaches the store can write there."""
+_MOST_ARRIVALS = 1 << 14
+"""Ranks that may wait for one round."""
 
 
 class Membership(Rounds):
@@ -222,7 +224,7 @@ class Membership(Rounds):
             except RuntimeError as error:
                 self.close(error)
                 continue
-            return Round(comm, members.task, members.contributors, members.transfers, members.source)
+            return Round(comm, members.task, members.contributors, members.transfers, members.source, members.replicas)
 
     def close(self, error: RuntimeError | None) -> bool:
         assert self._place is not None
@@ -260,8 +262,9 @@ class Membership(Rounds):
             dist.broadcast_object_list(names, src=0)
         self._replica = names[0]
         own, key = [f"{self._shards} ranks", *self.settings], f"settings/{self._shard}"
-        text = self._ask(lambda store: bytes(store.compare_set(key, "", json.dumps(own))))
-        for mine, theirs in zip_longest(own, json.loads(text)):
+        self._ask(lambda store: store.compare_set(key, "", json.dumps(own)))
+        known = self._record(_SETTINGS, key)
+        for mine, theirs in zip_longest(own, known):
             if mine != theirs:
                 raise ValueError(
                     f"{self._replica} has {mine or 'nothing'} where the replicas that meet in this store have "
@@ -270,15 +273,14 @@ class Membership(Rounds):
                 )
         self._place = (0, 0)
         if self._has("last"):
-            number, attempt = json.loads(self._read("last"))
-            self._place = (number, attempt)
+            self._place = self._record(_PLACE, "last")
 
     def _find_round(self) -> str:
         """Return the key of the first round without an outcome."""
         assert self._place is not None
         while self._has(f"{_key(*self._place)}/outcome"):
             number, attempt = self._place
-            if self._read(f"{_key(number, attempt)}/outcome").decode() == _COMMIT:
+            if self._read(f"{_key(number, attempt)}/outcome") == _COMMIT.encode():
                 self._last = self._read_members(_key(number, attempt))
                 self._place = (number + 1, 0)
             else:
@@ -316,11 +318,12 @@ class Membership(Rounds):
 
     def _read_arrivals(self, key: str, known: dict[int, _Arrival]) -> None:
         count = self._ask(lambda store: store.add(f"{key}/arrivals", 0))
+        if count > _MOST_ARRIVALS:
+            raise self._foreign(f"{key}/arrivals", f"{count} ranks")
         for slot in range(count):
             entry = f"{key}/arrival/{slot}"
             if slot not in known and self._has(entry):
-                found = _Arrival(*json.loads(self._read(entry)))
-                known[slot] = found._replace(task=_task(found.task))
+                known[slot] = self._record(_ARRIVAL, entry)
 
     def _are_all(self, there: Sequence[_Arrival]) -> bool:
         """Return whether there is nobody to wait for."""
@@ -356,7 +359,10 @@ class Membership(Rounds):
         self._ask(lambda store: store.compare_set(f"{key}/members", "", json.dumps(found)))
 
     def _read_members(self, key: str) -> _Members:
-        return _Members.read(self._read(f"{key}/members"))
+        found = self._record(_MEMBERS, f"{key}/members")
+        if max((found.source, *found.contributors)) >= len(found.replicas):
+            raise self._foreign(f"{key}/members", str(found))
+        return found
 
     def _connect(self, members: _Members) -> Communicator:
         """Return the communicator of the members' ranks that hold this shard."""
@@ -382,13 +388,26 @@ class Membership(Rounds):
             if time.monotonic() > until:
                 self._settle(key, _VOID)
             time.sleep(_GLANCE)
-        return self._read(f"{key}/outcome").decode()
+        return _COMMIT if self._read(f"{key}/outcome") == _COMMIT.encode() else _VOID
 
     def _has(self, key: str) -> bool:
         return self._ask(lambda store: bool(store.check([key])))
 
     def _read(self, key: str) -> bytes:
         return self._ask(lambda store: bytes(store.get(key)))
+
+    def _record(self, kind: TypeAdapter[T], key: str) -> T:
+        """Return a record of the store, whose fields are of the types that they should be."""
+        try:
+            return kind.validate_json(self._read(key))
+        except ValueError as error:
+            raise self._foreign(key, str(error)) from None
+
+    def _foreign(self, key: str, found: str) -> RuntimeError:
+        return RuntimeError(
+            f"'{key}' in {_place_of(self._store)} is not what replicas write there: give the run a prefix, or a store, "
+            f"of its own, which nobody else reaches ({found[:200]})"
+        )
 
     def _ask(self, act: Callable[[Any], T]) -> T:
         try:

@@ -20,7 +20,6 @@ SparseLoCo (Sarfi et al., 2025, algorithm 1).
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +33,7 @@ from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
 from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
+from yafsdp_cc.replicas.plain_values import decoded, encoded
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of, tensors_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 _SPARSE_BLOCK = 4096
 _RUN = 1 << 22
 """Elements of optimizer state that are averaged at a time."""
+_MOST_VALUES, _MOST_KEYS = 1 << 14, 32
+"""Bytes for each parameter, and 8 for each element, that the state of an optimizer may have beside what is like the
+parameter; and the values that it may have of a parameter."""
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
 """In checkpoints: as they are, or those of earlier versions would not load."""
 
@@ -286,6 +289,8 @@ class Outer(ReplicaSync):
         current = self._rounds.open(task)
         self.comm = current.comm
         exchange = self._pending = _Exchange(current, self._stream.handle())
+        if any(n >= len(self._fragments) for n in current.task.fragments):
+            raise ValueError(f"a round exchanges fragments {current.task.fragments}, of {len(self._fragments)}")
         if not current.contributes:
             self._take_position(current.task)
 
@@ -419,10 +424,9 @@ class Outer(ReplicaSync):
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
             known[name] = {key: None if _is_like(value, parameter) else _plain(value) for key, value in state.items()}
         everywhere: dict[tuple[str, str], Any] = {}
-        for theirs in _all_gather_objects(known, current.comm):
-            for name, state in theirs.items():
-                for key, value in state.items():
-                    everywhere.setdefault((name, key), value)
+        for sender, theirs in zip(current.names, self._exchange_states(known, current.comm), strict=True):
+            for name, key, value in self._checked_states(theirs, optimizer, sender):
+                everywhere.setdefault((name, key), value)
         found = [_State(name, key, value) for (name, key), value in everywhere.items() if value is not None]
         alike = [place for place, value in everywhere.items() if value is None]
         while alike:
@@ -437,6 +441,47 @@ class Outer(ReplicaSync):
             mean.data.div_(len(current.contributors))
             found += [_State(*place, view, is_like=True) for place, view in zip(run, mean.views, strict=True)]
         return found
+
+    def _exchange_states(self, known: Any, comm: Communicator) -> Iterator[Tensor]:
+        """Yield the message of every replica with values of its optimizer's state. A collective."""
+        try:
+            message = encoded(known)
+        except TypeError as error:
+            raise ValueError(f"replicas exchange the optimizer's state as tensors and plain values: {error}") from None
+        sizes = torch.zeros(comm.world, 1, dtype=torch.int64, device=comm.device)
+        sizes[comm.rank] = len(message)
+        for work in comm.all_gather(sizes.view(-1), sizes[comm.rank], async_op=True):
+            work.wait()
+        found = sizes.view(-1).tolist()
+        most = sum(_MOST_VALUES + 8 * each.numel() for each in self.locals())
+        if not 0 <= min(found) <= max(found) <= most:
+            raise ValueError(f"replicas announce {found} bytes of optimizer state: at most {most} go with this model")
+        texts = torch.zeros(comm.world, max(found), dtype=torch.uint8, device=comm.device)
+        texts[comm.rank, : len(message)] = message
+        for work in comm.all_gather(texts.view(-1), texts[comm.rank], async_op=True):
+            work.wait()
+        return (text[:size].cpu() for text, size in zip(texts, found, strict=True))
+
+    def _checked_states(
+        self, message: Tensor, optimizer: Optimizer | None, sender: str
+    ) -> Iterator[tuple[str, str, Any]]:
+        """Yield parameter, key and value of what a replica has sent.
+
+        Raises:
+            ValueError: it cannot be the state of an optimizer of this model.
+        """
+        try:
+            for name, state in decoded(message).items():
+                parameter = self.parameters[name]
+                own = {} if optimizer is None else optimizer.state.get(parameter, {})
+                if len(state) > _MOST_KEYS:
+                    raise ValueError(f"{len(state)} values for '{name}'")
+                for key, value in state.items():
+                    if type(key) is not str or not _fits(value, own.get(key), parameter):
+                        raise ValueError(f"{key!r} of '{name}' is of another kind or shape than here")
+                    yield name, key, value
+        except (AttributeError, KeyError, ValueError) as error:
+            raise ValueError(f"{sender} has sent what is no state of this optimizer: {error}") from None
 
     def _write_state(self, states: Sequence[_State]) -> None:
         optimizer = None if self._optimizer is None else self._optimizer()
@@ -594,6 +639,17 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
 
 
+def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
+    """Return whether ``value`` of another replica can take the place of ``own``, if there is one."""
+    if own is None:
+        return True
+    if value is None or _is_like(own, parameter):
+        return value is None and _is_like(own, parameter)
+    if isinstance(own, Tensor):
+        return isinstance(value, Tensor) and value.shape == local_of(own).shape
+    return type(value) is type(own)
+
+
 def _plain(value: Any) -> Any:
     return local_of(value).cpu() if isinstance(value, Tensor) else value
 
@@ -605,18 +661,3 @@ def _first_run(
     elements = accumulate(local_of(parameters[name]).numel() for name, _ in places)
     last = next((n for n, each in enumerate(elements, 1) if each >= _RUN), len(places))
     return places[:last], places[last:]
-
-
-def _all_gather_objects(item: object, comm: Communicator) -> list[Any]:
-    """Return every rank's item: ``dist.all_gather_object`` knows groups of torch's own making alone."""
-    data = pickle.dumps(item)
-    sizes = torch.zeros(comm.world, dtype=torch.float32, device=comm.device)
-    sizes[comm.rank] = len(data)
-    for work in comm.all_reduce(sizes, async_op=True):
-        work.wait()
-    width = -(-int(sizes.max()) // 64) * 64
-    texts = torch.zeros(comm.world, width, dtype=torch.uint8, device=comm.device)
-    texts[comm.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for work in comm.all_gather(texts.view(-1), texts[comm.rank], async_op=True):
-        work.wait()
-    return [pickle.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

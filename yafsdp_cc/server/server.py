@@ -294,6 +294,8 @@ class ParameterServer:
                 elif request == PUSH:
                     self._wait([self._start(dist.irecv, message, peer, REQUEST)], self._timeout)
                     self._update(peer, message)
+                elif request != CLOSE:
+                    raise self._error(f"rank {peer} has sent {request.item():g}, which is no request")
             self._finish(peer)
 
     def _update(self, worker: int, message: Tensor) -> None:

@@ -1,0 +1,95 @@
+"""Parameters and buffers that have got memory and no values, found before a forward computes with what lay there.
+
+Memory that takes the place of the meta device is filled with a byte: 0xFF, which is NaN in every floating dtype, or
+0xA5. A tensor that holds nothing else was written by nobody. Whatever has written it, in full or in part, by torch or
+by a kernel of its own, leaves other bytes, so a tensor with values is never refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.engine.layout import local_tensor
+from yafsdp_cc.plan.subclasses import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    from yafsdp_cc.engine.param import FSDPParam
+
+_VERSION = "_yafsdp_cc_unwritten"
+"""Attribute of tensors that were made without values: their version then; None where torch counts none."""
+_NAMED = 8
+"""Tensors that an error names."""
+
+
+def makes_empty(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether ``fn``, which ``nn.Module._apply`` was given, is that of ``to_empty``: it returns no values."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+
+
+@torch.no_grad()
+def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
+    """Note that ``tensor`` was made without values, and fill what this rank has of it with what nobody writes."""
+    local = local_tensor(tensor) if local is None else local
+    for values in _bytes_of(local):
+        values.fill_(_filling(local))
+    tensor.__dict__[_VERSION] = None if local.is_inference() else local._version
+
+
+def check_written(model: nn.Module, params: Iterable[FSDPParam]) -> None:
+    """Find what was marked and has never been written since.
+
+    Raises:
+        RuntimeError: there is such a parameter or buffer in ``model``, or a buffer on the meta device.
+    """
+    found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
+    sharded = {param.parameter for param in params}
+    for path, module in model.named_modules():
+        named = {"buffer": module._buffers, "parameter": module._parameters}
+        for kind, key, tensor in ((kind, *each) for kind, own in named.items() for each in own.items()):
+            if tensor is None or tensor in sharded:
+                continue
+            if _is_unwritten(tensor) or (kind == "buffer" and tensor.is_meta):
+                found[f"{path}.{key}" if path else key] = kind
+    if found:
+        (name, kind), *others = found.items()
+        names = ", ".join(f"'{each}'" for each, _ in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        more = f" (and {len(others)} more: {names})" if others else ""
+        raise RuntimeError(
+            f"{kind} '{name}'{more} has no values: it is on the meta "
+            "device, or left it for to_empty() or shard(), and nothing has written it since. Before the first forward, "
+            f"load it, or call model.get_{kind}({name!r}).copy_(...), or .zero_() where the forward fills it. State "
+            "dicts have persistent buffers alone; param_init_fn, reset_parameters() and _init_weights() are to write "
+            "the others"
+        )
+
+
+def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
+    if _VERSION not in tensor.__dict__:
+        return False
+    if local is None:
+        local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
+        if version is not None and local._version != version:
+            return False  # not so for shards, whose version is that of the flat buffer
+    filling, parts = _filling(local), list(_bytes_of(local))
+    # The first byte tells of nearly all that is written.
+    return bool(parts) and all(
+        int(values[0]) == filling and int(values.amin()) == filling == int(values.amax()) for values in parts
+    )
+
+
+def _filling(tensor: Tensor) -> int:
+    return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xA5
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of the dense plain tensors that ``tensor`` is made of; none of fake ones."""
+    for each in tensors_of(tensor.detach()):
+        if type(each) is Tensor and each.numel() and not each.is_meta:
+            yield each.as_strided((each.numel(),), (1,)).view(torch.uint8)
