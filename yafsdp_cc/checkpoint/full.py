@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from yafsdp_cc.checkpoint import files
+from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, model_part, read_into
 from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
@@ -99,19 +101,19 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     synchronize_replicas(model)
     group = ranks_of(model).front
     is_first = place_in(group)[0] == 0
-    target = files.place(path)
-    with refused_together(*group):
-        folder = files.begin(target) if is_first else None
-    tensors = ((names[0], tensor) for names, tensor in _whole_tensors(model))
-    with refused_together(*group):
-        try:
-            if folder is not None:
-                saved_as = _write_files(folder, tensors, dtype)
-                _write_configs(folder, model, saved_as)
-                files.commit(target)
-        finally:  # to the end, also after a failure: the others are on their way
-            for _ in tensors:
-                pass
+    with ExitStack() as stack:
+        with refused_together(*group):
+            replacement = stack.enter_context(closing(Replacement(files.place(path)))) if is_first else None
+        tensors = ((names[0], tensor) for names, tensor in _whole_tensors(model))
+        with refused_together(*group):
+            try:
+                if replacement is not None:
+                    saved_as = _write_files(replacement.new, tensors, dtype)
+                    _write_configs(replacement.new, model, saved_as)
+                    replacement.commit()
+            finally:  # to the end, also after a failure: the others are on their way
+                for _ in tensors:
+                    pass
 
 
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -177,14 +179,14 @@ def convert(
         ValueError: it is none, or an unfinished or damaged one; or there is something at ``out``.
         pickle.UnpicklingError: its table of contents wants code to be run.
     """
-    source, target = files.complete(files.place(checkpoint)), files.place(out)
+    source = files.complete(files.place(checkpoint))
     reader = CheckpointReader(source)
     part = model_part(reader.contents, source)
-    folder = files.begin(target)
-    _write_files(folder, _stored_tensors(reader, part), dtype)
-    if config is not None:
-        shutil.copyfile(config, folder / "config.json")
-    files.commit(target)
+    with closing(Replacement(files.place(out))) as replacement:
+        _write_files(replacement.new, _stored_tensors(reader, part), dtype)
+        if config is not None:
+            shutil.copyfile(config, replacement.new / "config.json")
+        replacement.commit()
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:

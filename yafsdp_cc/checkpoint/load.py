@@ -41,11 +41,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
 
-    from yafsdp_cc.checkpoint.ranks import Group
+    from yafsdp_cc.checkpoint.ranks import Group, Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _SHOWN = 8
 """Differences that a message lists."""
+_TRIES = 100
+"""Checkpoints at one path that a load begins to read, each replaced by another before it was read."""
+
+
+class _ReplacedError(RuntimeError):
+    """The model holds parts of two checkpoints."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
@@ -76,9 +82,22 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     wait_for_saves()
     optimizers = as_sequence(optimizer)
     ranks = meet("load()", model, {"optimizers": len(optimizers)})
+    target = files.place(path)
+    for left in reversed(range(_TRIES)):
+        before = files.version(target)
+        try:
+            return _load(target, model, optimizers, ranks)
+        except (ValueError, FileNotFoundError, _ReplacedError):
+            if not any(all_gather_objects(files.version(target) != before, ranks.front)) or not left:
+                raise
+    raise AssertionError
+
+
+def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
+    """Load what is at ``path`` now; whatever is raised, another save may have replaced it meanwhile."""
     group = ranks.front
     with together(group):
-        folder = files.complete(files.place(path))
+        folder = files.complete(path)
         reader = CheckpointReader(folder)
     digests = all_gather_objects((reader.digest, str(folder)), group)
     if len({digest for digest, _ in digests}) > 1:
@@ -121,7 +140,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     try:
         read_into(weights, reader, ranks.back)  # in place: the only part that is not read beside what is there
     except Exception as error:
-        raise RuntimeError(
+        raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
         ) from error
     set_model_state_dict(model, weights[MODEL])

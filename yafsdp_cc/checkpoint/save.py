@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files, replicas
+from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
@@ -108,25 +109,21 @@ def wait_for_saves() -> None:
 
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
     rank, world = place_in(group)
-    folder = files.unfinished(path)
-    with together(group):
-        if rank == 0:
-            files.begin(path, files.CHECKPOINT)
-    try:
+    with ExitStack() as stack:
+        with together(group):
+            replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
+        new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
+        folder = Path(str(new))
         with together(group):
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
-            files.write_extra(folder, rank, world, content)
+            files.write(folder / files.extra_name(rank, world), content)
         writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group))
         with by_torch(f"saving {path}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, **which)
-    except Exception:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    with together(group):
-        if rank == 0:
-            files.commit(path)
+        with together(group):
+            if replacement is not None:
+                replacement.commit()
 
 
 def _check_names(state: dict[str, Any], group: Group) -> None:
