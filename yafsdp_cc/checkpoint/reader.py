@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.state import MODEL, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +88,8 @@ class CheckpointReader(FileSystemReader):
 
     The files of tensors, up to a number, are open from the beginning: another save may replace the folder meanwhile.
 
-    ``contents`` is what the checkpoint holds, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
+    ``contents`` is what the checkpoint holds, ``stored_names`` the names of a model's tensors with wrappers in them, by
+    those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
     down), ``digest`` that of the table of contents, in which each save has an id of its own: ranks with equal digests
     read the same save.
 
@@ -114,6 +116,8 @@ class CheckpointReader(FileSystemReader):
             if not is_sealed:
                 _check_contents(contents)
         self.contents = contents
+        paths = [path for path in (contents.planner_data or {}).values() if path[0] == MODEL and len(path) > 1]
+        self.stored_names = {plain: path[1] for path in paths if (plain := plain_name(path[1])) != path[1]}
         self._held: dict[str, IO[bytes]] = {}
         closing = ExitStack()
         weakref.finalize(self, closing.close)

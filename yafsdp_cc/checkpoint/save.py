@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import os
 import zlib
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
+from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.engine.mesh import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
@@ -77,6 +79,7 @@ def save(
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
     check_arguments("save", path, model)
+    model = unwrapped(model)
     check_is_one_model("save()", model)
     optimizers = as_sequence(optimizer)
     target = files.place(path)
@@ -92,6 +95,7 @@ def save(
     _check_names(state, ranks.front)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        state = tree_map_only(io.BytesIO, copy.copy, state)
         future = _background.submit(_write, target, state, content, ranks.back)
         future.add_done_callback(_log_failure)
         return future
