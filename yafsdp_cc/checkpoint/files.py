@@ -343,7 +343,8 @@ def _load_extra(file: Path, crc: int | None) -> dict[str, Any]:
 
 def load_plain(stream: IO[bytes]) -> Any:
     """Return what ``torch.save`` has written, without running code from it: tensors, in host memory, and plain data."""
-    with torch.serialization.safe_globals([io.BytesIO]):  # as Transformer Engine's modules have it in their extra state
+    # Transformer Engine's extra states are in a ``BytesIO``, and pickles have empty ``bytes`` made by their class.
+    with torch.serialization.safe_globals([io.BytesIO, bytes]):
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 

@@ -162,8 +162,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         own = model_state(model)
         opened: list[Any] = [safe_open(file, framework="pt") for file in _files_of(Path(path).absolute())]
         places = {plain_name(name): _Stored(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
-        extras = {name.removesuffix(_PACKED): each for name, each in places.items() if is_extra_state(name)}
-        places = {name: each for name, each in places.items() if not is_extra_state(name)}
+        bare = {name: name.removesuffix(_PACKED) for name in places}
+        extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
         shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
         tied = aliases(own)
         # Of the names of a tied weight one is enough, and other engines' files are without extra states.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from yafsdp_cc.engine.module import ShardedModule
+from yafsdp_cc.engine.module import WRAPPERS, ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,8 +31,6 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch.compile and checkpoint wrappers put into names; torch's state dicts leave it out too."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, io.BytesIO)
 _WHOLE = "yafsdp_cc.whole"
 """In files, before an extra state that is stored as one: it stays as it is."""
@@ -79,14 +77,14 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model that ``torch.compile`` or a checkpoint wrapper was given after it was sharded."""
-    while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in _WRAPPERS]):
+    while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in WRAPPERS]):
         [model] = inner
     return model
 
 
 def plain_name(name: str) -> str:
     """Return a parameter's name in a state dict."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @torch.no_grad()
