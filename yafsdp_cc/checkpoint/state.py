@@ -136,13 +136,18 @@ def unpacked(value: Any) -> Any:
     return value[1] if isinstance(value, tuple) and value[:1] == (_WHOLE,) else value
 
 
-def _empty(contents: Metadata, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return tensors in host memory, and gaps for all else, at the paths of the checkpoint's entries."""
+def _empty(
+    contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return tensors, in host memory or cut like their ``parameters``, and gaps for all else, at ``paths``."""
     empty: dict[str, Any] = {}
     for key, path in paths.items():
         stored, value = contents.state_dict_metadata[key], None
         if isinstance(stored, TensorStorageMetadata):
             value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            parameter = parameters[path[1]] if parameters and path[0] == "state" and path[-1] != "step" else value
+            if parameter is not value and parameter.shape == stored.size:
+                value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
         set_element(empty, path, value)
     return empty
 
@@ -155,14 +160,9 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
 
     ``contents`` must have such a part, and state for parameters of the model only.
     """
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     parts = {key: path[1:] for key, path in contents.planner_data.items() if path[0] == OPTIMIZER}
-    empty = {"state": {}, **_empty(contents, parts)}
-    for name, parameter in model.named_parameters():
-        values = empty["state"].get(plain_name(name), {})
-        for key, value in values.items():
-            if isinstance(value, Tensor) and key != "step" and value.shape == parameter.shape:
-                values[key] = torch.zeros_like(parameter.detach(), dtype=value.dtype)
-    return empty
+    return {"state": {}, **_empty(contents, parts, parameters)}
 
 
 def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
