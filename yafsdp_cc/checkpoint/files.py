@@ -214,7 +214,8 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    text = f"No space left in {folder.parent}: {needed:,} bytes are needed, and {free:,} were free"
+    where = folder.parent.parent  # beside which it shall be
+    text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 
 

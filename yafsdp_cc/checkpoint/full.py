@@ -171,7 +171,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
         check_shapes(shapes, {name: value for name, value in own.items() if name not in spare}, Path(path))
-        state = {name: value.detach() if isinstance(value, Tensor) else value for name, value in own.items()}
+        state: dict[str, Any] = {name: own[name].detach() for name in own if not is_extra_state(name)}
         tied = {name: first for name, first in tied.items() if name in places and first in places}
         values = {name: torch.zeros_like(state[name]) for name in {*tied, *tied.values()}}
         for name, value in values.items():

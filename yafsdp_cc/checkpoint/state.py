@@ -98,14 +98,18 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Let ``model.load_state_dict`` take ``values``, under names without wrappers: hooks and extra states, too."""
+    """Let ``model.load_state_dict`` take ``values``, under names without wrappers: hooks and extra states, too.
+
+    A module whose extra state is not among them keeps its own.
+    """
     model = _without_ddp(model)
     state = model.state_dict(keep_vars=True)  # it also tells the versions of modules
-    for name in list(state):
+    gone = [name for name in state if plain_name(name) not in values]
+    for name in gone:
         del state[name]
-        if (plain := plain_name(name)) in values:
-            state[name] = values[plain]
-    model.load_state_dict(state)
+    for name in state:
+        state[name] = values[plain_name(name)]
+    model.load_state_dict(state, strict=not any(map(is_extra_state, gone)))
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:
