@@ -20,6 +20,7 @@ from torch import nn
 import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
 from tests.cli.command import ROOT
+from tests.internals import break_exchange_of_folders
 from tests.ranks import RankError, on_ranks
 from tests.soak import LONG
 
@@ -113,8 +114,10 @@ def net(value):
     return model
 
 
-def killed_at(event, path):
+def killed_at(event, exchanges, path):
     """A save that ends at its ``event``-th touch of the file system, if it has so many."""
+    if not exchanges:
+        break_exchange_of_folders()
     yafsdp_cc.save(path, net(1.0), step=1)
     seen = 0
 
@@ -139,8 +142,8 @@ def found(path):
 
 def refused(path):
     """A folder that is half written, given to ``load`` by name."""
-    with pytest.raises(ValueError, match=r"checkpoint\.saving is a save that never finished .* load an earlier"):
-        yafsdp_cc.load(path.with_name("checkpoint.saving"), net(0.0))
+    with pytest.raises(ValueError, match=r"/new is a save that never finished .* load an earlier"):
+        yafsdp_cc.load(path, net(0.0))
     return 42
 
 
@@ -150,17 +153,18 @@ def saved_again(path):
     return found(path)
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(exchanges, tmp_path):
     steps, half_written = [], 0
     for event in range(1, 100):
         path = tmp_path / str(event) / "checkpoint"
-        if (status := in_a_process(killed_at, event, path)) == 0:
+        if (status := in_a_process(killed_at, event, exchanges, path)) == 0:
             break  # it has fewer
         assert status == -signal.SIGKILL
         steps.append(in_a_process(found, path) - 100)
-        unfinished = path.with_name("checkpoint.saving")
-        if list(unfinished.glob("*.distcp")) and not (unfinished / ".metadata").exists():
-            half_written += in_a_process(refused, path) == 42
+        for unfinished in path.parent.glob("checkpoint.saving-*/new"):
+            if list(unfinished.glob("*.distcp")) and not (unfinished / ".metadata").exists():
+                half_written += in_a_process(refused, unfinished) == 42
         assert in_a_process(saved_again, path) == 103
     assert half_written
     assert len(steps) > 8

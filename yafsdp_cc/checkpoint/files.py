@@ -1,25 +1,31 @@
 """The files of a checkpoint: a folder that is complete or not there, and in it an extra file of each rank.
 
-    step-10.saving      being written, or left behind by a save that was killed
-    step-10             complete, always
-    step-10.previous    what was there before, for the moment between two renames
+    step-10                      complete, always
+    step-10.saving-1f3a90c2/     the folder of one save: under way, or left behind by one that was killed
+        lock                     locked as long as the process that saves lives
+        new                      what is being written; it changes places with ``step-10`` in one step
+        previous                 what was at ``step-10``, where the file system knows no such step
 
-Whenever the job is killed, ``step-10`` or, if that is missing, ``step-10.previous`` is complete. Extra files hold what
-travels beside the model and is each rank's own, ``extra_<rank>_of_<ranks>.pt``. A damaged file is a ``ValueError`` that
-names it.
+Whenever jobs are killed, and however many save there, ``step-10`` or, if that is missing, a ``previous`` is the whole
+of one save. Extra files hold what travels beside the model and is each rank's own, ``extra_<rank>_of_<ranks>.pt``. A
+damaged file is a ``ValueError`` that names it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import io
 import os
 import pickle
+import re
+import secrets
 import shutil
 import warnings
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
 """The files of a checkpoint."""
+_TABLE, _LOCK, _PREVIOUS = ".metadata", "lock", "previous"
+_TRIES = 20
 _AT_ONCE = 1 << 20
 """Bytes that are checked at a time."""
 
@@ -44,22 +52,39 @@ def place(path: str | os.PathLike[str]) -> Path:
     return Path(path).resolve()
 
 
-def unfinished(path: Path) -> Path:
-    """Return where a checkpoint for ``path`` is written."""
-    return path.with_name(path.name + ".saving")
-
-
-def _previous(path: Path) -> Path:
-    return path.with_name(path.name + ".previous")
+def _folders(path: Path) -> list[Path]:
+    """Return the folders of saves to ``path`` that are under way or were killed, also of earlier versions."""
+    ours = re.compile(re.escape(path.name) + r"\.(saving(-[0-9a-f]{8})?|previous)")
+    return [each for each in path.parent.iterdir() if ours.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
 def complete(path: Path) -> Path:
-    """Return the folder to read for ``path``: the previous one if a save was killed between its two renames."""
-    return _previous(path) if not path.exists() and _previous(path).exists() else path
+    """Return the folder to read for ``path``: what was there before, if a save was killed between two renames."""
+    for _ in range(
+        3
+    ):  # between two looks, another save may have put its checkpoint there, and deleted what it replaced
+        if path.exists():
+            break
+        kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
+        with suppress(FileNotFoundError):
+            ages = {(each / _TABLE).stat().st_mtime_ns: each for each in kept if each.exists()}
+            if ages:
+                return ages[max(ages)]
+    return path
 
 
-def begin(path: Path, replaceable: Sequence[str] = ()) -> Path:
-    """Return an empty folder to write what shall be at ``path`` into. For one rank to call.
+def version(path: Path) -> tuple[int, int]:
+    """Return what tells one save at ``path`` from another that replaces it: two numbers of its table of contents."""
+    with suppress(OSError), (complete(path) / _TABLE).open("rb") as table:
+        found = os.fstat(table.fileno())
+        return found.st_ino, found.st_mtime_ns
+    return 0, 0
+
+
+class Replacement:
+    """What shall be at a path, written beside it in a folder that no other save has. For one rank to make.
+
+    Close it at the end, whether it was committed or not. ``new`` is the folder to write into.
 
     Args:
         path: the folder that shall be.
@@ -68,30 +93,88 @@ def begin(path: Path, replaceable: Sequence[str] = ()) -> Path:
     Raises:
         ValueError: there is something else at ``path``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if (kept := complete(path)) != path:
-        os.rename(kept, path)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file: choose another path")
-    for name in sorted(os.listdir(path)) if path.exists() else ():
-        if not any(fnmatch(name, pattern) for pattern in replaceable):
-            raise ValueError(f"{path} holds '{name}', which would be lost: choose another path, or move that away")
-    folder = unfinished(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
+
+    def __init__(self, path: Path, replaceable: Sequence[str] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._replaceable = path, replaceable
+        self._check_what_is_there()
+        if path.exists():  # else what is left behind may be all that there is
+            _clear(path)
+        self._folder, self._lock = _locked_folder(path)
+        self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
+        self.new.mkdir()
+
+    def _check_what_is_there(self) -> None:
+        path = self._path
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file: choose another path")
+        for name in sorted(os.listdir(path)) if path.exists() else ():
+            if not any(fnmatch(name, pattern) for pattern in self._replaceable):
+                raise ValueError(f"{path} holds '{name}', which would be lost: choose another path, or move that away")
+
+    def commit(self) -> None:
+        """Put what was written in its place, when all ranks have written; and clear what killed saves left behind."""
+        _sync(self.new)
+        with suppress(FileNotFoundError):  # another save may replace it at this moment
+            self._check_what_is_there()
+        while not (self._replaceable and _exchange(self.new, self._path)):
+            try:
+                os.rename(self.new, self._path)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
+                    raise
+            shutil.rmtree(self._previous, ignore_errors=True)  # from another time round: a newer one is there now
+            with suppress(FileNotFoundError):
+                os.rename(self._path, self._previous)
+        _sync(self._path.parent)
+        self.close()
+        _clear(self._path)
+
+    def close(self) -> None:
+        """Delete the folder of this save, with what was replaced, or what was written in vain."""
+        if self._lock.closed:
+            return
+        if self._previous.exists() and not self._path.exists():
+            os.rename(self._previous, self._path)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # by hand: a forked process may have the file open, too
+        self._lock.close()
 
 
-def commit(path: Path) -> None:
-    """Put what was written for ``path`` in its place. For one rank to call, when all have written."""
-    folder, old = unfinished(path), _previous(path)
-    _sync(folder)
-    shutil.rmtree(old, ignore_errors=True)  # of a commit that was killed before its end
-    if path.exists():
-        os.rename(path, old)
-    os.rename(folder, path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
+    """Make the folder of one save, and lock it until the process ends; where the file system has no locks, do not."""
+    for _ in range(_TRIES):
+        folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
+        with suppress(FileExistsError, FileNotFoundError):  # another save took it for left behind, before it was locked
+            folder.mkdir()
+            file = (folder / _LOCK).open("wb")
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
+                return folder, file
+    raise OSError(f"no folder could be made in {path.parent}: something deletes what begins with '{path.name}.saving'")
+
+
+def _clear(path: Path) -> None:
+    """Delete what saves to ``path`` have left behind that were killed; not those of live processes."""
+    for folder in _folders(path):
+        try:
+            with (folder / _LOCK).open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # of a save that was killed before it was locked, or of an earlier version
+            pass
+        except OSError:  # it lives, or the file system has no locks to tell
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; return False if one is missing, or the system cannot."""
+    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux's
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _sync(folder: Path) -> None:
@@ -131,7 +214,8 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    text = f"No space left in {folder.parent}: {needed:,} bytes are needed, and {free:,} were free"
+    where = folder.parent.parent  # beside which it shall be
+    text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 
 
@@ -155,15 +239,6 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
         raise ValueError(f"{file}{part} is damaged ({kind}{error}): load another checkpoint") from error
 
 
-def crc_of(file: IO[bytes], length: int) -> int:
-    """Return the CRC-32 of the next ``length`` bytes of a file."""
-    crc = 0
-    while length > 0 and (block := file.read(min(length, _AT_ONCE))):
-        crc = zlib.crc32(block, crc)
-        length -= len(block)
-    return crc
-
-
 def check_crc(content: bytes, expected: int) -> None:
     """Compare a CRC-32 that was written down when ``content`` was saved."""
     if (found := zlib.crc32(content)) != expected:
@@ -174,13 +249,9 @@ _SEAL = b"yafsdp_cc crc32 %08x"
 """Behind the pickle in ``.metadata``, where unpickling does not come: the CRC-32 of all before it."""
 
 
-def seal(table: Path) -> None:
-    """Append its checksum to a table of contents."""
-    with table.open("r+b") as file:
-        content = file.read()
-        file.write(_SEAL % zlib.crc32(content))
-        file.flush()
-        os.fsync(file.fileno())
+def sealed(content: bytes) -> bytes:
+    """Return a table of contents with its checksum."""
+    return content + _SEAL % zlib.crc32(content)
 
 
 def unsealed(content: bytes) -> bytes:
@@ -206,15 +277,16 @@ def pack_extra(extra: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write_extra(folder: Path, rank: int, world: int, content: bytes) -> None:
-    """Write one rank's file, which is on the disk when this returns."""
-    with writing(folder, len(content)), (folder / _extra(rank, world)).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write(file: Path, content: bytes) -> None:
+    """Write a file, which is on the disk when this returns."""
+    with writing(file.parent, len(content)), file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def _extra(rank: int, world: int) -> str:
+def extra_name(rank: int, world: int) -> str:
+    """Return the name of a rank's extra file."""
     return f"extra_{rank}_of_{world}.pt"
 
 
@@ -238,7 +310,7 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     saved = max(numbers) if sums is None else len(sums)
 
     def read(each: int) -> dict[str, Any]:
-        return _load_extra(folder / _extra(each, saved), None if sums is None else sums[each])
+        return _load_extra(folder / extra_name(each, saved), None if sums is None else sums[each])
 
     if saved == world:
         return read(rank)
@@ -264,10 +336,17 @@ def _load_extra(file: Path, crc: int | None) -> dict[str, Any]:
     with reading(file):
         content = file.read_bytes()
         check_entry(content, crc)
-        extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        extra = load_plain(io.BytesIO(content))
         if not isinstance(extra, dict):
             raise TypeError(f"it holds a {type(extra).__name__}")
     return extra
+
+
+def load_plain(stream: IO[bytes]) -> Any:
+    """Return what ``torch.save`` has written, without running code from it: tensors, in host memory, and plain data."""
+    # Transformer Engine's extra states are in a ``BytesIO``, and pickles have empty ``bytes`` made by their class.
+    with torch.serialization.safe_globals([io.BytesIO, bytes]):
+        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -279,7 +358,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
+    return bool(a.getvalue() == b.getvalue() if isinstance(a, io.BytesIO) else a == b)
 
 
 def check_entry(content: bytes, crc: int | None) -> None:

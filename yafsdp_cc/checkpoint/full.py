@@ -9,23 +9,38 @@ They are gathered unit by unit, so that no rank ever holds two copies of the mod
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import shutil
 from collections import defaultdict
+from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import files
-from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, model_part, read_into
+from yafsdp_cc.checkpoint.files import Replacement
+from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, metadata_names, model_part, read_into
 from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
-from yafsdp_cc.checkpoint.state import MODEL
+from yafsdp_cc.checkpoint.state import (
+    MODEL,
+    empty_extra_states,
+    is_extra_state,
+    load_model_state,
+    model_state,
+    plain_name,
+    unpacked,
+    unwrapped,
+)
+from yafsdp_cc.checkpoint.state import check_plain as plain_data
 from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import refused_together
@@ -44,26 +59,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 _INDEX = "model.safetensors.index.json"
+_PACKED = ".packed"
+"""Behind the name of an extra state that is no tensor, in files."""
 _FILE_BYTES = 5 * 10**9
 """Of a file, at most, unless one tensor is larger: so much one rank holds whole."""
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole state dict, in host memory, on the first rank; elsewhere an empty one. A collective.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the plain model's state dict, in host memory, on the first rank; elsewhere an empty one. A collective.
 
-    It is that of the model before ``shard``. The first rank holds what is gathered so far and one unit; the others
-    nothing beside their shards. Tied parameters are one tensor under each of their names.
+    The first rank holds what is gathered so far and one unit; the others nothing beside their shards.
+    Tied parameters are one tensor under each of their names, which are without those of wrappers, as of
+    ``torch.compile``. What hooks of the state dict and ``get_extra_state`` make of it is as they make it.
 
     Raises:
         ValueError: ``model`` is not sharded.
         RuntimeError: called inside a forward or a backward.
     """
+    model = unwrapped(model)
     check_is_one_model("full_state_dict()", model)
     synchronize_replicas(model)
-    full: dict[str, Tensor] = {}
-    for names, tensor in _whole_tensors(model):
+    own = _state_at_rest(model)
+    full: dict[str, Any] = {}
+    for names, tensor in _whole_tensors(model, own):
         full.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
-    return {name: full.get(name, value) for name, value in model.state_dict().items()} if full else {}
+    full |= _others(own)
+    return {name: full[name] for name in own} if is_first_of_model(require_state(model)) else {}
 
 
 def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
@@ -83,6 +104,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         OSError: the first rank could not write. Raised by that rank, and as a ValueError by the others.
     """
     check_arguments("save_safetensors", path, model)
+    model = unwrapped(model)
     check_is_one_model("save_safetensors()", model)
     for param in require_state(model).params:
         check_plain(f"'{param.spec.name}'", param.local, "a safetensors file", "save it with yafsdp_cc.save")
@@ -99,19 +121,21 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     synchronize_replicas(model)
     group = ranks_of(model).front
     is_first = place_in(group)[0] == 0
-    target = files.place(path)
-    with refused_together(*group):
-        folder = files.begin(target) if is_first else None
-    tensors = ((names[0], tensor) for names, tensor in _whole_tensors(model))
-    with refused_together(*group):
-        try:
-            if folder is not None:
-                saved_as = _write_files(folder, tensors, dtype)
-                _write_configs(folder, model, saved_as)
-                files.commit(target)
-        finally:  # to the end, also after a failure: the others are on their way
-            for _ in tensors:
-                pass
+    with ExitStack() as stack:
+        with refused_together(*group):
+            replacement = stack.enter_context(closing(Replacement(files.place(path)))) if is_first else None
+            own = _state_at_rest(model)
+            packed = _packed(_others(own))
+        tensors = chain(((names[0], tensor) for names, tensor in _whole_tensors(model, own)), packed.items())
+        with refused_together(*group):
+            try:
+                if replacement is not None:
+                    saved_as = _write_files(replacement.new, tensors, dtype)
+                    _write_configs(replacement.new, model, saved_as)
+                    replacement.commit()
+            finally:  # to the end, also after a failure: the others are on their way
+                for _ in tensors:
+                    pass
 
 
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -133,26 +157,34 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
+    model = unwrapped(model)
     with refused_together(*ranks_of(model).front):
         check_shows_shards(model, "load_safetensors")
-        # What a module's get_extra_state gives may be anything, and these files hold tensors.
-        state = {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)}
+        own = model_state(model)
         opened: list[Any] = [safe_open(file, framework="pt") for file in _files_of(Path(path).absolute())]
-        places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        shapes = {name: list(file.get_slice(name).get_shape()) for name, file in places.items()}
-        tied = aliases(model)
-        # Of the names of a tied weight one is enough.
+        places = {plain_name(name): _Stored(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+        bare = {name: name.removesuffix(_PACKED) for name in places}
+        extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
+        shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
+        tied = aliases(own)
+        # Of the names of a tied weight one is enough, and other engines' files are without extra states.
         found = {tied.get(name, name) for name in places}
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
-        check_shapes(shapes, {name: value for name, value in state.items() if name not in spare}, Path(path))
+        spare |= {name for name in own if is_extra_state(name)} - extras.keys()
+        check_shapes(shapes, {name: value for name, value in own.items() if name not in spare}, Path(path))
+        state: dict[str, Any] = {name: own[name].detach() for name in own if not is_extra_state(name)}
         tied = {name: first for name, first in tied.items() if name in places and first in places}
         values = {name: torch.zeros_like(state[name]) for name in {*tied, *tied.values()}}
         for name, value in values.items():
-            _fill(value, name, places[name])
+            _fill(value, places[name])
         check_tied(values, tied, Path(path))
+        state |= {name: each.extra_state() for name, each in extras.items()}
     with torch.no_grad():
-        for name, file in places.items():
-            _fill(state[name], name, file)
+        for name, each in places.items():
+            _fill(state[name], each)
+    for name in metadata_names(model, state):
+        del state[name]
+    load_model_state(model, state)  # in place already, but for what is no parameter itself
 
 
 def convert(
@@ -178,48 +210,79 @@ def convert(
         ValueError: it is none, or an unfinished or damaged one; or there is something at ``out``.
         pickle.UnpicklingError: its table of contents wants code to be run.
     """
-    source, target = files.complete(files.place(checkpoint)), files.place(out)
+    source = files.complete(files.place(checkpoint))
     reader = CheckpointReader(source)
     part = model_part(reader.contents, source)
-    folder = files.begin(target)
-    _write_files(folder, _stored_tensors(reader, part), dtype)
-    if config is not None:
-        shutil.copyfile(config, folder / "config.json")
-    files.commit(target)
+    with closing(Replacement(files.place(out))) as replacement:
+        _write_files(replacement.new, _stored_tensors(reader, part), dtype)
+        if config is not None:
+            shutil.copyfile(config, replacement.new / "config.json")
+        replacement.commit()
 
 
-def _whole_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield all names and the whole value of each parameter and persistent buffer, on the first rank; elsewhere none.
+def _state_at_rest(model: nn.Module) -> dict[str, Any]:
+    check_at_rest(require_state(model), "a full state dict")
+    return model_state(model)
 
-    In order: parameters unit by unit, small ones, what was ignored, and buffers. A value is gone, or changes, when the
-    next is asked for. A collective: go through it to the end, on all ranks. Raises as ``full_state_dict`` at first.
+
+def _whole_tensors(model: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield all names and the whole value of each tensor of a model's ``own`` state, on the first rank; elsewhere none.
+
+    In order: parameters unit by unit, small ones, and then what was ignored, buffers, and what hooks have made. A value
+    is gone, or changes, when the next is asked for. A collective: go through it to the end, on all ranks.
     """
     state = require_state(model)
-    check_at_rest(state, "a full state dict")
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
+    for name, value in own.items():
+        if isinstance(value, Tensor):
+            names[value].append(name)
     is_first = is_first_of_model(state)
     for param, whole in whole_params_by_group(state, everywhere=False):
+        found = names.pop(param.parameter, [])
         if whole is None:
             continue
         if (parallel := param.spec.tensor_parallel) is not None:
             whole = parallel.wrap_unsharded(whole).full_tensor()
+        if is_first and found:
+            yield found, whole
+    for value, found in names.items():
+        whole = _whole(value)
         if is_first:
-            yield names[param.parameter], whole
-    if is_first:
-        for name, value in model.state_dict().items():
-            if isinstance(value, Tensor) and not isinstance(value, FlatDTensor):
-                yield [name], value.detach()
+            yield found, whole
+
+
+def _whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _others(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is no tensor itself, with the tensors in it whole and in host memory. A collective."""
+    others = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+    return dict(tree_map_only(Tensor, lambda tensor: _whole(tensor).to("cpu", copy=True), others))
+
+
+def _packed(others: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return extra states, which may be anything, as files of tensors hold them: what ``torch.save`` writes of each."""
+    for name, value in others.items():
+        plain_data(value, f"'{name}'")
+    contents = {name: bytearray(files.pack_extra(value)) for name, value in others.items()}
+    return {name + _PACKED: torch.frombuffer(content, dtype=torch.uint8) for name, content in contents.items()}
 
 
 def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint's model, one after the other."""
     for name, stored in part.items():
-        if isinstance(stored, TensorStorageMetadata):  # others are what a module's get_extra_state gave
+        if isinstance(stored, TensorStorageMetadata):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             read_into({MODEL: {name: tensor}}, reader, ())
             yield name, tensor
+    state = {MODEL: empty_extra_states(reader.contents)}
+    if state[MODEL]:
+        read_into(state, reader, ())
+        found = {name: unpacked(value) for name, value in state[MODEL].items()}
+        yield from ((name, value) for name, value in found.items() if isinstance(value, Tensor))
+        yield from _packed({name: value for name, value in found.items() if not isinstance(value, Tensor)}).items()
 
 
 # safetensors
@@ -295,12 +358,27 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
-def _fill(target: Any, name: str, file: Any) -> None:
+class _Stored(NamedTuple):
+    """A tensor in an open file, and its name there."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.file.get_slice(self.name).get_shape())
+
+    def extra_state(self) -> Any:
+        value = self.file.get_tensor(self.name)
+        return files.load_plain(io.BytesIO(value.numpy().tobytes())) if self.name.endswith(_PACKED) else value
+
+
+def _fill(target: Any, stored: _Stored) -> None:
     """Read this rank's parts of a tensor."""
     if not isinstance(target, FlatDTensor) or not target.dim():
-        target.copy_(file.get_tensor(name))
+        target.copy_(stored.file.get_tensor(stored.name))
         return
-    stored = file.get_slice(name)
+    whole = stored.file.get_slice(stored.name)
     for chunk in target.__create_chunk_list__():
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        target.__get_tensor_shard__(MetadataIndex(name, chunk.offsets)).copy_(stored[box])
+        target.__get_tensor_shard__(MetadataIndex(stored.name, chunk.offsets)).copy_(whole[box])

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import compression, files, replicas
@@ -25,10 +24,16 @@ from yafsdp_cc.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     as_sequence,
+    empty_extra_states,
     empty_optimizer_state,
+    is_extra_state,
+    load_model_state,
+    model_state,
     names_in_order,
     plain_name,
     restore_optimizers,
+    unpacked,
+    unwrapped,
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, table_of_ranks
 from yafsdp_cc.engine.module import check_shows_shards
@@ -41,11 +46,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
 
-    from yafsdp_cc.checkpoint.ranks import Group
+    from yafsdp_cc.checkpoint.ranks import Group, Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _SHOWN = 8
 """Differences that a message lists."""
+_TRIES = 100
+"""Checkpoints at one path that a load begins to read, each replaced by another before it was read."""
+
+
+class _ReplacedError(RuntimeError):
+    """The model holds parts of two checkpoints."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
@@ -74,11 +85,24 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     """
     check_arguments("load", path, model)
     wait_for_saves()
-    optimizers = as_sequence(optimizer)
+    model, optimizers = unwrapped(model), as_sequence(optimizer)
     ranks = meet("load()", model, {"optimizers": len(optimizers)})
+    target = files.place(path)
+    for left in reversed(range(_TRIES)):
+        before = files.version(target)
+        try:
+            return _load(target, model, optimizers, ranks)
+        except (ValueError, FileNotFoundError, _ReplacedError):
+            if not any(all_gather_objects(files.version(target) != before, ranks.front)) or not left:
+                raise
+    raise AssertionError
+
+
+def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
+    """Load what is at ``path`` now; whatever is raised, another save may have replaced it meanwhile."""
     group = ranks.front
     with together(group):
-        folder = files.complete(files.place(path))
+        folder = files.complete(path)
         reader = CheckpointReader(folder)
     digests = all_gather_objects((reader.digest, str(folder)), group)
     if len({digest for digest, _ in digests}) > 1:
@@ -88,10 +112,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         )
     with together(group):
         check_shows_shards(model, "load")
-        state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+        own = model_state(model)
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
-        check_shapes(shapes, state[MODEL], folder)
+        check_shapes(shapes, own, folder)
+        tied = aliases(own)
+        state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in own.items() if isinstance(each, Tensor)}}
+        state[MODEL] |= empty_extra_states(reader.contents)
         if optimizers:
             _check_optimizer(reader.contents, model, folder)
             state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
@@ -99,12 +126,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
-    if tied := aliases(model):  # what is stored under each of their names, before one overwrites the other
+    if tied:  # what is stored under each of their names, before one overwrites the other
         values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
             check_tied(values, tied, folder)
-    if quantised := _metadata_names(model, state[MODEL]):
+    if quantised := metadata_names(model, state[MODEL]):
         values = {name: torch.zeros_like(state[MODEL][name]) for name in quantised}
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
@@ -121,10 +148,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     try:
         read_into(weights, reader, ranks.back)  # in place: the only part that is not read beside what is there
     except Exception as error:
-        raise RuntimeError(
+        raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
         ) from error
-    set_model_state_dict(model, weights[MODEL])
+    extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
+    load_model_state(model, weights[MODEL] | extras)
     compression.load_state(model, state, extra, group)
     replicas.load_state(model, state)
     return extra
@@ -135,18 +163,29 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry
 
     ``dry`` reads all that, and raises what is damaged, but fills the gaps only.
     """
+    stored, parts = reader.stored_names, dict(state)
+    if MODEL in state:
+        parts[MODEL] = {stored.get(name, name): value for name, value in state[MODEL].items()}
     with by_torch(f"loading {reader.path}", group) as which:
-        state_dict_loader.load(state, storage_reader=reader, planner=DryPlanner() if dry else SafePlanner(), **which)
+        state_dict_loader.load(parts, storage_reader=reader, planner=DryPlanner() if dry else SafePlanner(), **which)
+    if MODEL in state:
+        state[MODEL] = {name: parts[MODEL][stored.get(name, name)] for name in state[MODEL]}
 
 
 # Whether a checkpoint fits: each raises a ``ValueError`` that names what does not
 
 
 def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
-    """Return what is stored of a model's state, by name; raise where the checkpoint has no part for a model."""
+    """Return what is stored of a model's state, by name; raise where the checkpoint has no part for a model.
+
+    Of an extra state there may be several entries: None.
+    """
     paths = contents.planner_data or {}
     parts = {key: path for key, path in paths.items() if path[0] == MODEL and len(path) > 1}
-    saved = {path[1]: contents.state_dict_metadata[key] for key, path in parts.items()}
+    saved = {
+        plain_name(path[1]): None if is_extra_state(path[1]) else contents.state_dict_metadata[key]
+        for key, path in parts.items()
+    }
     if not saved:
         tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
         raise ValueError(
@@ -162,8 +201,11 @@ def _has_class(value: Any) -> bool:
 
 
 def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:
-    """Compare names and shapes (None: not a tensor) with those of a model's ``state``."""
-    wanted = {name: list(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
+    """Compare names and shapes (None: an extra state, or not a tensor) with those of a model's ``state``."""
+    wanted = {
+        name: list(value.shape) if isinstance(value, Tensor) and not is_extra_state(name) else None
+        for name, value in state.items()
+    }
     lines = [
         f"checkpoint has '{name}' {saved[name]}, model has {wanted[name]}"
         for name in wanted
@@ -182,15 +224,11 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
         raise ValueError(f"{folder} does not fit the model:\n  {_listed(lines)}\n{remedy}")
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Return further names of tied parameters, each with the first one."""
+def aliases(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return further names of tied parameters in a model's ``state``, each with the first one."""
     first: dict[Tensor, str] = {}
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = plain_name(name)
-        if first.setdefault(parameter, plain) != plain:
-            found[plain] = first[parameter]
-    return found
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: first[value] for name, value in tensors.items() if first.setdefault(value, name) != name}
 
 
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
@@ -204,7 +242,7 @@ def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: P
             )
 
 
-def _metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries of ``state`` that are metadata of quantised parameters, as bitsandbytes adds to its weights.
 
     They lie below the parameter's name. No module loads them: they are as the model was quantised.

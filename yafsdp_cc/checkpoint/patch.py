@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import Replicate
 
+from yafsdp_cc.checkpoint.state import plain_name, unwrapped
 from yafsdp_cc.engine.module import built_state, check_at_rest, check_shows_shards
 from yafsdp_cc.plan.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
@@ -100,6 +101,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"weight_patch takes a floating-point dtype, such as torch.bfloat16; got {dtype!r}")
+    model = unwrapped(model)
     state = built_state(model, "weight_patch")
     check_at_rest(state, "weight_patch")
     synchronize_replicas(model)
@@ -120,8 +122,9 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
             continue
         changed += places.numel()
         values = sent.weights[param][2].index_select(0, places).view(dtype)
-        tensors[f"{param.spec.name}.val"] = values.cpu()
-        tensors[f"{param.spec.name}.idx"] = _gaps(_in_whole(param.spec, places)).cpu()
+        name = plain_name(param.spec.name)
+        tensors[f"{name}.val"] = values.cpu()
+        tensors[f"{name}.idx"] = _gaps(_in_whole(param.spec, places)).cpu()
     metadata: dict[str, Any] = {
         "format": "sparse_weight_patch",
         "version": 1,

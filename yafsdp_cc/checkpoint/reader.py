@@ -11,10 +11,12 @@ import hashlib
 import io
 import math
 import pickle
+import weakref
 from collections import Counter
+from contextlib import ExitStack, nullcontext
 from itertools import groupby, product
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import check_entry, reading, unsealed
+from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.state import MODEL, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 METADATA = ".metadata"
+_HELD = 256
+"""Files that a reader holds open: processes may have a thousand or so."""
 CRC, EXTRA_SUMS = "crc32", "extra_crc32"
 """What ``save`` adds to torch's table of contents: to each entry its CRC-32, and those of the ranks' extra files. They
 are attributes that torch's own reader does not look at, and names in files: they stay as they are."""
@@ -81,7 +86,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class CheckpointReader(FileSystemReader):
     """torch's reader of a folder, which trusts none of its files.
 
-    ``contents`` is what the checkpoint holds, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
+    The files of tensors, up to a number, are open from the beginning: another save may replace the folder meanwhile.
+
+    ``contents`` is what the checkpoint holds, ``stored_names`` the names of a model's tensors with wrappers in them, by
+    those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
     down), ``digest`` that of the table of contents, in which each save has an id of its own: ranks with equal digests
     read the same save.
 
@@ -107,8 +115,14 @@ class CheckpointReader(FileSystemReader):
             contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
             if not is_sealed:
                 _check_contents(contents)
-        _check_files(path, contents)
         self.contents = contents
+        paths = [path for path in (contents.planner_data or {}).values() if path[0] == MODEL and len(path) > 1]
+        self.stored_names = {plain: path[1] for path in paths if (plain := plain_name(path[1])) != path[1]}
+        self._held: dict[str, IO[bytes]] = {}
+        closing = ExitStack()
+        weakref.finalize(self, closing.close)
+        for name in _check_files(path, contents)[:_HELD]:
+            self._held[name] = closing.enter_context((path / name).open("rb"))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.contents
@@ -128,7 +142,7 @@ class CheckpointReader(FileSystemReader):
         for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
             file = Path(self.path) / name
             with reading(file, f", from byte {offset:,} on,"):
-                with file.open("rb") as stream:
+                with nullcontext(self._held[name]) if name in self._held else file.open("rb") as stream:
                     stream.seek(offset)
                     content = stream.read(length)
                 self._read_entry(content, list(items), planner)
@@ -145,7 +159,7 @@ class CheckpointReader(FileSystemReader):
         if items[0].type == LoadItemType.BYTE_IO:
             planner.load_bytes(items[0], entry)
             return
-        tensor = torch.load(entry, map_location="cpu", weights_only=True)
+        tensor = load_plain(entry)
         assert isinstance(stored, TensorStorageMetadata)
         size = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
         dtype = stored.properties.dtype
@@ -166,7 +180,7 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+        set_element(self.original_state_dict, self.mappings[name], load_plain(value))
 
 
 class DryPlanner(SafePlanner):
@@ -305,7 +319,8 @@ def _tile(stored: TensorStorageMetadata) -> bool:
     return not corners and sum(math.prod(each.sizes) for each in stored.chunks) == math.prod(stored.size)
 
 
-def _check_files(folder: Path, contents: Metadata) -> None:
+def _check_files(folder: Path, contents: Metadata) -> list[str]:
+    """See that the files are there, and return their names."""
     ends: Counter[str] = Counter()
     for place in (contents.storage_data or {}).values():
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
@@ -317,6 +332,7 @@ def _check_files(folder: Path, contents: Metadata) -> None:
         if size is None or size < end:
             seen = "is missing" if size is None else f"has {size:,} bytes of {end:,}"
             raise ValueError(f"{file} {seen}: the checkpoint is damaged, load another one")
+    return list(ends)
 
 
 def _not_a_checkpoint(folder: Path) -> Exception:

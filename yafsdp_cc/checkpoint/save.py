@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import os
-import shutil
 import zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files, replicas
+from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of
+from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.engine.mesh import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
@@ -76,6 +79,7 @@ def save(
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
     check_arguments("save", path, model)
+    model = unwrapped(model)
     check_is_one_model("save()", model)
     optimizers = as_sequence(optimizer)
     target = files.place(path)
@@ -91,6 +95,7 @@ def save(
     _check_names(state, ranks.front)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        state = tree_map_only(io.BytesIO, copy.copy, state)
         future = _background.submit(_write, target, state, content, ranks.back)
         future.add_done_callback(_log_failure)
         return future
@@ -108,25 +113,21 @@ def wait_for_saves() -> None:
 
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
     rank, world = place_in(group)
-    folder = files.unfinished(path)
-    with together(group):
-        if rank == 0:
-            files.begin(path, files.CHECKPOINT)
-    try:
+    with ExitStack() as stack:
+        with together(group):
+            replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
+        new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
+        folder = Path(str(new))
         with together(group):
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
-            files.write_extra(folder, rank, world, content)
+            files.write(folder / files.extra_name(rank, world), content)
         writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group))
         with by_torch(f"saving {path}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, **which)
-    except Exception:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    with together(group):
-        if rank == 0:
-            files.commit(path)
+        with together(group):
+            if replacement is not None:
+                replacement.commit()
 
 
 def _check_names(state: dict[str, Any], group: Group) -> None:

@@ -6,6 +6,7 @@ every parameter. Here saving changes nothing, and a restored optimizer has state
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from yafsdp_cc.engine.module import WRAPPERS, ShardedModule
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.checkpoint.metadata import Metadata
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -26,9 +31,9 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and checkpoint wrappers put into names; torch's state dicts leave it out too."""
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, io.BytesIO)
+_WHOLE = "yafsdp_cc.whole"
+"""In files, before an extra state that is stored as one: it stays as it is."""
 
 
 def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
@@ -47,7 +52,12 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
         ValueError: an optimizer has a parameter that is none of the model's, or another optimizer's, too.
         TypeError: the state has something in it that a checkpoint cannot hold safely.
     """
-    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+    state: dict[str, Any] = {MODEL: {}}
+    for name, value in model_state(model).items():
+        check_plain(value, f"{MODEL}[{name!r}]")
+        if is_extra_state(name) and not _is_put_together_again(value):
+            value = (_WHOLE, value)
+        state[MODEL][name] = value.detach() if isinstance(value, Tensor) else value
     if optimizers:
         values: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -58,9 +68,95 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
                 {**group, "params": [names[each] for each in group["params"]]} for group in packed["param_groups"]
             ]
         state[OPTIMIZER] = {"state": values, "param_groups": groups}
-    for name, value in state.items():
-        check_plain(value, name, keys=(str,))
+        check_plain(state[OPTIMIZER], OPTIMIZER, keys=(str,))
     return state
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` or a checkpoint wrapper was given after it was sharded."""
+    while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in WRAPPERS]):
+        [model] = inner
+    return model
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name in a state dict."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+@torch.no_grad()
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return what ``model.state_dict()`` holds, hooks and all, under names without wrappers.
+
+    torch's ``get_model_state_dict`` looks for a module's attribute behind each name, and finds none that a hook has
+    made. The values are the parameters and buffers themselves, where no hook has put others in their place.
+    """
+    return {plain_name(name): value for name, value in _without_ddp(model).state_dict(keep_vars=True).items()}
+
+
+def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Let ``model.load_state_dict`` take ``values``, under names without wrappers: hooks and extra states, too.
+
+    A module whose extra state is not among them keeps its own.
+    """
+    model = _without_ddp(model)
+    state = model.state_dict(keep_vars=True)  # it also tells the versions of modules
+    gone = [name for name in state if plain_name(name) not in values]
+    for name in gone:
+        del state[name]
+    for name in state:
+        state[name] = values[plain_name(name)]
+    model.load_state_dict(state, strict=not any(map(is_extra_state, gone)))
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a state dict is that of what a module's ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_put_together_again(value: Any) -> bool:
+    """Return whether torch's checkpoints, which take dicts and lists apart, return ``value`` as it was."""
+    if isinstance(value, dict):
+        fits = all(type(key) is str and "." not in key for key in value)
+        return bool(value) and fits and all(map(_is_put_together_again, value.values()))
+    return not isinstance(value, list) or all(map(_is_put_together_again, value))
+
+
+def empty_extra_states(contents: Metadata) -> dict[str, Any]:
+    """Return what torch loads a checkpoint's extra states into: their forms and sizes may differ from the model's."""
+    paths = ((key, path) for key, path in (contents.planner_data or {}).items() if path[0] == MODEL and len(path) > 1)
+    return _empty(contents, {key: (plain_name(path[1]), *path[2:]) for key, path in paths if is_extra_state(path[1])})
+
+
+def unpacked(value: Any) -> Any:
+    """Return an extra state from what was loaded into ``empty_extra_states``."""
+    return value[1] if isinstance(value, tuple) and value[:1] == (_WHOLE,) else value
+
+
+def _empty(
+    contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return tensors, in host memory or cut like their ``parameters``, and gaps for all else, at ``paths``."""
+    empty: dict[str, Any] = {}
+    for key, path in paths.items():
+        stored, value = contents.state_dict_metadata[key], None
+        if isinstance(stored, TensorStorageMetadata):
+            value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            parameter = parameters[path[1]] if parameters and path[0] == "state" and path[-1] != "step" else value
+            if parameter is not value and parameter.shape == stored.size:
+                value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
+        set_element(empty, path, value)
+    return empty
+
+
+# Its optimizers ------------------------------------------------------------------------------------------------------
 
 
 def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
@@ -69,17 +165,8 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
     ``contents`` must have such a part, and state for parameters of the model only.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    empty: dict[str, Any] = {}
-    for key, path in contents.planner_data.items():
-        if path[0] != OPTIMIZER:
-            continue
-        stored, value = contents.state_dict_metadata[key], None
-        if isinstance(stored, TensorStorageMetadata):
-            value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-            if path[1] == "state" and path[-1] != "step" and stored.size == (parameter := parameters[path[2]]).shape:
-                value = torch.zeros_like(parameter.detach(), dtype=stored.properties.dtype)
-        set_element(empty, path, value)
-    return {"state": {}, **empty[OPTIMIZER]}
+    parts = {key: path[1:] for key, path in contents.planner_data.items() if path[0] == OPTIMIZER}
+    return {"state": {}, **_empty(contents, parts, parameters)}
 
 
 def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
@@ -94,13 +181,6 @@ def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved:
         ]
         state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in a state dict."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
@@ -144,7 +224,7 @@ def check_plain(
         tensors: the exact types that tensors may have; None: any.
     """
     kind = type(value)
-    if kind in _SCALARS or (isinstance(value, Tensor) and (tensors is None or kind in tensors)):
+    if kind in _PLAIN or (isinstance(value, Tensor) and (tensors is None or kind in tensors)):
         return
     if kind in (dict, OrderedDict):
         for key, inner in value.items():

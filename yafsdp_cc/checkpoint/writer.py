@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import zlib
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS, METADATA
@@ -13,14 +17,16 @@ from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS, METADATA
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
 
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
+
+    The sums are of what is in memory, so that whatever becomes of the files is noticed when they are read.
 
     Args:
         folder: where to write.
@@ -30,6 +36,7 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(self, folder: Path, extra_sums: Sequence[int]) -> None:
         super().__init__(folder)
         self._extra_sums = list(extra_sums)
+        self.transforms: Any = _SummingTransforms()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As torch's, once there is room for all ranks' tensors."""
@@ -37,27 +44,49 @@ class CheckpointWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As torch's; the sums are of what is in the files now."""
-        folder = Path(self.path)
-        with files.writing(folder, _bytes(plan)):
+        """As torch's, with the checksum of each entry."""
+        with files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
         for result in done.value():
-            place = result.storage_data
-            with (folder / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                vars(place)[CRC] = files.crc_of(file, place.length)
+            vars(result.storage_data)[CRC] = self.transforms.streams[result.index].crc
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As torch's, and seal the table of contents."""
-        super().finish(metadata, results)
-        files.seal(Path(self.path) / METADATA)
+        """Write the table of contents, with its checksum."""
+        places = {each.index: each.storage_data for written in results for each in written}
+        contents = replace(metadata, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=self.storage_meta())
+        files.write(Path(self.path) / METADATA, files.sealed(pickle.dumps(contents)))
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the id of the save, with the sums of the extra files."""
         meta = super().storage_meta()
         vars(meta)[EXTRA_SUMS] = self._extra_sums
         return meta
+
+
+class _SummingTransforms:
+    """Changes nothing of what is written through it, and has the stream of each entry."""
+
+    def __init__(self) -> None:
+        self.streams: dict[MetadataIndex, _SummingStream] = {}
+
+    def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[_SummingStream, list[str]]:
+        self.streams[item.index] = summing = _SummingStream(stream)
+        return summing, []
+
+
+class _SummingStream(io.RawIOBase):
+    """Writes to another stream, which stays open behind it, and adds up the CRC-32 of what is written."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.crc = stream, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._stream.write(data)
 
 
 def _bytes(plan: SavePlan) -> int:

@@ -30,14 +30,13 @@ import torch.distributed as dist
 from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine import reductions
+from yafsdp_cc.engine.chunks import SavedInChunks
 from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.mesh import (
     all_gather_single,
@@ -55,7 +54,6 @@ from yafsdp_cc.plan.subclasses import PLAIN, as_plain, check_plain, tensors_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -116,7 +114,7 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
     __hash__ = type.__hash__
 
 
-class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
+class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     """A tensor sharded by a ``ShardSpec``; made by ``flat_dtensor``. ``shape`` is global, ``to_local()`` a flat range.
 
     By a ``RowShardSpec``, ``to_local()`` is rows, perhaps of a tensor subclass, whose own operations are then called.
@@ -256,33 +254,6 @@ class FlatDTensor(DTensor, metaclass=_EqualsDTensor):
         inner_tensors: dict[str, torch.Tensor], flatten_spec: tuple[ShardSpec, bool], outer_size: Any, outer_stride: Any
     ) -> FlatDTensor:
         return _wrap(inner_tensors["_local_tensor"], *flatten_spec)
-
-    # What torch.distributed.checkpoint asks of a tensor: the chunks this rank saves, those it wants, each as a view.
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.shard_spec.chunks
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties, size = TensorProperties.create_from_tensor(self._local_tensor), self.shard_spec.global_shape
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, size),
-            )
-            for chunk in self.shard_spec.chunks
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        first = 0
-        for chunk in self.shard_spec.chunks:
-            numel = math.prod(chunk.sizes)
-            if index.offset == chunk.offsets and self._local_tensor.shape == chunk.sizes:
-                return self._local_tensor
-            if index.offset == chunk.offsets:
-                return self._local_tensor.view(-1)[first : first + numel].view(chunk.sizes)
-            first += numel
-        raise ValueError(f"no chunk at {index.offset} on this rank: {self.shard_spec}")
 
 
 def all_gather_ranges(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -72,6 +74,10 @@ class UnshardHandle(_UnshardHandle):
         group, self._group = self._group, None
         if group is not None and group.held is not None:
             register_until_reshard(self._state, self._spec, group)
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where ``torch.compile`` and checkpoint wrappers have the module that they wrap; torch's state dicts leave it out."""
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -156,6 +162,14 @@ class ShardedModule(FSDPModule, nn.Module):
         """
         if (state := state_of(self)) is not None:
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As torch's; names may also be those of the model without ``torch.compile``, as of ``full_state_dict``."""
+        if isinstance(state_dict, Mapping) and any(_name_here(self, name) != name for name in state_dict):
+            versions = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict((_name_here(self, name), value) for name, value in state_dict.items())
+            vars(state_dict)["_metadata"] = versions
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -612,6 +626,19 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
 
 @torch.no_grad()
+def _name_here(module: nn.Module, name: str) -> str:
+    """Return a name in a state dict with what ``torch.compile`` puts in; checkpoint wrappers find their own."""
+    found: list[str] = []
+    inner: nn.Module | None = module
+    for part in name.split("."):
+        while inner is not None and part not in inner._modules and inner._modules.keys() & WRAPPERS:
+            [(wrapper, inner)] = inner._modules.items()
+            found += [wrapper] if wrapper == WRAPPERS[0] else []
+        found.append(part)
+        inner = None if inner is None else inner._modules.get(part)
+    return ".".join(found)
+
+
 def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tuple[FSDPParam, Tensor | None]]:
     """Yield every parameter with its whole value, group by group in module order, and the replicated ones last.
 
