@@ -592,7 +592,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
     state.drop_interrupted()
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
-    if state._task != -1 or state.interrupted:
+    if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
         return state  # what follows was checked before
@@ -629,7 +629,7 @@ def _let_go(state: FSDPState) -> None:
         group.deferred.clear()
         group.reset()
         group.unsharded.buffer.users = 0
-    context.recomputed.clear()
+    state.backwards.clear()
 
 
 @torch.no_grad()
@@ -674,7 +674,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     context.wait(group.grads.buffer.handle)
     for param in group.params:
         param.written = False
-    group._accepts_grads = True
+    group.accepts_in = -1
     group.reduce()
 
 
