@@ -63,7 +63,8 @@ class Late(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         loss, leaf = ctx.aside
         if leaf is not None:
-            return gradients[0] + torch.autograd.grad(loss, leaf, retain_graph=True)[0], None
+            (more,) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+            return gradients[0] if more is None else gradients[0] + more, None
         loss.backward(retain_graph=True)
         return gradients[0], None
 
@@ -202,8 +203,9 @@ class Maze(nn.Module):
     def _inner(self, x: Tensor, body: Program) -> Tensor:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(_loss(self.run(body, leaf)), leaf)
-        return x + 0.1 * gradient
+            loss = _loss(self.run(body, leaf))
+            found = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+        return x if found is None else x + 0.1 * found
 
     def _late(self, x: Tensor, how: str, body: Program) -> Tensor:
         start = x if how == "through" else x.detach()

