@@ -318,7 +318,7 @@ class _Recorder(Observer):
         self._kind = ""
 
     def after_backward(self) -> None:
-        self.add(REPLICATED)
+        self.add(REPLICATED, self._state.final_reduce)
 
     @property
     def is_within(self) -> bool:
@@ -592,7 +592,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
     state.drop_interrupted()
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError("skip_together inside a forward or backward: enter it before the forward")
-    if state._task != -1 or state.interrupted:
+    if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
         return state  # what follows was checked before
@@ -630,7 +630,7 @@ def _let_go(state: FSDPState) -> None:
         group.deferred.clear()
         group.reset()
         group.unsharded.buffer.users = 0
-    context.recomputed.clear()
+    state.backwards.clear()
 
 
 @torch.no_grad()
@@ -648,8 +648,8 @@ def _issue(state: FSDPState, op: _Op) -> None:
         if context.replicas is not None:
             context.replicas.all_reduce_kept()
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters")
-        state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
+        context.fingerprint.agree("reduce", op.name, state.replicated.flats)
+        state.replicated.all_reduce([0.0] * len(state.params))
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:
@@ -675,7 +675,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     context.wait(group.grads.buffer.handle)
     for param in group.params:
         param.written = False
-    group._accepts_grads = True
+    group.accepts_in = -1
     group.reduce()
 
 

@@ -147,7 +147,7 @@ class CodecFallback(CompressionObserver):
         count = torch.full((1,), self._losses, dtype=torch.float64, device=state.context.device)
         found = torch.cat([torch.zeros_like(count) + self._loss, count, *sums])
         self._loss, self._losses = 0.0, 0
-        state.context.fingerprint.record("fallback", "messages")
+        state.context.fingerprint.agree("fallback", "messages")
         all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]

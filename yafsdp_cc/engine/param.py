@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
 
+_graph_task = torch._C._current_graph_task_id
 _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
 """To a gradient, and to its local tensor, that only their ``FSDPParam`` keeps, as ``sys.getrefcount`` counts them."""
 
@@ -73,8 +74,10 @@ class FSDPParam:
         """Whether ``grad`` has sums that ``parameter.grad`` is not to show before a rank is known to have used it."""
         self.unsharded_grad: Tensor | None = None
         """Where the backward under way writes the gradient."""
+        self.accepts_in: int | None = None
+        """The backward that ``unsharded_grad`` is for; None: any."""
         self.written = False
-        """Whether it has written there."""
+        """Whether a backward has written there."""
         self.acquire_grad_buffer: Callable[[], None]
         """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
 
@@ -109,7 +112,7 @@ class FSDPParam:
     def accumulate_grad(self, grad: Tensor) -> None:
         """Write one contribution to the gradient buffer: the first is copied, with its cast for free, others added."""
         target = self.unsharded_grad
-        if target is None:
+        if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()
             if (target := self.unsharded_grad) is None:  # not wanted: torch.autograd.grad, on its way to an input
                 return
@@ -398,8 +401,10 @@ class UnshardedParams:
         self._aliases = [whole.data for whole in self.flat]
         self._versions = [alias._version for alias in self._aliases]
         self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
-        # For ops run again during the backward: leaves that want a gradient where the parameter did.
-        self.leaves = [view.detach() for view in self.views]
+        # For ops run again during the backward: leaves that want a gradient where the parameter did. They are views,
+        # whose casts autocast does not keep: a cast of other weights would be used again, within one autocast context.
+        with torch.no_grad():
+            self.leaves = [view.view_as(view) for view in self.views]
 
     def was_written(self) -> bool:
         """Return whether something was written through the views since this was asked last."""

@@ -13,16 +13,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.streams import CommHandle
-from yafsdp_cc.profiling import NVTX_LISTENS, Span
+from yafsdp_cc.profiling import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,8 +38,10 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.plan.units import Role
 
+_graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -75,12 +76,8 @@ class GroupContext:
     """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
     reduced: list[tuple[FlatParam, list[bool]]] = field(default_factory=list)
     """What was reduced in the backward under way, and which of the parameters this rank has written."""
-    recomputed: list[ParamGroup] = field(default_factory=list)
-    """Groups whose buffers are in use by what activation checkpointing has run again in the backward under way."""
     traces: bool = False
     """Whether a tool is recording ranges; looked at once per forward and backward."""
-    wants_grads: bool = False
-    """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
     has_warned: bool = False
     _bound: set[FlatParam] = field(default_factory=set)
 
@@ -88,23 +85,29 @@ class GroupContext:
     def device(self) -> torch.device:
         return self.info.device
 
-    def reach_backward(self) -> None:
-        """Look at the backward under way, and at whether a tool is recording."""
-        self.wants_grads = bool(_will_execute(self.leaf_node))
-        self.traces = profiler._is_profiler_enabled or NVTX_LISTENS
+    @property
+    def wants_grads(self) -> bool:
+        """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
+        return bool(_will_execute(self.leaf_node))
 
     def wait(self, handle: CommHandle) -> None:
-        """Wait for an operation; where that fails, tell what the other ranks were doing."""
+        """Wait for an operation."""
         if not handle.pending:
             return
         for observer in self.observers:
             observer.before_wait()
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            raise self.fingerprint.explain(error) from error
+        self.explained(handle.wait)
         for observer in self.observers:
             observer.after_wait()
+
+    def explained(self, communicate: Callable[[], _Result]) -> _Result:
+        """Return what ``communicate`` does; where it fails, tell what the other ranks were doing."""
+        try:
+            return communicate()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.fingerprint.explain(error) from error
 
     def bind_reduce(self, flat: FlatParam) -> None:
         """Make what the gradients of ``flat`` need, unless it is there: frozen parameters need nothing."""
@@ -121,7 +124,7 @@ class GroupContext:
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
             self.wait(self.last_reduce)  # both use the scratch buffers
         self.reduce_stream.wait_for_caller()
-        self.reduce_stream.issue(buffer.handle, start, finish)
+        self.explained(partial(self.reduce_stream.issue, buffer.handle, start, finish))
         self.last_reduce = buffer.handle
         self.in_flight.append(buffer)
 
@@ -130,17 +133,9 @@ class GroupContext:
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
             if self.replicas is not None:
-                self.replicas.wait()
+                self.explained(self.replicas.wait)
             self.last_reduce = None
             self.in_flight.clear()
-
-    def release_recomputed(self, group: ParamGroup | None = None) -> None:
-        """End the uses of buffers by recomputations, all or those of ``group``: what they saved has been read."""
-        if self.recomputed:
-            over = [each for each in self.recomputed if group is None or each is group]
-            self.recomputed = [each for each in self.recomputed if each not in over]
-            for each in over:
-                each.release(each.unsharded)
 
     def release(self) -> None:
         """Let go of groups, buffers and observers."""
@@ -158,7 +153,6 @@ class GroupContext:
         self.last_reduce = None
         self.in_flight.clear()
         self.reduced.clear()
-        self.recomputed.clear()
 
     def warn_of_kept_grads(self) -> None:
         """Say once what it costs to keep unsharded gradients from one backward to the next."""
@@ -220,7 +214,8 @@ class ParamGroup:
         self.recomputed_in = -1
         """The last backward in which activation checkpointing has run this group again."""
         self.registers_held = False
-        self._accepts_grads = False
+        self.accepts_in: int | None = None
+        """The backward that has asked last whether to write gradients; -1 outside of one."""
         self._assigned_grads: UnshardedGrads | None = None
         self._kept_grads: UnshardedGrads | None = None
         """Gradients kept from one backward to the next, while these do not reduce."""
@@ -263,24 +258,34 @@ class ParamGroup:
         self.context.wait(unsharded.buffer.handle)
         return unsharded
 
-    def unshard_for_backward(self, unsharded: UnshardedParams, *, needed: bool) -> bool:
+    def unshard_for_backward(self, unsharded: UnshardedParams, lent: int, *, needed: bool) -> bool:
         """Put the weights back where a forward has read them; return whether the buffer is in use by that now.
 
-        Where they are not ``needed`` for sure, another group that uses the buffer is left alone.
+        Args:
+            unsharded: what the forward has read.
+            lent: how many users of the buffer wait for this backward to end, and then gather again.
+            needed: whether they are needed for sure; else another group that uses the buffer is left alone.
         """
         buffer = unsharded.buffer
         if not self.is_in(buffer):
-            if buffer.users:
-                if not needed:
-                    return False
+            if buffer.users and not needed:
+                return False
+            if buffer.users > lent:
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
-                    "backward: run the forward again"
+                    "backward, or by torch.autograd.grad within the forward of another unit: run the forward again, "
+                    "and what differentiates it behind the forward"
                 )
             self._all_gather(unsharded)
         buffer.users += 1
         self.context.wait(buffer.handle)
         return True
+
+    def unshard_again(self, unsharded: UnshardedParams) -> None:
+        """Put the weights back where another group has used their buffer, which counts their use already."""
+        if not self.is_in(unsharded.buffer):
+            self._all_gather(unsharded)
+        self.context.wait(unsharded.buffer.handle)
 
     def release(self, unsharded: UnshardedParams) -> None:
         """End one use of the weights that ``unshard`` has returned."""
@@ -336,6 +341,7 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
+        context.fingerprint.agree("gather", self.name)
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
         span = handle = None
@@ -343,12 +349,12 @@ class ParamGroup:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
             handle = span.start()
         completes = any(all_gather.has_finish for all_gather, *_ in stale)
-        context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
+        issue = partial(context.gather_stream.issue, buffer.handle, start, finish if completes else None)
+        context.explained(partial(issue, after=buffer.last_use))
         if span is not None:
             span.end(handle)
         buffer.owner, buffer.versions = self, versions
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
-        context.fingerprint.record("gather", self.name)
 
     def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
@@ -384,9 +390,13 @@ class ParamGroup:
 
     def acquire_grad_buffer(self) -> None:
         """Find room for the gradients that the backward under way is about to write, if it wants any."""
-        if self._accepts_grads:
+        task = _graph_task()
+        if task == self.accepts_in:
             return
-        self.context.reach_backward()  # a gradient may come in before any output is reached
+        self.stop_accepting_grads()
+        self.accepts_in = task
+        for param in self.params:
+            param.accepts_in = task
         if not self.context.wants_grads:
             return
         if self.grads is None:
@@ -404,7 +414,6 @@ class ParamGroup:
             self._check_not_unfrozen(self.grads)
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
-        self._accepts_grads = True
 
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
         """Raise a ``RuntimeError`` where gradients would be lost: the buffer of earlier micro-batches has no room."""
@@ -417,9 +426,9 @@ class ParamGroup:
 
     def stop_accepting_grads(self) -> None:
         """Write no more gradients before the buffer is acquired again; those written remain."""
-        self._accepts_grads = False
+        self.accepts_in = None
         for param in self.params:
-            param.unsharded_grad = None
+            param.unsharded_grad = param.accepts_in = None
 
     def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
         if not (self.spec.settings.reduces or self.is_alone_in_grad_buffer or self._defers):
@@ -482,7 +491,8 @@ class ParamGroup:
         used = self._take(grads)
         for observer in context.observers:
             observer.before_reduce(self.name)
-        context.fingerprint.record("reduce", self.name)
+        sums = context.replicas is None or context.replicas.sums
+        context.fingerprint.agree("reduce" if sums else "reduce, not over replicas,", self.name, self.flats)
         span = handle = None
         if context.traces:
             span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))

@@ -39,9 +39,8 @@ from torch.autograd import profiler
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.mesh import all_gather_objects, all_groups, refused_together
 from yafsdp_cc.engine.param_group import prefetch
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
+from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
-from yafsdp_cc.engine.streams import PinnedReadback
 from yafsdp_cc.engine.unsharded import stay_unsharded
 from yafsdp_cc.engine.unwritten import check_written
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
@@ -123,10 +122,8 @@ class FSDPState:
         self.awaited_backwards = 0
         """How many backwards may come through forwards at the weights of ``_awaited_version``."""
         self._awaited_version = -1
-        self._task = -1
-        """The backward under way, or -1; still set where an exception has ended it."""
-        self._active_calls: list[GroupCall] = []
-        """Calls that a backward without parameters' gradients has come to and not left, outermost first."""
+        self.backwards: list[Backward] = []
+        """Those under way, each within the one before; still there where an exception has ended them."""
         self._caller: _Caller | None = None
         """Of the forward of the root module under way."""
         self._orders = {self.model: [group for group in self.groups if group is not self.root_group]}
@@ -134,7 +131,6 @@ class FSDPState:
         self._called = self.model
         self._order: list[ParamGroup] = []
         self._cursor = 0
-        self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
         ignored = {param for spec in self.specs for param in spec.ignored}
@@ -178,8 +174,8 @@ class FSDPState:
 
     def retire(self) -> None:
         """Let go of all buffers: another assembly takes the parameters over."""
-        is_under_way = self.iteration is not None or self._task != -1 or self.interrupted or not self.is_idle
-        if is_under_way or any(group.held is not None for group in self.groups):
+        is_under_way = self.iteration is not None or self.interrupted or not self.is_idle
+        if is_under_way or self.backwards or any(group.held is not None for group in self.groups):
             self.reset()
         for group in self.groups:
             group.unsharded.buffer.handle.wait()
@@ -202,11 +198,10 @@ class FSDPState:
         iteration = None
         if _graph_task() == -1:
             iteration = self.begin_iteration(called)
-        elif torch.is_grad_enabled() and self._task != _graph_task():  # so what follows the model is run again, too
+        elif torch.is_grad_enabled() and all(each.task != _graph_task() for each in self.backwards):
             if any(param.parameter.requires_grad for param in self.params):
                 _check_recomputation("the model")
-            with torch.no_grad():
-                self._enter_backward()
+            self.enter_backward()  # no output may have been reached: what follows the model is run again, too
         if (self._input_dtype, self._input_device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
@@ -237,7 +232,7 @@ class FSDPState:
         def finish(tensor: Tensor) -> Tensor:
             tensor = tensor if dtype is None else convert(tensor, dtype)
             if has_gate and tensor.requires_grad:
-                tensor.register_hook(partial(self._reach, iteration))
+                tensor.register_hook(partial(self._reach_output, iteration))
             return tensor
 
         return map_tensors(output, finish)
@@ -249,7 +244,7 @@ class FSDPState:
 
     def begin_iteration(self, called: nn.Module) -> IterationState:
         """Begin a forward of ``called``: reset after an interrupted one, take in new weights, gather first groups."""
-        if self._task != -1 or self.interrupted:
+        if self.backwards or self.interrupted:
             self.reset()
         self.contents.check()
         context = self.context
@@ -343,8 +338,8 @@ class FSDPState:
         group.register_sharded()
         unsharded = entered.unsharded
         if entered.is_recomputation:
-            if unsharded is group.unsharded:  # what was run again has saved views of it, which the backward reads
-                self.context.recomputed.append(group)
+            # What was run again has saved views of the weights, which the backward reads.
+            self.enter_backward().recomputed.append((group, unsharded))
             return convert_tensors(output, group.spec.policy.output_dtype)
         output = self._hook_outputs(group, entered, output)
         group.release(unsharded)
@@ -410,7 +405,7 @@ class FSDPState:
         """
         if torch.is_grad_enabled():
             _check_recomputation(f"unit '{group.name}'")
-        group.recomputed_in = _graph_task()
+        group.recomputed_in = self.enter_backward().task
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
@@ -433,71 +428,68 @@ class FSDPState:
                 self.awaited_backwards -= 1
             iteration.awaited_version = None
 
-    def _reach(self, iteration: IterationState, _: Tensor | None = None) -> None:
-        """Handle that a backward has come to ``iteration``."""
+    def _reach_output(self, iteration: IterationState, _: Tensor) -> None:
+        self.reach(iteration)
+
+    def reach(self, iteration: IterationState) -> Backward:
+        """Handle that a backward has come to ``iteration``; return that backward."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True went through a sharded model: weights that a second backward "
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
-        self._enter_backward()
-        if not self.context.wants_grads:  # its root gate may never be reached
+        backward = self.enter_backward()
+        if not backward.wants_grads:  # its root gate may never be reached
             self._stop_awaiting(iteration)
+        return backward
 
-    def _enter_backward(self) -> None:
-        """Begin with the backward under way unless it has begun."""
+    def enter_backward(self) -> Backward:
+        """Return the backward that autograd is running in this thread, begun if it is a new one."""
+        task = _graph_task()
+        if self.backwards and self.backwards[-1].task == task:
+            return self.backwards[-1]
         self.drop_interrupted()
         if self.retired:
             raise RuntimeError(
                 "how the model is sharded was changed since this forward (fully_shard around it, set_reshard_after_"
                 "forward, ...): run the forward again"
             )
-        task = _graph_task()
-        if task == self._task:
-            return
-        if self._task != -1:
+        if self.backwards and not self.backwards[0].is_running():
             self.reset()
-        self._task = task
-        self.context.reach_backward()
-        for observer in self.context.observers:
-            observer.before_backward()
-        if not self.context.wants_grads:  # no root gate may be reached, which would end it
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
-            self.replicated.trainable()
-            self.replicated.register_unsharded()
+        while self.backwards and (last := self.backwards[-1]).task != task:
+            if last.is_running() and all(each.task != task for each in self.backwards):
+                break  # this one is within it
+            self._end_backward(last)  # a custom function has caught what its own backward has raised
+        if self.backwards and self.backwards[-1].task == task:
+            return self.backwards[-1]
+        return self._begin_backward(task)
 
-    def begin_call(self, call: GroupCall) -> None:
-        """Begin a call in a backward without parameters' gradients; an output may be that of a call within it, too."""
-        calls, place = self._active_calls, len(self._active_calls)
-        while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
-            place -= 1
-        calls.insert(place, call)
-        call.begin()
+    def _begin_backward(self, task: int) -> Backward:
+        wants_grads = self.context.wants_grads
+        reduces = wants_grads and not any(each.reduces for each in self.backwards)
+        backward = Backward(task, wants_grads, reduces)
+        end = partial(self._end_backward, backward)
+        backward.is_running = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        with torch.no_grad():
+            if not self.backwards:
+                self.context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
+                if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
+                    self.replicated.trainable()
+                    self.replicated.register_unsharded()
+            if reduces or not self.backwards:
+                for observer in self.context.observers:
+                    observer.before_backward()
+        self.backwards.append(backward)
+        return backward
 
-    def end_calls(self, iteration: IterationState, index: int) -> None:
-        """End all active calls of ``iteration`` after ``index``, and all of later iterations: the backward has passed.
-
-        Autograd runs nodes from the latest to the earliest. Their own gates have reported, but for calls behind whose
-        gate nothing needed a gradient.
-        """
-        calls = self._active_calls
-        while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
-            calls.pop().end()
-
-    def finish_backward(self, iteration: IterationState, grads: Sequence[Tensor | None]) -> None:
-        """End a backward: every gradient summed, divided and in its place.
-
-        Args:
-            iteration: whose root gate has run.
-            grads: of the replicated parameters behind that gate.
-        """
-        self.replicated.accumulate_grads(iteration.trained, grads)
+    def finish_backward(self, backward: Backward) -> None:
+        """End a backward: every gradient summed, divided and in its place."""
         context = self.context
         if any(param.parameter.requires_grad for param in self.params):
             for group in self.groups:
-                if group.spec.settings.reduces and (group.grads is not None or group.deferred):
-                    group.reduce()  # kept from backwards that did not reduce
+                if group.grads is not None or group.deferred:
+                    group.post_backward()  # of a backward within this one, or of those before, which did not reduce
             sums_over_replicas = context.replicas is None or context.replicas.sums
             if sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
                 self._make_grads_final()
@@ -508,16 +500,21 @@ class FSDPState:
         if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
             # Only gradients that flow are joined with the stream around backward(); ours have stopped at the gates.
             self._leaf_stream.wait_event(stream.record_event())
-        self._end_backward()
+        self._end_backward(backward)
+
+    @property
+    def final_reduce(self) -> str:
+        """What ranks compare of the reduce behind which gradients are final: a rank may have skipped a backward."""
+        return f"replicated parameters, backwards awaited: {self.awaited_backwards}"
 
     def _make_grads_final(self) -> None:
-        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used and issued."""
+        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used."""
         context, replicated = self.context, self.replicated
         for observer in context.observers:
             observer.after_backward()
         context.wait_for_reduces()
         if context.replicas is not None:
-            context.replicas.all_reduce_kept()
+            context.explained(context.replicas.all_reduce_kept)
         reduced: dict[FSDPParam, bool] = {}
         for flat, used in context.reduced:
             for param, was_written in zip(flat.params, used, strict=True):
@@ -525,20 +522,16 @@ class FSDPState:
         reduced |= {param: param.written for param in replicated.params}
         flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters")
+        context.fingerprint.agree("reduce", self.final_reduce, replicated.flats)
         span = _REPLICATED_SPAN.start() if context.traces else None
-        totals = replicated.all_reduce(flags + context.fingerprint.sums())
+        totals = context.explained(partial(replicated.all_reduce, flags))
         if span is not None:
             _REPLICATED_SPAN.end(span)
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
         self.wait_for_transfers()
-        # On CUDA these are the numbers of the previous backward, so as not to wait for this one.
-        sums = self._readback.receive(totals[-CollectiveFingerprint.WIDTH :])
-        if sums is not None:
-            context.fingerprint.check(sums)
         has_peers = context.gather.comm.world > 1 or context.replicas is not None
-        hand_out_grads(reduced, totals[: len(flags)] if has_peers else None)
+        hand_out_grads(reduced, totals if has_peers else None)
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought something of a parameter that nobody may have used."""
@@ -547,11 +540,15 @@ class FSDPState:
         self.wait_for_transfers()
         return bool(param.local_grad.any())
 
-    def _end_backward(self) -> None:
-        while self._active_calls:
-            self._active_calls.pop().end()
-        self.context.release_recomputed()
-        self._task = -1
+    def _end_backward(self, backward: Backward) -> None:
+        """End ``backward``, and what is within it, unless it was ended before."""
+        if backward not in self.backwards:
+            return
+        while backward in self.backwards:
+            self.backwards.pop().end_all()
+        if self.backwards:
+            self.backwards[-1].gather_again()
+            return
         if self.iteration is None:
             self.replicated.register_sharded()
             for group in self.groups:
@@ -580,7 +577,7 @@ class FSDPState:
             flat.reset_collectives()
         self.wait_for_transfers()
         context.gather_stream.wait_for_caller()  # users that left no event
-        self._active_calls.clear()
+        self.backwards.clear()
         for group in self.groups:
             group.reset()
             group.unsharded.buffer.users = 0
@@ -589,9 +586,9 @@ class FSDPState:
         self.replicated.reset()
         self.replicated.register_sharded()
         for iteration in self._iterations:
-            iteration.reset()
+            iteration.drop_plan()
         self.entered.clear()
-        self._task, self.iteration, self._caller = -1, None, None
+        self.iteration = self._caller = None
         context.in_forward = self.interrupted = False
 
 
@@ -668,23 +665,23 @@ class IterationState:
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
         state = self.state
-        state._reach(self)
-        state.end_calls(self, -1)
+        backward = state.reach(self)
+        backward.end_calls(self, -1)
         inputs = len(grads) - len(self.trained)
-        if state.context.wants_grads:
-            self.advance(None, ends=True)
-            state.finish_backward(self, grads[inputs:])
+        if backward.wants_grads:
+            state.replicated.accumulate_grads(self.trained, grads[inputs:])
+            if backward.reduces:
+                self.advance(backward, None, ends=True)
+                state.finish_backward(backward)
+                self.drop_plan()
             state._stop_awaiting(self)
-            self._steps = []  # another backward plans anew
         return (*grads[:inputs], *(None for _ in self.trained))
 
-    def reset(self) -> None:
-        """Let a backward begin anew, after one that was given up."""
+    def drop_plan(self) -> None:
+        """Let another backward plan anew."""
         self._steps = []
-        for call in self.calls:
-            call.reset()
 
-    def advance(self, call: GroupCall | None, *, ends: bool) -> None:
+    def advance(self, backward: Backward, call: GroupCall | None, *, ends: bool) -> None:
         """Do all that comes up to the begin or the end of ``call``; None: all that there is."""
         if not self._steps:
             self._plan_backward()
@@ -693,12 +690,12 @@ class IterationState:
             step, step_ends = self._steps[self._next]
             self._next += 1
             if not step_ends:
-                step.begin()
+                backward.begin(step)
                 continue
-            step.end()
+            backward.end(step)
             self._pending[step.group] -= 1
             if self._pending[step.group] == 0:
-                step.group.context.release_recomputed(step.group)
+                backward.release_recomputed(step.group)
             self.prefetch_for_backward(step.group)
             if self._pending[step.group] == 0:
                 step.group.post_backward()
@@ -747,10 +744,6 @@ class GroupCall:
         # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
         # again when it is needed, and not what this forward has seen.
         self._is_packed = _saved_tensor_hooks(False) is not None
-        self._has_begun = False
-        self._uses_buffer = False
-        self._task = -1
-        self._span: Handle | None = None
         iteration.calls.append(self)
 
     @property
@@ -765,28 +758,26 @@ class GroupCall:
 
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
         """Handle that a gradient has reached an output."""
-        task = _graph_task()
-        if task == self._task:
-            self._join_stream()
-            return
-        self._task = task
         state, group = iteration.state, self.group
-        state._reach(iteration)
-        state.end_calls(iteration, self.last)
-        if group.versions() != self._versions:
-            raise RuntimeError(
-                f"parameters of unit '{group.name}' were changed between this forward and its backward "
-                "(an optimizer step in between?); run the backward first, or the forward again"
-            )
-        if self.is_expected and group.context.wants_grads:
-            iteration.advance(self, ends=False)
-            self._join_stream()
-        else:
-            state.begin_call(self)
+        backward = state.reach(iteration)
+        if self not in backward.reached:
+            backward.reached.add(self)
+            backward.end_calls(iteration, self.last)
+            if group.versions() != self._versions:
+                raise RuntimeError(
+                    f"parameters of unit '{group.name}' were changed between this forward and its backward "
+                    "(an optimizer step in between?); run the backward first, or the forward again"
+                )
+            if self.is_expected and backward.reduces:
+                iteration.advance(backward, self, ends=False)
+            else:
+                backward.begin_reached(self)
+        self._join_stream(backward)
 
-    def _join_stream(self) -> None:
+    def _join_stream(self, backward: Backward) -> None:
         """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
-        if self._uses_buffer:
+        begun = backward.begun.get(self)
+        if begun is not None and begun.uses_buffer:
             self.group.context.wait(self.unsharded.buffer.handle)
         if self.group.grads is not None:
             self.group.context.wait(self.group.grads.buffer.handle)
@@ -795,46 +786,48 @@ class GroupCall:
         """Handle that the gate has run: all of this call's gradients are written."""
         iteration = self.iteration
         state = iteration.state
-        state._reach(iteration)
-        state.end_calls(iteration, self.index)
-        if not self._has_begun:  # no output was reached: the gradient came in by another way
+        backward = state.reach(iteration)
+        backward.end_calls(iteration, self.index)
+        if not any(self in each.begun for each in state.backwards):  # the gradient came in by another way
             self._check_weights()
-        if self.is_expected and self.group.context.wants_grads:
-            iteration.advance(self, ends=True)
-        elif self._has_begun:
-            state._active_calls.pop().end()  # this one
+        if self.is_expected and backward.reduces:
+            iteration.advance(backward, self, ends=True)
+        else:
+            backward.end_calls(iteration, self.index - 1)  # this one
         return grads
 
-    def begin(self) -> None:
+    def begin(self, backward: Backward) -> BegunCall:
         """Put the weights back in place, and make room for gradients."""
         group = self.group
-        self._has_begun = True
         if not self._is_packed:  # not within a checkpoint, so those that the backward has come to are over
-            group.context.release_recomputed()
-        if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == _graph_task()):
-            self._uses_buffer = group.unshard_for_backward(self.unsharded, needed=not self._is_packed)
+            backward.release_recomputed()
+        uses_buffer = False
+        if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == backward.task):
+            others = self.iteration.state.backwards[:-1]
+            lent = sum(each.count_uses(self.unsharded) for each in others)
+            uses_buffer = group.unshard_for_backward(self.unsharded, lent, needed=not self._is_packed)
+            self._fills = self.unsharded.buffer.fills
         group.register_unsharded(group.leaves(self.unsharded))
-        if group.context.wants_grads:
+        if backward.wants_grads:
             group.acquire_grad_buffer()
+        if backward.reduces:
             self.iteration.prefetch_for_backward(group)
-        self._span = group.backward_span.start() if group.context.traces else None
+        return BegunCall(uses_buffer, group.backward_span.start() if group.context.traces else None)
 
-    def end(self) -> None:
+    def end(self, begun: BegunCall) -> None:
         """Let the buffer go: the backward is through with this call."""
         group = self.group
-        if self._span is not None:
-            group.backward_span.end(self._span)
+        if begun.span is not None:
+            group.backward_span.end(begun.span)
         group.register_sharded()
         group.accumulate_leaf_grads(self.unsharded)
-        if self._uses_buffer:
+        if begun.uses_buffer:
             group.release(self.unsharded)
-        self.reset()
 
-    def reset(self) -> None:
-        """Be a call that no backward has come to."""
-        self._has_begun = self._uses_buffer = False
-        self._task = -1
-        self._span = None
+    def gather_again(self) -> None:
+        """Put the weights back where a backward within this one has used their buffer."""
+        self.group.unshard_again(self.unsharded)
+        self._fills = self.unsharded.buffer.fills
 
     def _check_weights(self) -> None:
         buffer = self.unsharded.buffer
@@ -844,6 +837,97 @@ class GroupCall:
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
                 "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
             )
+
+
+class BegunCall(NamedTuple):
+    """What a backward that has come to a ``GroupCall`` holds of it."""
+
+    uses_buffer: bool
+    span: Handle | None
+
+
+class Backward:
+    """One run of autograd's engine through the model.
+
+    A custom function whose own backward calls ``backward()`` has one run within another. The inner one writes its
+    gradients and does not reduce: the outer one does, and all are final when that returns. So what it issues is but
+    the all-gathers of what it reaches.
+
+    Args:
+        task: autograd's number of it.
+        wants_grads: whether it wants the parameters' gradients, unlike ``torch.autograd.grad``.
+        reduces: whether none around it does. It runs by the plan of its iteration, and others as they reach calls.
+    """
+
+    is_running: weakref.ref[Any]
+    """What autograd keeps for as long as it runs; gone where an exception has ended it."""
+
+    def __init__(self, task: int, wants_grads: bool, reduces: bool) -> None:
+        self.task = task
+        self.wants_grads = wants_grads
+        self.reduces = reduces
+        self.reached: set[GroupCall] = set()
+        """Calls one of whose outputs it has come to."""
+        self.begun: dict[GroupCall, BegunCall] = {}
+        """Calls that it has begun and not ended."""
+        self._unplanned: list[GroupCall] = []
+        """Those of them that no plan ends, outermost first."""
+        self.recomputed: list[tuple[ParamGroup, UnshardedParams]] = []
+        """Groups whose buffers are in use by what activation checkpointing has run again."""
+
+    def begin(self, call: GroupCall) -> None:
+        """Begin a call."""
+        self.begun[call] = call.begin(self)
+
+    def end(self, call: GroupCall) -> None:
+        """End a call."""
+        call.end(self.begun.pop(call))
+
+    def begin_reached(self, call: GroupCall) -> None:
+        """Begin a call that no plan has; an output may be that of a call within it, too."""
+        calls, place = self._unplanned, len(self._unplanned)
+        while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
+            place -= 1
+        calls.insert(place, call)
+        self.begin(call)
+
+    def end_calls(self, iteration: IterationState, index: int) -> None:
+        """End all unplanned calls of ``iteration`` after ``index``, and all of later iterations: autograd has passed.
+
+        It runs nodes from the latest to the earliest. Their own gates have reported, but for calls behind whose gate
+        nothing needed a gradient.
+        """
+        calls = self._unplanned
+        while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
+            self.end(calls.pop())
+
+    def release_recomputed(self, group: ParamGroup | None = None) -> None:
+        """End the uses of buffers by recomputations, all or those of ``group``: what they saved has been read."""
+        for each in list(self.recomputed) if self.recomputed else ():
+            if group is None or each[0] is group:
+                self.recomputed.remove(each)
+                each[0].release(each[1])
+
+    def count_uses(self, unsharded: UnshardedParams) -> int:
+        """Return how often this backward uses the buffer of ``unsharded``."""
+        used = [call.unsharded for call, begun in self.begun.items() if begun.uses_buffer]
+        used += [each for _, each in self.recomputed]
+        return sum(each.buffer is unsharded.buffer for each in used)
+
+    def gather_again(self) -> None:
+        """Put weights back whose buffers a backward within this one has used."""
+        for call, begun in self.begun.items():
+            if begun.uses_buffer:
+                call.gather_again()
+        for group, unsharded in self.recomputed:
+            group.unshard_again(unsharded)
+
+    def end_all(self) -> None:
+        """End whatever has begun."""
+        while self.begun:
+            self.end(next(reversed(self.begun)))
+        self._unplanned.clear()
+        self.release_recomputed()
 
 
 class _Caller:
