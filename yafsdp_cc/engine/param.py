@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -285,6 +285,10 @@ class FlatParam:
     def version(self) -> int:
         """Changes whenever the shard does."""
         return self.sharded._version
+
+    def raise_version(self) -> None:
+        """Count a change that torch has not seen."""
+        increment_version((self.sharded,))
 
     @property
     def sum_dtype(self) -> torch.dtype:

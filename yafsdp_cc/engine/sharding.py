@@ -23,8 +23,8 @@ from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import (
     FlatDTensor,
-    check_optimizers,
     flat_dtensor,
+    follow_optimizers,
     mark_replaced,
     take_grads_of_autograd,
 )
@@ -430,7 +430,7 @@ def shard_parameters(
             if inner.outer is None and inner is not spec:
                 inner.outer = spec
         module.__dict__[SPEC] = spec
-    check_optimizers()
+    follow_optimizers()
     return spec
 
 
