@@ -315,7 +315,7 @@ class OneBitOptimizer(Optimizer):
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]  # AdamW makes these alone grow
         self._set_steps(max(*recorded, *seen, 0))
-        for schedule in self._schedules:  # before residuals are loaded, which are of that state's decay
+        for schedule in self._schedules:  # before residuals are loaded, which may be of that state's decay
             schedule.follow_decay()
         for parameter in self._parameters:
             self._init_state(parameter)
