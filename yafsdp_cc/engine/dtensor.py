@@ -383,6 +383,37 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
     return _wrap(local, spec, requires_grad)
 
 
+def _from_local(
+    torch_s: Callable[..., DTensor],
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """Do as torch's ``DTensor.from_local``; of a flat range and its parameter's placements make a ``FlatDTensor``.
+
+    It is how averages of weights are kept as plain tensors and shown whole; torch would take the range for rows.
+
+    Raises:
+        ValueError: a flat range has the placements of rows.
+    """
+    spec: Any = next((each.spec for each in placements or () if isinstance(each, FlatShard)), None)
+    shape = options.get("shape")
+    is_range = spec is not None and not isinstance(spec, str) and local_tensor.shape == spec.local_shape
+    if is_range and shape in (None, spec.global_shape):
+        return flat_dtensor(local_tensor, spec)
+    if shape is not None and len(shape) != local_tensor.ndim and not local_tensor.is_meta:
+        raise ValueError(
+            f"DTensor.from_local was given {list(local_tensor.shape)} as a part of {list(shape)}: no slice along a "
+            "dimension, perhaps a flat range, to_local() of a sharded parameter p or as long as that. Pass "
+            "p.placements, which know the range, or copy p itself, p.detach().clone()"
+        )
+    return torch_s(local_tensor, device_mesh, placements, **options)
+
+
+DTensor.from_local = staticmethod(functools.partial(_from_local, DTensor.from_local))  # type: ignore[method-assign]
+
+
 # Gradients that autograd brings to a parameter by itself ------------------------------------------------------------
 
 

@@ -623,7 +623,10 @@ def _unsharded_parameter(
         values = whole.to(device or sharded.device, copy=True)
     if parallel is not None:
         values = parallel.wrap_unsharded(values)
-    return nn.Parameter(values, requires_grad=sharded.requires_grad)
+    plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
+    if sharded.grad_dtype != sharded.dtype:
+        plain.grad_dtype = sharded.grad_dtype
+    return plain
 
 
 def is_first_of_model(state: FSDPState) -> bool:

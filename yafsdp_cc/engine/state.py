@@ -255,7 +255,7 @@ class FSDPState:
         if self._task != -1 or self.interrupted:
             self.reset()
         self._contents.check()
-        self._expire_weights()
+        self.expire_weights()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:
@@ -277,7 +277,7 @@ class FSDPState:
         prefetch(self._orders.get(called, [])[:2])
         return iteration
 
-    def _expire_weights(self) -> None:
+    def expire_weights(self) -> None:
         """Have weights gathered anew that may have been written to since the last forward, past torch's counters.
 
         [Note: Weights that are gathered once for several forwards] An optimizer's step and what torch counts raise the
