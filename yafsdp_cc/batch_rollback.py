@@ -189,6 +189,8 @@ class BatchRollback:
         for spec in state.specs:
             self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
         self._undo.append(partial(setattr, state, "_orders", dict(state._orders)))
+        for name in ("_seen", "_has_new_grads"):  # by which ranks find alike what to gather anew
+            self._undo.append(partial(setattr, state, name, getattr(state, name)))
         fingerprint = vars(state.context.fingerprint)
         self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))
 

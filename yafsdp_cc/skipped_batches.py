@@ -631,6 +631,7 @@ def _let_go(state: FSDPState) -> None:
         group.reset()
         group.unsharded.buffer.users = 0
     state.backwards.clear()
+    context.passes += 1
 
 
 @torch.no_grad()
@@ -640,7 +641,9 @@ def _issue(state: FSDPState, op: _Op) -> None:
     if op.kind == FORWARD:
         context.wait_for_reduces()
         context.gather_stream.wait_for_caller()
+        context.passes += 1
         with torch.set_grad_enabled(op.flag):
+            state.expire_weights()
             for observer in context.observers:
                 observer.before_forward()
     elif op.kind == REPLICATED:

@@ -24,6 +24,8 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_estimates,
     mean_residuals,
+    resume_rounding,
+    rounded_sums,
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, refused_together
 from yafsdp_cc.engine.module import ShardedModule, require_state
@@ -37,13 +39,13 @@ if TYPE_CHECKING:
 # Names in files: they stay as they are, or checkpoints of earlier versions would not load.
 RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
-FALLBACK, CLIP = "_wire_guard", "_wire_clip"
+FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
 """In each rank's extra file; all but ``LOCAL`` and ``CLIP`` are alike on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
     """Raise a ``ValueError`` where users' names are taken."""
-    if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP) if name in extra]:
+    if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
@@ -54,6 +56,8 @@ def local_state(model: nn.Module) -> dict[str, Any]:
     state, schedule = found
     _, behind = kept_weights(state)
     saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
+    # A scheduler may have changed the optimizer's decay since the last forward: residuals are of the one before.
+    saved |= {DECAY: (schedule.beta, schedule.share), ROUNDED: rounded_sums(state)}
     if (fallback := CodecFallback.of(state)) is not None:
         saved[FALLBACK] = fallback.state_dict()
     if schedule.clip is not None:
@@ -106,6 +110,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         group: the ranks.
     """
     local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
+    decay, rounded = extra.pop(DECAY, None), extra.pop(ROUNDED, {})
     if (found := _compressed(model)) is None:
         return
     state, schedule = found
@@ -113,6 +118,8 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         if steps is not None:
             schedule.resume(steps)
             state.outdated |= not schedule.phase.encodes  # scratch for exact sums may not be there any more
+        resume_rounding(state, rounded)
+        schedule.resume_decay(decay)
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
             fallback.load_state_dict(fallen)
         # An exact step, from which clipping is learned, is one of a whole first moment: none of it may be in residuals.

@@ -21,15 +21,13 @@ differences is bounded, and the number of kernels depends on the number of weigh
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import counts_of
@@ -157,10 +155,6 @@ class DeltaAllGather(ExactAllGather):
         super().__init__(flat)
         self.schedule = schedule
         self.steps = StepTracker()
-        self.begun: dict[int, int] = {}
-        """By optimizer, the version of the shard before the step that it is making."""
-        _tracked.add(self)
-        _track_optimizers()
         self.always_exact = False
         """Whether weights are gathered exactly from now on."""
         self.compression_error: CompressionError | None = None
@@ -210,11 +204,11 @@ class DeltaAllGather(ExactAllGather):
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         works: list[dist.Work] = []
-        sent = 0
+        sent, has_resumed = 0, False
         if scratch is not None and self._resumed is not None:
             own, version = self._resumed
             self._resumed = None
-            if self._can_start_from(version):
+            if has_resumed := self._can_start_from(version):
                 comm, held = self.context.comm, version
                 if own.is_cuda:  # made on another stream
                     own.record_stream(torch.cuda.current_stream(own.device))
@@ -226,12 +220,15 @@ class DeltaAllGather(ExactAllGather):
         self._sends_delta = scratch is not None and is_behind and held is not None and self._can_start_from(held)
         if scratch is not None and self._sends_delta:
             works += self._send_delta(output, scratch, async_op)
-        elif not works:
+        elif not has_resumed:
             return super().start(output, held, scratch, async_op)
         else:
             self.sent_bytes = 0
         self.sent_bytes += sent
         return works
+
+    def stepped(self, before: int, after: int) -> None:
+        self.steps.add(before, after)
 
     def _can_start_from(self, version: int) -> bool:
         """Return whether weights of this version need no exact gather."""
@@ -347,24 +344,3 @@ class StepTracker:
     def connects(self, before: int, now: int) -> bool:
         """Return whether steps alone have led from version ``before`` to ``now``, the present one."""
         return self.first <= before and now == self.last
-
-
-_tracked: weakref.WeakSet[DeltaAllGather] = weakref.WeakSet()
-
-
-@cache
-def _track_optimizers() -> None:
-    """Observe every ``step()`` of every torch optimizer of this process from now on."""
-
-    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for each in _tracked:
-            each.begun[id(optimizer)] = each.flat.version
-
-    def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for each in _tracked:
-            version, now = each.begun.pop(id(optimizer), None), each.flat.version
-            if version is not None and now != version:
-                each.steps.add(version, now)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)

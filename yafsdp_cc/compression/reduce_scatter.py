@@ -125,8 +125,8 @@ class CompressedSum(Collective):
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
         self._added: Tensor | None = None
         """What the last sum has added of ``carried_over``: until the next one, as the stream may still read it."""
-        self._messages = 0
-        """Sums so far whose messages were rounded at random."""
+        self.rounded = 0
+        """Sums so far whose messages were rounded at random, by which their random numbers are drawn."""
         schedule.adopt(self)
 
     def encoding(self) -> str:
@@ -287,9 +287,9 @@ class CompressedSum(Collective):
     def _feedback(self) -> Feedback:
         noise = None
         if self.residual is None:
-            self._messages += 1
+            self.rounded += 1
             name = zlib.crc32(f"{self.flat.name}/{self.context.comm.rank}".encode())
-            noise = Noise(zlib.crc32(self._messages.to_bytes(8, "little"), name))
+            noise = Noise(zlib.crc32(self.rounded.to_bytes(8, "little"), name))
         return Feedback(self.residual, self.schedule.recursion, noise, self.compression_error)
 
     def _complete(self, total: Tensor, start: int) -> None:

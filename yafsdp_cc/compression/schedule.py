@@ -18,7 +18,7 @@ from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
     from typing_extensions import Self
@@ -202,6 +202,11 @@ class CompressionSchedule(CompressionObserver):
         if before and self.beta:
             for each in self._sums.values():
                 each.rescale(self.beta / self.share / before)
+
+    def resume_decay(self, decay: Sequence[float] | None) -> None:
+        """Take residuals that are loaded next for those of this ``beta`` and ``share``; None: the optimizer's."""
+        if decay is not None and self.is_controlled:
+            self.beta, self.share = decay
 
     def reserve_norm(self, name: str, device: torch.device) -> None:
         """Prepare to clip the gradients of the flat parameter ``name``."""

@@ -22,7 +22,7 @@ from yafsdp_cc.engine.layout import align
 from yafsdp_cc.engine.mesh import allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -47,6 +47,10 @@ class Buffer:
         """The owner's shard versions that were gathered; other ones make the content stale."""
         self.fills = 0
         """How often it was filled, by anybody."""
+        self.filled_in = 0
+        """``GroupContext.passes`` when it was filled last."""
+        self.expired: Collection[object] = ()
+        """``FlatParam`` of the owner that are to be gathered anew though their versions are those in ``versions``."""
         self.users = 0
         """Computations under way that read or write the content."""
         self.handle = stream.handle()

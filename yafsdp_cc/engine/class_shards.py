@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from yafsdp_cc.engine.extensions import ExtensionFlatParam, ExtensionParam
-from yafsdp_cc.engine.param import ShardedGrad
+from yafsdp_cc.engine.param import ShardedGrad, grad_dtype_of
 from yafsdp_cc.plan.subclasses import PLAIN, nbytes_of, tensors_of
 
 if TYPE_CHECKING:
@@ -81,6 +81,6 @@ class ClassFlatParam(ExtensionFlatParam):
 
     def make_sharded_grad(self) -> ShardedGrad:
         if self.sharded_grad is None:
-            buffer = torch.zeros(self.layout.chunks[self.rank], dtype=self.sharded.dtype, device=self.device)
+            buffer = torch.zeros(self.layout.chunks[self.rank], dtype=grad_dtype_of(self.params), device=self.device)
             self.sharded_grad = ShardedGrad(buffer, self.params)
         return self.sharded_grad

@@ -21,6 +21,7 @@ import logging
 import math
 import sys
 import weakref
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
@@ -32,7 +33,11 @@ from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine import reductions
@@ -346,6 +351,37 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
     if local.requires_grad or isinstance(local, DTensor):
         raise ValueError(f"{spec} wants a plain local tensor outside of autograd")
     return _wrap(local, spec, requires_grad)
+
+
+def _from_local(
+    torch_s: Callable[..., DTensor],
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """Do as torch's ``DTensor.from_local``; of a flat range and its parameter's placements make a ``FlatDTensor``.
+
+    It is how averages of weights are kept as plain tensors and shown whole; torch would take the range for rows.
+
+    Raises:
+        ValueError: a flat range has the placements of rows.
+    """
+    spec: Any = next((each.spec for each in placements or () if isinstance(each, FlatShard)), None)
+    shape = options.get("shape")
+    is_range = spec is not None and not isinstance(spec, str) and local_tensor.shape == spec.local_shape
+    if is_range and shape in (None, spec.global_shape):
+        return flat_dtensor(local_tensor, spec)
+    if shape is not None and len(shape) != local_tensor.ndim and not local_tensor.is_meta:
+        raise ValueError(
+            f"DTensor.from_local was given {list(local_tensor.shape)} as a part of {list(shape)}: no slice along a "
+            "dimension, perhaps a flat range, to_local() of a sharded parameter p or as long as that. Pass "
+            "p.placements, which know the range, or copy p itself, p.detach().clone()"
+        )
+    return torch_s(local_tensor, device_mesh, placements, **options)
+
+
+DTensor.from_local = staticmethod(functools.partial(_from_local, DTensor.from_local))  # type: ignore[method-assign]
 
 
 # Gradients that autograd brings to a parameter by itself ------------------------------------------------------------
@@ -1004,8 +1040,10 @@ def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
 
 
 @functools.cache
-def check_optimizers() -> None:
-    """Have every optimizer of this process looked at before each step.
+def follow_optimizers() -> None:
+    """Have every optimizer of this process looked at around each step.
+
+    Behind it, weights of which the optimizer has the parameters, or memory, have new versions, however it has written.
 
     One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
     without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices, and optimizers of
@@ -1014,8 +1052,10 @@ def check_optimizers() -> None:
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    begun: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()
+    """Versions before the steps under way, by ``FlatParam``."""
 
-    def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         refusal, dims = _refusal_of(optimizer)
         name = type(optimizer).__name__
         is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in type(optimizer).__mro__)
@@ -1041,8 +1081,42 @@ def check_optimizers() -> None:
             _warn_of_rounding(optimizer)
         if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
             _shard_alike(optimizer)
+        begun[optimizer] = {flat: flat.version for engine in engines for flat in engine.flats}
 
-    register_optimizer_step_pre_hook(check)
+    def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        versions, written = begun.pop(optimizer, {}), _written_by(optimizer)
+        for engine in {flat.params[0].state for flat in written}:
+            engine.steps += 1
+        for flat in written:
+            if flat.version == versions.get(flat):  # written past torch's counters, as by kernels that take pointers
+                flat.raise_version()
+        for flat, version in versions.items():
+            if flat.version != version:
+                flat.all_gather.stepped(version, flat.version)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _written_by(optimizer: Optimizer) -> set[Any]:
+    """Return each ``FlatParam`` that a step of the optimizer may have written to; the same ones on all ranks.
+
+    A rank may have no elements of a parameter, and its optimizer then no tensor of it: one that has memory of a model's
+    shards may have that of all that are trained.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    specs = [parameter.shard_spec for parameter in parameters if isinstance(parameter, FlatDTensor)]
+    owners = [spec.owner() for spec in specs if spec.owner is not None]
+    written = {owner.flat for owner in owners if owner is not None and owner.flat is not None and owner.flat.trainable}
+    plain = (torch.nn.Parameter, torch.Tensor)
+    places = sorted(each.data_ptr() for each in parameters if type(each) in plain and each.layout == torch.strided)
+    for engine in engines if any(places) else ():
+        trained = [flat for flat in engine.flats if flat.trainable]
+        parts = [part for flat in (*trained, *engine.replicated.flats) for part in tensors_of(flat.sharded)]
+        ends = ((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+        if any(bisect_left(places, start) < bisect_left(places, end) for start, end in ends):
+            written.update(trained)
+    return {flat for flat in written if flat.params[0].state is not None}
 
 
 def _warn_of_rounding(optimizer: Optimizer) -> None:

@@ -226,3 +226,9 @@ class SecondaryAllGather(AllGather):
             self.inner.finish(output, scratch)
             self._shard.copy_(self._comm.own_chunk(output))
             self._version = self._starting
+
+    def stepped(self, before: int, after: int) -> None:
+        self.inner.stepped(before, after)
+
+    def expire(self) -> None:
+        self._version = None

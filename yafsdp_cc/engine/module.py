@@ -114,9 +114,12 @@ class ShardedModule(FSDPModule, nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Let go of what ``unshard`` has gathered."""
+        """Let go of what ``unshard`` or a forward has gathered of this module's own weights: the next one gathers anew.
+
+        On all ranks. It is what to call after a write that torch does not count, where weights are kept: docs/using.md.
+        """
         if (spec := spec_of(self)) is not None:
-            reshard(spec)
+            reshard(spec, expires=True)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
@@ -681,7 +684,10 @@ def _unsharded_parameter(
         values = whole.to(device or sharded.device, copy=True)
     if parallel is not None:
         values = parallel.wrap_unsharded(values)
-    return nn.Parameter(values, requires_grad=sharded.requires_grad)
+    plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
+    if sharded.grad_dtype != sharded.dtype:
+        plain.grad_dtype = sharded.grad_dtype
+    return plain
 
 
 def is_first_of_model(state: FSDPState) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from yafsdp_cc.engine.param import FlatParam, ShardedGrad
+from yafsdp_cc.engine.param import FlatParam, ShardedGrad, grad_dtype_of
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class HostShardedGrad(ShardedGrad):
         self._host = host
         super().__init__(buffer, params)
 
-    def _new_buffer(self) -> Tensor:
-        return self._host.zeros(self.buffer.numel(), self.buffer.dtype)
+    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
+        return self._host.zeros(self.buffer.numel(), dtype)
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         transfer = self._host.transfers.grads
@@ -182,7 +182,7 @@ class HostFlatParam(FlatParam):
 
     def make_sharded_grad(self) -> ShardedGrad:
         if self.sharded_grad is None:
-            buffer = self.host.zeros(self.sharded.numel(), self.sharded.dtype)
+            buffer = self.host.zeros(self.sharded.numel(), grad_dtype_of(self.params))
             self.sharded_grad = HostShardedGrad(self.host, buffer, self.params)
         return self.sharded_grad
 

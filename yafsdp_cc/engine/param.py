@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -155,7 +155,7 @@ class ShardedGrad:
     """The flat buffer that the ``.grad`` of some parameters are views of.
 
     Args:
-        buffer: [chunk], in the parameters' dtype.
+        buffer: [chunk], in the parameters' ``grad_dtype``.
         params: whose gradients it holds.
     """
 
@@ -190,8 +190,9 @@ class ShardedGrad:
         """
         before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
         fresh = all(grad is None for grad in before)
-        if fresh and self._is_kept():
-            self._use(self._new_buffer())  # the gradients of an earlier step stay as they are
+        dtype = grad_dtype_of(self.params) if fresh else self.buffer.dtype
+        if fresh and (dtype != self.buffer.dtype or self._is_kept()):
+            self._use(self._new_buffer(dtype))  # the gradients of an earlier step stay as they are
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
             if fresh or ours:
@@ -221,8 +222,8 @@ class ShardedGrad:
             target = target.view(-1).narrow(0, first - param.span[0], last - first)
             (self._set if grad is None else self._add)(target, part.narrow(0, first - start, last - first), divisor)
 
-    def _new_buffer(self) -> Tensor:
-        return torch.zeros_like(self.buffer)
+    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(self.buffer, dtype=dtype)
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype == total.dtype or divisor.casts:
@@ -237,6 +238,22 @@ class ShardedGrad:
             grad.addcdiv_(total, divisor.of[total.dtype])
         else:
             grad.add_(total, alpha=divisor.inverse)
+
+
+def grad_dtype_of(params: Sequence[FSDPParam]) -> torch.dtype:
+    """Return the dtype that parameters of one flat buffer want their ``.grad`` in.
+
+    Raises:
+        ValueError: they differ.
+    """
+    first, *others = (each.parameter.grad_dtype or each.parameter.dtype for each in params)
+    for param, other in zip(params[1:], others, strict=True):
+        if other != first:
+            raise ValueError(
+                f"'{params[0].spec.name}' has grad_dtype {first} and '{param.spec.name}', sharded together with it, "
+                f"{other}: set grad_dtype before shard(), or the same for both"
+            )
+    return first
 
 
 def _viewers(buffer: Tensor) -> int:
@@ -288,6 +305,10 @@ class FlatParam:
     def version(self) -> int:
         """Changes whenever the shard does."""
         return self.sharded._version
+
+    def raise_version(self) -> None:
+        """Count a change that torch has not seen."""
+        increment_version((self.sharded,))
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -351,7 +372,9 @@ class FlatParam:
     def make_sharded_grad(self) -> ShardedGrad:
         """Return the buffer of gradients, made when the first parameter is to be trained."""
         if self.sharded_grad is None:
-            self.sharded_grad = ShardedGrad(torch.zeros_like(self.sharded), self.params)
+            self.sharded_grad = ShardedGrad(
+                torch.zeros_like(self.sharded, dtype=grad_dtype_of(self.params)), self.params
+            )
         return self.sharded_grad
 
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:

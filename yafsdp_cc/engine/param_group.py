@@ -66,6 +66,8 @@ class GroupContext:
     """In module order."""
     replicas: Replicas | None = None
     """What sums over replicas, where there are some."""
+    passes: int = 0
+    """Forwards, backwards and calls of ``reshard()`` that have ended: after each, the caller may write to shards."""
     in_forward: bool = False
     """Whether a forward of the root, or of a group by itself, is under way."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
@@ -236,7 +238,17 @@ class ParamGroup:
 
     def is_in(self, buffer: Buffer) -> bool:
         """Return whether ``buffer`` holds, or is being filled with, this group's present weights."""
-        return buffer.owner is self and buffer.versions == self.versions()
+        return buffer.owner is self and not buffer.expired and buffer.versions == self.versions()
+
+    def expire(self, flats: Sequence[FlatParam]) -> None:
+        """Have weights of ``flats`` that were gathered before the last pass ended gathered anew, whatever their
+        versions."""
+        for unsharded in (self.unsharded, self.held):
+            buffer = None if unsharded is None else unsharded.buffer
+            if buffer is not None and buffer.owner is self and buffer.filled_in < self.context.passes:
+                buffer.expired = flats
+        for flat in flats:
+            flat.all_gather.expire()
 
     def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]:
         """Return what the assigned buffer holds of ``flat``: its version, None if it is not there, and its room."""
@@ -326,7 +338,7 @@ class ParamGroup:
             for flat, output, before, room, version in zip(
                 self.flats, unsharded.flat, held, unsharded.scratch, versions, strict=True
             )
-            if before != version
+            if before != version or flat in buffer.expired
         ]
 
         def start(async_op: bool) -> list[dist.Work]:
@@ -344,6 +356,7 @@ class ParamGroup:
         context.fingerprint.agree("gather", self.name)
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
+        buffer.filled_in = context.passes
         span = handle = None
         if context.traces:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
@@ -353,7 +366,7 @@ class ParamGroup:
         context.explained(partial(issue, after=buffer.last_use))
         if span is not None:
             span.end(handle)
-        buffer.owner, buffer.versions = self, versions
+        buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
 
     def overflow(self) -> UnshardedParams:

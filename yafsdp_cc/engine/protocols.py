@@ -83,13 +83,20 @@ class AllGather(Collective):
 
         Args:
             output: [world * chunk], the dtype of the forward.
-            held: version of the shard whose weights ``output`` still contains; None: anything.
+            held: version of the shard whose weights ``output`` still contains; None: anything. The present one after
+                ``expire``.
             scratch: [scratch_bytes()] uint8 beside ``output``; None where there is none.
             async_op: whether to return works rather than order the current stream.
         """
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         """Complete ``output`` once the collectives are over."""
+
+    def stepped(self, before: int, after: int) -> None:
+        """An optimizer step has led from one version of the shard to another. In the same order on all ranks."""
+
+    def expire(self) -> None:
+        """The shard may have been written to without a change of its version. In the same order on all ranks."""
 
 
 class ReduceScatter(Collective):

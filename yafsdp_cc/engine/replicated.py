@@ -64,6 +64,10 @@ class ReplicatedFlatParam(FlatParam):
         is_same = self.sharded.dtype == self.compute_dtype
         return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
+    def copy_target(self) -> Tensor:
+        """Return the copies, to be made anew: a change that torch has counted is one to an earlier forward's graph."""
+        return self.computed.data if self.copied_version == self.version else self.computed
+
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the copies."""
         if self.has_copies and self.computed._version != self.seen_version:
@@ -147,13 +151,13 @@ class ReplicatedParams:
     # In forwards -------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the copies in the dtype of the forward up to date."""
-        stale = [flat for flat in self.flats if flat.has_copies and flat.copied_version != flat.version]
-        if near := [flat for flat in stale if not flat.host_bytes]:  # in one kernel
-            torch._foreach_copy_([flat.computed for flat in near], [flat.sharded for flat in near])
-        for flat in stale:
+        """Bring the copies in the dtype of the forward up to date, also where torch has seen no write to the shards."""
+        copies = [(flat, flat.copy_target()) for flat in self.flats if flat.has_copies]
+        if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:  # in one kernel
+            torch._foreach_copy_([copy for _, copy in near], [flat.sharded for flat, _ in near])
+        for flat, copy in copies:
             if flat.host_bytes:
-                flat.read(flat.computed)
+                flat.read(copy)
             flat.copied_version = flat.version
         for flat in self.flats:
             flat.seen_version = flat.computed._version

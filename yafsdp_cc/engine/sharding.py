@@ -23,8 +23,8 @@ from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.dtensor import (
     FlatDTensor,
-    check_optimizers,
     flat_dtensor,
+    follow_optimizers,
     mark_replaced,
     take_grads_of_autograd,
 )
@@ -429,7 +429,7 @@ def shard_parameters(
             if inner.outer is None and inner is not spec:
                 inner.outer = spec
         module.__dict__[SPEC] = spec
-    check_optimizers()
+    follow_optimizers()
     return spec
 
 
@@ -444,7 +444,7 @@ def _flat_params(
         reduced = None if replicates else (parameter.requires_grad, is_whole, plan.collectives.flat_key(each.name))
         subclass = subclass_of(parameter)
         alone = subclass if subclass is not None and subclass.extends_all_gather else None
-        alike[parameter.dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
+        alike[parameter.dtype, parameter.grad_dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
     return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
 
 
@@ -485,7 +485,9 @@ def _flat_param(
         params.append(param)
     is_cast = dtype.is_floating_point and not holds_bytes(params[0])
     compute = policy.param_dtype or dtype if is_cast else dtype
-    reduce, divisor = policy.reduce_dtype or compute, Divisor(info.mesh.size(), info.device)
+    summed = owned[0].parameter.grad_dtype
+    reduce = policy.reduce_dtype or (compute if summed in (None, dtype) else summed)
+    divisor = Divisor(info.mesh.size(), info.device)
     if extension is not None:
         extended = ClassFlatParam if keeps_class else ExtensionFlatParam
         make, compute = cast("Callable[..., Part]", partial(extended, extension)), torch.uint8
@@ -517,6 +519,8 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     local = param.local_range(buffer)
     local.copy_(param.spec.local_of(local_tensor(whole)))
     parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
+    if whole.grad_dtype != whole.dtype:
+        parameter.grad_dtype = whole.grad_dtype
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
     parameter.__dict__.update(notes)  # what users and frameworks have noted on it

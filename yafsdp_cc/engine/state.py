@@ -111,6 +111,12 @@ class FSDPState:
         """Whether there was another assembly since."""
         self.interrupted = False
         """Whether a forward was given up before it could be entered in full."""
+        self.steps = 0
+        """Steps that optimizers of torch have made of its parameters, or of the memory of its shards."""
+        self._seen = (0, True, True)
+        """At the last forward: ``steps``, whether gradients were enabled, and whether the model was to train."""
+        self._has_new_grads = False
+        """Whether a backward has made gradients final since."""
         self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
         """What the next all-gathers wait for, not the caller's stream, while weights have these versions."""
         self.iteration: IterationState | None = None
@@ -247,6 +253,7 @@ class FSDPState:
         if self.backwards or self.interrupted:
             self.reset()
         self.contents.check()
+        self.expire_weights()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:
@@ -268,6 +275,32 @@ class FSDPState:
         prefetch(self._orders.get(called, [])[:2])
         return iteration
 
+    def expire_weights(self) -> None:
+        """Have weights gathered anew that may have been written to since the last forward, past torch's counters.
+
+        [Note: Weights that are gathered once for several forwards] An optimizer's step and what torch counts raise the
+        versions of shards. Writes by hand to the ``.data`` of a shard, its NumPy array or its address do not, and one
+        rank alone cannot tell: all ranks have to gather alike. So, by what is the same on all ranks, weights are used
+        again only where somebody relies on that and nothing hints at a write. Between micro-batches: gradients are
+        there and no optimizer has stepped. In evaluation: if the settings keep them. Not where gradients were cleared
+        without an optimizer of torch's, as by a loop that makes its own steps, not from ``train()`` to ``eval()`` or
+        back, where averages are swapped in, nor, without such an optimizer, from one forward to the next.
+        """
+        now = self.steps, torch.is_grad_enabled(), self.model.training
+        (steps, _, is_training), before = now, self._seen
+        self._seen, has_new_grads, self._has_new_grads = now, self._has_new_grads, False
+        is_cleared = has_new_grads and all(param.parameter.grad is None for param in self.params)
+        keeps = steps != before[0] or (steps > 0 and is_training is before[2] and not is_cleared)
+        if keeps and now[1] and before[1]:
+            return
+        for group in self.groups:
+            if not group.spec.settings.keeps_unsharded:
+                group.expire(group.flats)
+            elif not keeps:
+                # An evaluation is to leave deltas as they are.
+                flats = (flat for flat in group.flats if not (steps and flat.all_gather.builds_on_held))
+                group.expire([flat for flat in flats if flat.trainable])
+
     def end_iteration(self) -> None:
         """End the forward of an iteration."""
         iteration, self.iteration, self._caller = self.iteration, None, None
@@ -276,6 +309,7 @@ class FSDPState:
             if iteration.trains or iteration.trained:
                 self._await_backward(iteration)
         self.context.in_forward = False
+        self.context.passes += 1
         self._orders[self._called] = self._order
         self.replicated.register_sharded()
         self.wait_for_transfers()
@@ -529,6 +563,7 @@ class FSDPState:
             _REPLICATED_SPAN.end(span)
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
+        self._has_new_grads = True
         self.wait_for_transfers()
         has_peers = context.gather.comm.world > 1 or context.replicas is not None
         hand_out_grads(reduced, totals if has_peers else None)
@@ -549,6 +584,7 @@ class FSDPState:
         if self.backwards:
             self.backwards[-1].gather_again()
             return
+        self.context.passes += 1
         if self.iteration is None:
             self.replicated.register_sharded()
             for group in self.groups:

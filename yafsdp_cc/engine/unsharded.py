@@ -97,8 +97,13 @@ def stay_unsharded(state: Engine, called: torch.nn.Module, ran: Iterable[ParamGr
             register_until_reshard(state, spec, group)
 
 
-def reshard(spec: ParamGroupSpec) -> None:
-    """Let go of weights that are held outside of forwards: modules see the sharded parameters again."""
+def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
+    """Let go of weights that are held outside of forwards: modules see the sharded parameters again.
+
+    Args:
+        spec: of the group.
+        expires: have the next forward gather anew what lies in a buffer yet; the same on all ranks then.
+    """
     param = next(spec.params, None)
     state: Engine | None = None if param is None else param.state
     if state is None:
@@ -106,6 +111,9 @@ def reshard(spec: ParamGroupSpec) -> None:
     for group in state.groups:
         if group.spec is spec:
             group.release_held()
+            if expires:
+                group.context.passes += 1
+                group.expire(group.flats)
     if not state.context.in_forward and torch._C._current_graph_task_id() == -1:
         for flat in spec.replicated:
             for replicated in flat.params:

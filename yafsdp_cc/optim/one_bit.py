@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from yafsdp_cc.compression.all_gather import DeltaAllGather
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
@@ -272,8 +271,8 @@ class OneBitOptimizer(Optimizer):
                 own = [id(param.parameter) for param in group.params]
                 yield [left.pop(each) for each in own if each in left]
                 for flat, version in zip(group.flats, before, strict=True):
-                    if isinstance(flat.all_gather, DeltaAllGather) and flat.version != version:
-                        flat.all_gather.steps.add(version, flat.version)
+                    if flat.version != version:
+                        flat.all_gather.stepped(version, flat.version)
                 buffer = id(group.unsharded.buffer)
                 if group.flats and buffer not in taken and not state.context.in_forward and not state.outdated:
                     taken.add(buffer)
@@ -316,7 +315,7 @@ class OneBitOptimizer(Optimizer):
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]  # AdamW makes these alone grow
         self._set_steps(max(*recorded, *seen, 0))
-        for schedule in self._schedules:  # before residuals are loaded, which are of that state's decay
+        for schedule in self._schedules:  # before residuals are loaded, which may be of that state's decay
             schedule.follow_decay()
         for parameter in self._parameters:
             self._init_state(parameter)
