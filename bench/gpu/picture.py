@@ -97,10 +97,13 @@ def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[s
 
 
 def equality(pairs: list[Figures]) -> str:
-    """Return in how many ways of training losses and weights are FSDP2's to the bit."""
-    held = [each for each in pairs if each["truth"] == "FSDP2" and each["row"].startswith("ours")]
-    same = sum(each["same_losses"] and each["same_weights"] for each in held)
-    return "-" if not held else f"equal to the bit in {same} of {len(held)}"
+    """Return in how many ways of training losses and weights of all ranks are FSDP2's to the bit."""
+    same: dict[tuple[Any, ...], bool] = {}
+    for each in pairs:
+        if each["truth"] == "FSDP2" and each["row"].startswith("ours"):
+            way = each["world"], each["policy"], each["row"]
+            same[way] = same.get(way, True) and each["same_losses"] and each["same_weights"]
+    return f"equal to the bit in {sum(same.values())} of {len(same)}" if same else "-"
 
 
 def distance(pairs: list[Figures]) -> str:
@@ -136,7 +139,7 @@ def main() -> None:
     if not drawn:
         parser.error(f"{title}: no trace of a GPU of any of {', '.join(CONTESTANTS)}")
     draw(options.picture, ", ".join([f"One step of {title}", *cards]), drawn)
-    pairs = [each for world in (1, 2) for each in figures_of(parts, f"pair{world}").get("rows", ())]
+    pairs = [each | {"world": n} for n in (1, 2) for each in figures_of(parts, f"pair{n}").get("rows", ())]
     host: dict[str, Figures] = next(iter(figures_of(parts, "host").get("cases", {}).values()), {})
     print(compared(contestants, pairs, host))
 
