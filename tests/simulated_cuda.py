@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _CROSSING = ("aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::set_", "c10d::")
-"""Operations that take memory of both."""
+_CROSSING += ("yafsdp_cc::update",)
+"""Operations that take memory of both; those of optimizers take settings of the host."""
 _STOPPING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
 """Operations whose result the host waits for."""
 

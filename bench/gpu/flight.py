@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".whl"
 PYTEST = "python3 -m pytest -p no:cacheprovider --color=no --tb=short -rf --durations=5"
 SANITIZER = "compute-sanitizer --error-exitcode 9 --tool"
-WORLDS = "python3 bench/worlds.py --traces $TRACES --json $FIGURES"
+WORLDS = "python3 bench/worlds.py --json $FIGURES"
 ENVIRONMENT = {
     "YAFSDP_CC_NATIVE": "1",  # kernels that are missing are an error, and not plain torch instead
     "GLOO_SOCKET_IFNAME": "lo",  # a machine without network may not know its own name
@@ -112,7 +112,7 @@ FLIGHTS = {
                     "picture",
                     140,
                     f"{WORLDS} --model 3b --world 256 --rate 50 --length 8192 --rounds 3 --steps 2"
-                    " --contestants 'alone,fsdp2,ours,ours int8'",
+                    " --contestants 'alone,fsdp2,ours,ours int8' --traces $TRACES",
                     SMALL_WORLD,
                 ),
             ),

@@ -79,8 +79,6 @@ def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[s
         bound = max(alone, each["links_ms"]) / each["step_ms"]
         return f"{each['step_ms']:.1f}" + f" · {bound:.2f}" * bool(alone)
 
-    counted = {name: len(each["turns"]) for name, each in contestants.items()}
-    turns = max(counted.values(), default=0)
     lines = [
         row("step, ms · of the bound", MODELLED, contestants, step),
         row("exposed wire, ms", MODELLED, contestants, lambda each: f"{each['exposed_ms']:.1f}"),
@@ -88,7 +86,7 @@ def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[s
         row("GB sent by a rank", "*counted*", contestants, lambda each: f"{each['sent_bytes'] / 1e9:.2f}"),
         row("GiB reserved", MEASURED, contestants, lambda each: f"{each['reserved_bytes'] / 2**30:.2f}"),
         row("blocks taken a step", MEASURED, contestants, lambda each: f"{each['blocks']:.0f}"),
-        row(f"cudaMalloc in {turns} turns of steps", MEASURED, contestants, lambda each: str(each["segments"])),
+        row("cudaMalloc in all timed steps", MEASURED, contestants, lambda each: str(each["segments"])),
         row("host, ms a step, small model, 1 rank", MEASURED, host, lambda each: f"{each['host_ms']:.1f}"),
         ["losses and weights over NCCL " + MEASURED, "-", equality(pairs), distance(pairs)],
     ]
@@ -97,10 +95,13 @@ def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[s
 
 
 def equality(pairs: list[Figures]) -> str:
-    """Return in how many ways of training losses and weights are FSDP2's to the bit."""
-    held = [each for each in pairs if each["truth"] == "FSDP2" and each["row"].startswith("ours")]
-    same = sum(each["same_losses"] and each["same_weights"] for each in held)
-    return "-" if not held else f"equal to the bit in {same} of {len(held)}"
+    """Return in how many ways of training losses and weights of all ranks are FSDP2's to the bit."""
+    same: dict[tuple[Any, ...], bool] = {}
+    for each in pairs:
+        if each["truth"] == "FSDP2" and each["row"].startswith("ours"):
+            way = each["world"], each["policy"], each["row"]
+            same[way] = same.get(way, True) and each["same_losses"] and each["same_weights"]
+    return f"equal to the bit in {sum(same.values())} of {len(same)}" if same else "-"
 
 
 def distance(pairs: list[Figures]) -> str:
@@ -136,7 +137,7 @@ def main() -> None:
     if not drawn:
         parser.error(f"{title}: no trace of a GPU of any of {', '.join(CONTESTANTS)}")
     draw(options.picture, ", ".join([f"One step of {title}", *cards]), drawn)
-    pairs = [each for world in (1, 2) for each in figures_of(parts, f"pair{world}").get("rows", ())]
+    pairs = [each | {"world": n} for n in (1, 2) for each in figures_of(parts, f"pair{n}").get("rows", ())]
     host: dict[str, Figures] = next(iter(figures_of(parts, "host").get("cases", {}).values()), {})
     print(compared(contestants, pairs, host))
 

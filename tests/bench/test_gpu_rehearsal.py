@@ -349,11 +349,12 @@ def test_the_picture_and_its_table(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     contestants = {name: spans() for name in ("alone", "fsdp2", "ours", "ours int8")}
     contestants["alone"]["step_ms"] = 8.0
-    rows = [
-        {"row": "ours", "truth": "FSDP2", "same_losses": True, "same_weights": True, "loss": 1.0, "loss_of_fsdp2": 1.0},
-        {"row": "ours, x", "truth": "FSDP2", "same_losses": True, "same_weights": False, "loss": 1, "loss_of_fsdp2": 1},
-        {"row": "int8", "truth": "int8, defined", "loss": 1.01, "loss_of_fsdp2": 1.0},
+    same = {"policy": "fp32", "truth": "FSDP2", "same_losses": True, "same_weights": True}
+    rows: list[dict[str, Any]] = [
+        {"rank": rank, "row": "ours"} | same | {"loss": 1.0, "loss_of_fsdp2": 1.0} for rank in (0, 1)
     ]
+    rows += [row | {"row": "ours, keeps weights", "same_weights": row["rank"] == 0} for row in rows]
+    rows.append({"rank": 0, "row": "int8", "truth": "int8, defined", "loss": 1.01, "loss_of_fsdp2": 1.0})
     parts = {"pair2": {"exit": 1, "figures": {"rows": rows}}, "pair1": {"exit": "out of time"}}
     (tmp_path / "flight1.json").write_text(json.dumps({"card": "H100", "parts": parts}))
     parts = {"picture": {"exit": 0, "figures": {"cases": {"3b": contestants}}}}
