@@ -1,6 +1,7 @@
 # Every target sets itself up from a bare clone; a second run installs nothing.
 #   make demo                    train a small language model on two ranks of this machine
 #   make test                    lint, types and tests
+#   make test-oldest             the tests that depend most on torch's inside, under the oldest torch that is supported
 #   make site                    the documentation as a site: open site/index.html
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130"     another torch build
 
@@ -15,18 +16,41 @@ INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1
 
 # Three files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
 # tests/conftest.py puts files in order.
-PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+FILES_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST = $(VENV)/bin/python -m pytest $(FILES_AT_ONCE)
 
 # The native kernels: what is changed is built again.
 CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
-.PHONY: demo test lint soak site clean
+# The oldest torch that is supported, beside the other one, whose kernels it takes: one library serves every torch.
+OLDEST ?= torch==2.11.0
+OLDEST_PYTHON ?= $(PYTHON)
+OLDEST_VENV := .venv-oldest
+# What depends most on torch's private parts: autograd, DTensor, FSDP2, its checkpoints, streams.
+OLDEST_TESTS := tests/engine tests/sharding tests/fully_shard/test_programs.py tests/fully_shard/test_frameworks.py \
+	tests/checkpoint/test_assign.py tests/checkpoint/test_state_dicts.py tests/checkpoint/test_reader.py \
+	tests/training/test_checkpointing.py tests/test_offload.py tests/test_parity.py tests/compression/test_fsdp2.py
+
+.PHONY: demo test test-oldest ready lint soak site clean
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
 
 test: lint $(INSTALLED)-extras
 	$(PYTEST)
+
+# Where that torch cannot be had, nothing fails; after half an hour it is not waited for any longer.
+test-oldest: $(INSTALLED)
+	@if YAFSDP_CC_NATIVE=0 timeout 1800 $(MAKE) --no-print-directory ready \
+			VENV=$(OLDEST_VENV) PYTHON="$(OLDEST_PYTHON)" TORCH="$(OLDEST)"; then \
+		$(OLDEST_VENV)/bin/python -m pytest $(FILES_AT_ONCE) $(OLDEST_TESTS) && \
+		$(OLDEST_VENV)/bin/python -m pytest -p tests.simulated_cuda -p no:xdist tests/test_cuda.py; \
+	else \
+		rm -rf $(OLDEST_VENV); \
+		echo "$(OLDEST) could not be installed (see above): nothing was tested under it"; \
+	fi
+
+ready: $(INSTALLED)
 
 # Every test in its long form: hundreds of random programs under random delays, and what make test leaves to those like it.
 soak: $(INSTALLED)
@@ -64,5 +88,5 @@ $(INSTALLED)-docs: $(INSTALLED)
 	@YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --editable ".[docs]" --constraint $(PIN) && touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs site bench/out *.egg-info yafsdp_cc/compression/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST_VENV) build dist runs site bench/out *.egg-info yafsdp_cc/compression/*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

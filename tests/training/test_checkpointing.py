@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,7 +62,9 @@ def test_what_is_run_again_is_cast_as_in_fsdp2(how: str, early_stop: bool) -> No
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     found = []
     for fully_shard in (torch_fully_shard, yafsdp_cc.fully_shard):
-        model: Any = seeded(lambda: Spans(how))
+        # FSDP2 of torch 2.11 fails at what is run again within the model, which it does not cast: it keeps all there.
+        keeps = fully_shard is torch_fully_shard and torch.__version__ < "2.13" and how != "whole"
+        model: Any = seeded(partial(Spans, "none" if keeps else how))
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         if how == "whole":

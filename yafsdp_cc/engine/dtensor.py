@@ -316,8 +316,13 @@ def _call_dispatch_of_subclasses() -> None:
     rule that the operator has for the class of the tensor.
     """
     holder: Any = simple_registry.GenericTorchDispatchRuleHolder
-    known, ours = holder.find, (FlatDTensor, LazyReduction)
-    holder.find = lambda self, kind: kind.__torch_dispatch__.__func__ if kind in ours else known(self, kind)
+    known = holder.find
+
+    def find(self: Any, kind: Any) -> Any:
+        is_ours = kind is FlatDTensor or kind is LazyReduction
+        return kind.__torch_dispatch__.__func__ if is_ours else known(self, kind)
+
+    holder.find = find
 
 
 if torch.__version__ < "2.12":
