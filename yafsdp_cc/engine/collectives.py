@@ -124,19 +124,9 @@ class ExactReduceScatter(ReduceScatter):
             scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
             scratch[0].copy_(total)
             total, others = scratch[0], scratch[1:].copy_(others)
-        if others.shape[0]:
-            _add_in_order(total, others, self._place)
+        if others.shape[0] and total.is_cpu:  # row by row in one call; torch.sum has an order of its own
+            total.view(1, -1).index_add_(0, self._place, others)
+        else:  # on CUDA, over gloo, index_add_ would add in any order
+            for other in others:
+                total.add_(other)
         return total if self._scale == 1 else total.mul_(self._scale)
-
-
-def _add_in_order(total: Tensor, others: Tensor, place: Tensor) -> None:
-    """Add ``others`` [n, numel] to ``total`` [numel], one after the other; ``place`` is n zeros.
-
-    On a CPU one call adds row by row; ``torch.sum`` over the rows would add them in an order of its own. On CUDA
-    ``index_add_`` adds in any order.
-    """
-    if total.is_cpu:
-        total.view(1, -1).index_add_(0, place, others)
-        return
-    for other in others:
-        total.add_(other)

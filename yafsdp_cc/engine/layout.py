@@ -132,15 +132,15 @@ class Layout:
         Args:
             without: a rank that is left out, and so ends a run; -1 for none.
         """
-        if without not in self._runs:
+        if without not in self.known_runs:
             ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
             alike = groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0]))
             members = [[rank for _, rank in run] for _, run in alike]
-            self._runs[without] = [range(run[0], run[-1] + 1) for run in members]
-        return self._runs[without]
+            self.known_runs[without] = [range(run[0], run[-1] + 1) for run in members]
+        return self.known_runs[without]
 
     @cached_property
-    def _runs(self) -> dict[int, list[range]]:
+    def known_runs(self) -> dict[int, list[range]]:
         """``runs`` by ``without``, as far as they were asked for: each step asks, and ranks may be thousands."""
         return {}
 
