@@ -552,6 +552,12 @@ def _instead(spec: ShardSpec) -> str:
     is_unit = group is not None and group.role != "root"
     if not owner.state.context.in_forward:
         unit = f"model.get_submodule('{group.name}')" if is_unit else "model"
+        if torch._C._current_graph_task_id() != -1:
+            return (
+                f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
+                "output of it: a loss is made of an activation that its forward keeps aside. Return that activation "
+                f"from the forward of {unit} along with its output, or keep it from a part that is not checkpointed"
+            )
         if is_unit and (called := _called_alone(owner)):
             return (
                 f"'{called}' was called outside of unit '{group.name}', in whose forward alone it has weights: call "

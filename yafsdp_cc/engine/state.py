@@ -477,6 +477,19 @@ class FSDPState:
             self._stop_awaiting(iteration)
         return backward
 
+    def check_flow(self, name: str, grads: Sequence[Tensor | None]) -> None:
+        """Raise a ``RuntimeError`` where a backward within another one has come to weights alone, and not to inputs.
+
+        From the gate it would go on to all that is before, where nothing of it belongs: custom functions would run
+        their backwards, on zeros, and tensors that the outer backward needs would be freed.
+        """
+        if len(self.backwards) > 1 and grads and all(grad is None for grad in grads):
+            raise RuntimeError(
+                f"a backward within a backward has come to the weights of {name}, and to none of its inputs: compute "
+                "that loss from the inputs themselves, not from detached ones, with retain_graph=True, or add it to "
+                "the loss of the outer backward"
+            )
+
     def enter_backward(self) -> Backward:
         """Return the backward that autograd is running in this thread, begun if it is a new one."""
         task = _graph_task()
@@ -704,6 +717,7 @@ class IterationState:
         backward = state.reach(self)
         backward.end_calls(self, -1)
         inputs = len(grads) - len(self.trained)
+        state.check_flow("the model", grads[:inputs])
         if backward.wants_grads:
             state.replicated.accumulate_grads(self.trained, grads[inputs:])
             if backward.reduces:
@@ -824,6 +838,7 @@ class GroupCall:
         state = iteration.state
         backward = state.reach(iteration)
         backward.end_calls(iteration, self.index)
+        state.check_flow(f"unit '{self.group.name}'", grads)
         if not any(self in each.begun for each in state.backwards):  # the gradient came in by another way
             self._check_weights()
         if self.is_expected and backward.reduces:
@@ -991,15 +1006,16 @@ class _Caller:
 
 
 def _check_recomputation(name: str) -> None:
-    """Raise a ``RuntimeError`` where a backward runs ``name`` again as reentrant activation checkpointing does.
+    """Raise a ``RuntimeError`` where a backward runs ``name`` again and calls ``backward()`` on that itself.
 
     It is the other kind that runs forwards again under hooks for the tensors that these save.
     """
     if _saved_tensor_hooks(False) is None:
         raise RuntimeError(
-            f"{name} is run again by reentrant activation checkpointing, which hides its gradients "
-            "from the engine; pass use_reentrant=False to torch.utils.checkpoint.checkpoint "
-            "(gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face models)"
+            f"{name} is run again by reentrant activation checkpointing, or by the backward of a custom function (of "
+            "tiles, say), which hides its gradients from the engine; pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face "
+            "models), and have a custom function run parts of a unit again, not the unit"
         )
 
 
