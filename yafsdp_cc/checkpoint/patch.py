@@ -65,16 +65,14 @@ class _Sent:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.patches = 0
-        self.weights: dict[FSDPParam, tuple[Tensor, int, Tensor]] = {}
-        """This rank's range and the version of it that was cast, and the result, as integers."""
+        self.weights: dict[FSDPParam, Tensor] = {}
+        """This rank's range of each, cast, as integers."""
 
     def change(self, param: FSDPParam) -> Tensor | None:
         """Take note of the weights as they are; return where they differ from before, and None at first."""
-        local, version, before = self.weights.get(param, (None, 0, None))
-        if before is not None and local is param.local and version == local._version:
-            return before.new_empty(0, dtype=torch.int64)
+        before = self.weights.get(param)
         now = param.local.detach().view(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
-        self.weights[param] = param.local, param.local._version, now
+        self.weights[param] = now
         return None if before is None else (now != before).nonzero().view(-1)
 
 
@@ -121,7 +119,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
         if places is None or not places.numel():
             continue
         changed += places.numel()
-        values = sent.weights[param][2].index_select(0, places).view(dtype)
+        values = sent.weights[param].index_select(0, places).view(dtype)
         name = plain_name(param.spec.name)
         tensors[f"{name}.val"] = values.cpu()
         tensors[f"{name}.idx"] = _gaps(_in_whole(param.spec, places)).cpu()

@@ -1112,10 +1112,11 @@ def follow_optimizers() -> None:
 def _written_by(optimizer: Optimizer) -> set[Any]:
     """Return each ``FlatParam`` that a step of the optimizer may have written to; the same ones on all ranks.
 
-    A rank may have no elements of a parameter, and its optimizer then no tensor of it: one that has memory of a model's
-    shards may have that of all that are trained.
+    Of those that have a gradient. A rank may have no elements of a parameter, and its optimizer then no tensor of it:
+    one that has memory of a model's shards may have that of all that are trained.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [parameter for parameter in every if parameter.grad is not None]
     specs = [parameter.shard_spec for parameter in parameters if isinstance(parameter, FlatDTensor)]
     owners = [spec.owner() for spec in specs if spec.owner is not None]
     written = {owner.flat for owner in owners if owner is not None and owner.flat is not None and owner.flat.trainable}
