@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ STAGERS: dict[str, tuple[AsyncCheckpointerType, Any]] = {
 def by_stager(kind: str) -> Any:
     def way(path: Path, source: nn.Module, targets: list[nn.Module]) -> None:
         checkpointer, stager = STAGERS[kind]
+        multiprocessing.current_process()._config["daemon"] = False  # or this rank may start no process
         options = {} if stager is None else {"async_stager": stager()}
         before = [parameter.detach().clone() for parameter in source.parameters()]
         response: Any = dcp.async_save(

@@ -60,9 +60,7 @@ def _folders(path: Path) -> list[Path]:
 
 def complete(path: Path) -> Path:
     """Return the folder to read for ``path``: what was there before, if a save was killed between two renames."""
-    for _ in range(
-        3
-    ):  # between two looks, another save may have put its checkpoint there, and deleted what it replaced
+    for _ in range(3):  # another save may put its checkpoint there, and delete the previous one, between two looks
         if path.exists():
             break
         kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
@@ -128,6 +126,7 @@ class Replacement:
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
         _sync(self._path.parent)
+        shutil.rmtree(self._previous, ignore_errors=True)
         self.close()
         _clear(self._path)
 
@@ -135,7 +134,7 @@ class Replacement:
         """Delete the folder of this save, with what was replaced, or what was written in vain."""
         if self._lock.closed:
             return
-        if self._previous.exists() and not self._path.exists():
+        if self._previous.exists() and not self._path.exists():  # the second of two renames failed
             os.rename(self._previous, self._path)
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
@@ -147,11 +146,15 @@ def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
     """Make the folder of one save, and lock it until the process ends; where the file system has no locks, do not."""
     for _ in range(_TRIES):
         folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
-        with suppress(FileExistsError, FileNotFoundError):  # another save took it for left behind, before it was locked
+        # Another save may take it for left behind before it is locked, and delete it.
+        with suppress(FileExistsError, FileNotFoundError, BlockingIOError):
             folder.mkdir()
             file = (folder / _LOCK).open("wb")
-            with suppress(OSError):
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # else the file system has none
+                if isinstance(error, BlockingIOError):
+                    raise
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
                 return folder, file
     raise OSError(f"no folder could be made in {path.parent}: something deletes what begins with '{path.name}.saving'")
@@ -163,11 +166,14 @@ def _clear(path: Path) -> None:
         try:
             with (folder / _LOCK).open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:  # of a save that was killed before it was locked, or of an earlier version
-            pass
+                shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:  # of an earlier version, or half deleted; or made at this moment: empty, then
+            with suppress(OSError):
+                folder.rmdir()
+            if not (folder / _LOCK).exists():
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # it lives, or the file system has no locks to tell
             continue
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:

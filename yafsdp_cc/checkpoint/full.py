@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ".packed"
-"""Behind the name of an extra state that is no tensor, in files."""
+"""Behind the names of extra states in files; earlier versions wrote those that are tensors under their own."""
 _FILE_BYTES = 5 * 10**9
 """Of a file, at most, unless one tensor is larger: so much one rank holds whole."""
 
@@ -234,7 +234,7 @@ def _whole_tensors(model: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[l
     state = require_state(model)
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
     for name, value in own.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state(name):
             names[value].append(name)
     is_first = is_first_of_model(state)
     for param, whole in whole_params_by_group(state, everywhere=False):
@@ -257,8 +257,8 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _others(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is no tensor itself, with the tensors in it whole and in host memory. A collective."""
-    others = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+    """Return extra states, with the tensors in them whole and in host memory. A collective."""
+    others = {name: value for name, value in own.items() if is_extra_state(name) or not isinstance(value, Tensor)}
     return dict(tree_map_only(Tensor, lambda tensor: _whole(tensor).to("cpu", copy=True), others))
 
 
@@ -280,9 +280,7 @@ def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterat
     state = {MODEL: empty_extra_states(reader.contents)}
     if state[MODEL]:
         read_into(state, reader, ())
-        found = {name: unpacked(value) for name, value in state[MODEL].items()}
-        yield from ((name, value) for name, value in found.items() if isinstance(value, Tensor))
-        yield from _packed({name: value for name, value in found.items() if not isinstance(value, Tensor)}).items()
+        yield from _packed({name: unpacked(value) for name, value in state[MODEL].items()}).items()
 
 
 # safetensors
