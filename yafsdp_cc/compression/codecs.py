@@ -345,10 +345,11 @@ class TopK(Codec):
                     numbers[row].fill_(float("nan"))
 
     def decode(self, message: Tensor, values: Tensor) -> None:
-        values.zero_()
         for start, end, kept, byte in self.tiles(values.shape[1]):
             positions, numbers = self._places(message, kept, byte)
-            values[:, start:end].scatter_(1, positions.to(torch.int64), numbers.to(torch.float32))
+            places = positions.to(torch.int64).clamp_(max=end - start)  # a damaged message may name others: left out
+            tile = values.new_zeros(len(values), end - start + 1).scatter_(1, places, numbers.to(torch.float32))
+            values[:, start:end].copy_(tile[:, :-1])
 
     def is_finite(self, message: Tensor, n: int) -> Tensor:
         finite = torch.empty(message.shape[0], n // self.block, dtype=torch.bool, device=message.device)

@@ -83,8 +83,10 @@ class TopK2Bit(Codec):
         codes = torch.cat([bits >> 2 * k & 3 for k in range(4)], -1)[..., :kept]
         low, high = _LEVELS
         levels = torch.tensor([low, -low, high, -high], dtype=torch.float32, device=codes.device)
-        values.zero_()
-        self.blocks(values).scatter_(-1, places.to(torch.int64), levels[codes.to(torch.int64)] * means.unsqueeze(-1))
+        blocks = self.blocks(values)
+        found = values.new_zeros(*blocks.shape[:-1], self.block + 1)
+        places = places.to(torch.int64).clamp_(max=self.block)  # a damaged message may name others: left out
+        blocks.copy_(found.scatter_(-1, places, levels[codes.to(torch.int64)] * means.unsqueeze(-1))[..., :-1])
 
     def is_finite(self, message: Tensor, n: int) -> Tensor:
         return self._parts(message, n)[0].isnan().logical_not_()
