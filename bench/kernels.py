@@ -48,8 +48,8 @@ PLAIN = 16
 """Plain torch is compared on a part this many times smaller."""
 NAP = 400_000
 """Cycles, of some 0.2 ms: longer than Python and an operator take to launch a kernel."""
-WARM_UP, PRODUCTS, SIDE = 3, 8, 8192
-"""Of matrix products: rounds before the first that counts, products of a round, and rows of a factor."""
+WARM_UP, PRODUCTS = 3, 8
+"""Of matrix products: rounds before the first that counts, and products of a round."""
 FEW_SMS = (8, 16, 32, 64)
 
 
@@ -189,19 +189,19 @@ def beside_plain_torch(name: str, gradients: Tensor, rounds: int) -> dict[str, A
     return {"codec": name, "elements": gradients.numel(), **found}
 
 
-def beside_matrix_products(job: Job, rounds: int) -> list[dict[str, Any]]:
-    """Return how much longer matrix products take while ``job`` runs once on so many multiprocessors."""
+def beside_matrix_products(job: Job, side: int, rounds: int) -> list[dict[str, Any]]:
+    """Return how much longer products of matrices [side, side] take while ``job`` runs on so many multiprocessors."""
     device = torch.device("cuda")
-    factors = [torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    product, side = torch.empty_like(factors[0]), torch.cuda.Stream(priority=-1)
+    factors = [torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    product, stream = torch.empty_like(factors[0]), torch.cuda.Stream(priority=-1)
 
     def products() -> None:
         for _ in range(PRODUCTS):
             torch.mm(*factors, out=product)
 
     def both() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             job.run()
         products()
 
@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--codecs", type=names, default=CODECS, help=f"of {', '.join(CODECS)}")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of all gradients, a multiple of 4096")
+    parser.add_argument("--side", type=int, default=8192, help="rows of the matrices that a GPU multiplies meanwhile")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
@@ -266,7 +267,7 @@ def main() -> None:
         show([each | {"times": each["plain_ms"] / each["native_ms"]} for each in results["plain"]])
     else:
         job = next(jobs(options.codecs[0], gradients))
-        results["beside_matrix_products"] = beside_matrix_products(job, options.rounds)
+        results["beside_matrix_products"] = beside_matrix_products(job, options.side, options.rounds)
         show(results["beside_matrix_products"])
     save(options.json, results)
 

@@ -76,7 +76,7 @@ class Flight(NamedTuple):
 
 SMALL_PAIR = "--shape 2,64,4,256,2,32"
 SMALL_WORLD = "--model tiny --length 32 --rounds 1 --steps 1"
-SMALL_KERNELS = "--elements 8192 --rounds 1"
+SMALL_KERNELS = "--elements 8192 --rounds 1 --side 32"
 FLIGHTS = {
     "1": Flight(
         190,

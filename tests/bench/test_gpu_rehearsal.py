@@ -137,12 +137,11 @@ from tests import simulated_cuda
 simulated_cuda.install()
 import torch
 from bench import kernels
-kernels.SIDE = 32
 is_idle = []
 kernels.milliseconds(lambda: is_idle.append(torch.cuda.current_stream().query()), torch.device("cuda"))
 assert is_idle == [False], "the time that a launch takes is counted as the kernel's"
 sys.argv = ["kernels.py", "--device", "cuda", "--elements", "8192", "--rounds", "1", "--codecs", "onebit,int8"]
-sys.argv += ["--json", "OUT"]
+sys.argv += ["--side", "32", "--json", "OUT"]
 kernels.main()
 """
 

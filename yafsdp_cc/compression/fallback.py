@@ -143,9 +143,8 @@ class CodecFallback(CompressionObserver):
                 each.flat.group.gathered(each.flat)
         # By the scale that they were measured with: on CUDA, what is read below is of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
-        # A copy of a number to a GPU would wait for all that is enqueued there; a kernel takes it as an argument.
-        count = torch.full((1,), self._losses, dtype=torch.float64, device=state.context.device)
-        found = torch.cat([torch.zeros_like(count) + self._loss, count, *sums])
+        loss = sums[0].new_zeros(1) + self._loss  # to copy a number to a GPU would wait; a kernel takes it along
+        found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
         state.context.fingerprint.agree("fallback", "messages")
         all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)
