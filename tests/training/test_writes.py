@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -51,9 +51,9 @@ WAYS: list[Callable[[Tensor, float], Any]] = [
 
 def sharded(how: str, model: nn.Module) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.float64) if how == "cast" else MixedPrecisionPolicy()
-    if how in ("kept", "shown"):
+    if how in ("kept", "dropped"):
         for block in model.blocks:
-            yafsdp_cc.fully_shard(block, reshard_after_forward=how == "shown")
+            yafsdp_cc.fully_shard(block, reshard_after_forward=how == "dropped")
         return yafsdp_cc.fully_shard(model)
     more: dict[str, Any] = {"zero_stage": int(how[-1])} if how.startswith("zero") else {}
     if how == "offloaded":
@@ -65,12 +65,12 @@ def sharded(how: str, model: nn.Module) -> Any:
     return yafsdp_cc.shard(model, mp_policy=policy, **more)
 
 
-PLACES = ["zero3", "zero2", "zero1", "kept", "shown", "offloaded", "cast", "secondary"]
+PLACES = ["zero3", "zero2", "zero1", "kept", "dropped", "offloaded", "cast", "secondary"]
 
 
 @torch.no_grad()
-def write(way: Callable[[Tensor, float], Any], model: nn.Module, plain: nn.Module, change: float) -> None:
-    for parameter in model.parameters():
+def write(way: Callable[[Tensor, float], Any], parameters: Iterable[Any], plain: nn.Module, change: float) -> None:
+    for parameter in parameters:
         local = parameter.detach().to_local()
         if local.numel():
             way(local, change)
@@ -84,6 +84,7 @@ def test_a_write_by_hand_is_seen_by_the_next_forward(how: str) -> None:
     """After a forward without gradients, one with them, and a backward."""
     plain = seeded(Mlp)
     model = sharded(how, seeded(Mlp))
+    parameters = list(model.parameters())  # after some forwards, it shows unsharded ones
     plain = plain.double() if how == "cast" else plain
     x = mine(inputs()).double() if how == "cast" else mine(inputs())
     for place, way in enumerate(WAYS):
@@ -94,7 +95,7 @@ def test_a_write_by_hand_is_seen_by_the_next_forward(how: str) -> None:
                     square(model, x).backward()
                 else:
                     model(x)
-            write(way, model, plain, 0.01 * (place + 1) * (-1) ** after)
+            write(way, parameters, plain, 0.01 * (place + 1) * (-1) ** after)
             if after == 2:
                 model.zero_grad()
             agrees(model, plain, x, within=1e-5)
@@ -148,10 +149,10 @@ def trained(how: str, kind: Callable[..., Any], is_exact: bool) -> None:
         plain.zero_grad()
         if step % 2:
             model.eval()
-            write(WAYS[1], model, plain, 0.1)
+            write(WAYS[1], shards, plain, 0.1)
             with torch.no_grad():
                 agrees(model, plain, mine(inputs()), within=1e-6)
-            write(WAYS[1], model, plain, -0.1)
+            write(WAYS[1], shards, plain, -0.1)
             model.train()
         agrees(model, plain, mine(inputs()), within=1e-6)
 
