@@ -37,7 +37,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.mesh import all_gather_objects, all_groups, refused_together
+from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
@@ -48,8 +48,6 @@ from yafsdp_cc.profiling import NVTX_LISTENS, Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
-
-    import torch.distributed as dist
 
     from yafsdp_cc.engine.offload import HostTransfers
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
@@ -140,7 +138,7 @@ class FSDPState:
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
         ignored = {param for spec in self.specs for param in spec.ignored}
-        self.contents = ModelContents(self.model, self.params, ignored, all_groups(self.context.info.mesh))
+        self.contents = ModelContents(self.model, self.params, ignored)
 
     @property
     def flats(self) -> Iterator[FlatParam]:
@@ -1020,22 +1018,12 @@ def _check_recomputation(name: str) -> None:
 
 
 class ModelContents:
-    """What the modules of a sharded model hold, compared at each forward with what they held before.
+    """What the modules of a model hold, compared at each forward: the engine would go on with a replaced parameter."""
 
-    The engine would go on with the old values of a parameter that was replaced or converted after sharding.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[FSDPParam],
-        ignored: Collection[nn.Parameter],
-        everybody: Sequence[dist.ProcessGroup],
-    ) -> None:
+    def __init__(self, model: nn.Module, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]) -> None:
         self._model = model
         self._params = params
         self._ignored = ignored
-        self._everybody = everybody
         self._registries: list[dict[str, Any]] = []
         """Where modules keep modules and parameters."""
         self._seen: list[object] = []
@@ -1043,13 +1031,9 @@ class ModelContents:
         self._frozen: list[nn.Parameter] = []
 
     def check(self) -> None:
-        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained.
-
-        The first time it is a collective: all ranks raise where one has a parameter or buffer without values.
-        """
+        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
         if not self._registries:
-            with refused_together(*self._everybody):
-                check_written(self._model, self._params)
+            check_written(self._model, self._params)
         contents = self._contents()
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)

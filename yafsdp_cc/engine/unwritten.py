@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.engine.layout import local_tensor
+from yafsdp_cc.engine.mesh import all_groups, refused_together
 from yafsdp_cc.plan.subclasses import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -42,12 +43,18 @@ def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
     tensor.__dict__[_VERSION] = None if local.is_inference() else local._version
 
 
-def check_written(model: nn.Module, params: Iterable[FSDPParam]) -> None:
-    """Find what was marked and has never been written since.
+def check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
+    """Find what was marked and has never been written since. A collective.
 
     Raises:
-        RuntimeError: there is such a parameter or buffer in ``model``, or a buffer on the meta device.
+        RuntimeError: there is such a parameter or buffer in ``model``, or a buffer on the meta device. A ValueError
+            where another rank alone has one.
     """
+    with refused_together(*(all_groups(params[0].state.context.info.mesh) if params else ())):
+        _check_written(model, params)
+
+
+def _check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
     found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
     sharded = {param.parameter for param in params}
     for path, module in model.named_modules():
