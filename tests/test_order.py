@@ -134,7 +134,15 @@ STAGES: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": ((2, 1), (2, 2))},
 }
 CODECS = (None, "int8", "onebit")
-REFUSED = "an operation failed: |reached the inside of unit|to the weights of|are needed where others are in use|was unfrozen while"
+REFUSED = "|".join(
+    (
+        "an operation failed: ",
+        "reached the inside of unit",
+        "to the weights of",
+        "are needed where others are in use",
+        "was unfrozen while",
+    )
+)
 DIFFERENCES = ("frozen", "skipped", "unsynced", "summed apart", "routed", "nested", "checkpointed")
 """What one rank does that others do not."""
 
