@@ -171,7 +171,7 @@ def test_a_backward_within_a_backward_that_reaches_weights_alone_is_refused() ->
 def test_a_loss_on_an_activation_inside_of_a_checkpoint_is_refused_by_name() -> None:
     model: Any = yafsdp_cc.shard(Net("kept"))
     model(batch(0))
-    with pytest.raises(NotImplementedError, match=r"runs a part of model.get_submodule\('blocks.0'\) again"):
+    with pytest.raises(NotImplementedError, match=r"blocks.0.norm.weight.*a backward runs a part of model again"):
         model.blocks[0].kept.square().mean().backward()
 
 

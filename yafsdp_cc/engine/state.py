@@ -863,13 +863,14 @@ class GroupCall:
             self.iteration.prefetch_for_backward(group)
         return BegunCall(uses_buffer, group.backward_span.start() if group.context.traces else None)
 
-    def end(self, begun: BegunCall) -> None:
+    def end(self, backward: Backward, begun: BegunCall) -> None:
         """Let the buffer go: the backward is through with this call."""
         group = self.group
         if begun.span is not None:
             group.backward_span.end(begun.span)
         group.register_sharded()
-        group.accumulate_leaf_grads(self.unsharded)
+        if backward.wants_grads:
+            group.accumulate_leaf_grads(self.unsharded)
         if begun.uses_buffer:
             group.release(self.unsharded)
 
@@ -930,7 +931,7 @@ class Backward:
 
     def end(self, call: GroupCall) -> None:
         """End a call."""
-        call.end(self.begun.pop(call))
+        call.end(self, self.begun.pop(call))
 
     def begin_reached(self, call: GroupCall) -> None:
         """Begin a call that no plan has; an output may be that of a call within it, too."""
