@@ -190,9 +190,9 @@ class ShardedGrad:
         """
         before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
         fresh = all(grad is None for grad in before)
-        dtype = grad_dtype_of(self.params) if fresh else self.buffer.dtype
-        if fresh and (dtype != self.buffer.dtype or self._is_kept()):
-            self._use(self._new_buffer(dtype))  # the gradients of an earlier step stay as they are
+        wanted = (None, self.buffer.dtype)
+        if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
+            self._use(self._new_buffer(grad_dtype_of(self.params)))  # the gradients of an earlier step stay as they are
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
             if fresh or ours:
