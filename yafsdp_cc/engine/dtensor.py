@@ -636,7 +636,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
                 return flat_range_of(value, spec)
             # set_model_state_dict makes DTensors of full state dicts; all ranks load alike. Detached: torch 2.11 fails
             # to gather, below autograd, what requires a gradient.
-            value = value.detach().full_tensor()
+            value = cast("DTensor", value.detach()).full_tensor()
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
     # A number may have dimensions of size 1, as long as they would not show in the result.

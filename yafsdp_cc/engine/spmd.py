@@ -62,7 +62,8 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         ValueError: ``mesh`` has no such dimensions, or nothing is to be sharded.
     """
     if not hasattr(dims, "shard_names"):
-        raise TypeError(f"dp_mesh_dims takes torch.distributed.fsdp.DataParallelMeshDims(shard='dp'); got {dims!r}")
+        takes = "torch.distributed.fsdp.DataParallelMeshDims(shard='dp'), of torch 2.13"
+        raise TypeError(f"dp_mesh_dims takes {takes}; got {dims!r}")
     names, shard, replicate = mesh.mesh_dim_names or (), dims.shard_names, dims.replicate_names
     if missing := [name for name in (*shard, *replicate) if name not in names]:
         raise ValueError(
