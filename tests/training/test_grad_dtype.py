@@ -46,7 +46,7 @@ def test_gradients_are_added_up_in_their_own_dtype(how: str) -> None:
 
 @ranks(2)
 def test_parameters_of_one_buffer_that_differ_are_named() -> None:
-    model = yafsdp_cc.shard(seeded(Mlp).bfloat16())
+    model = yafsdp_cc.shard(seeded(Mlp).bfloat16(), units=[nn.Sequential])
     model.blocks[0][2].weight.grad_dtype = torch.float32
     said = refusal(lambda: square(model, mine(inputs()).bfloat16()).backward())
     assert "'blocks.0.0.weight' has grad_dtype torch.bfloat16 and 'blocks.0.2.weight', sharded together with it" in said
