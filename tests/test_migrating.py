@@ -184,6 +184,7 @@ def bottom_up(**options: Any) -> Any:
 
 def gathered(model: nn.Module) -> int:
     """Bytes that one micro-batch gathers."""
+    state_of(model)  # is made before the first forward, on all ranks
     before = yafsdp_cc.counters_of(model).gathered_bytes
     loss(model, 0, dist.get_rank()).backward()
     return yafsdp_cc.counters_of(model).gathered_bytes - before
