@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import yafsdp_cc
-from tests.internals import module_methods
+from tests.internals import module_methods, state_of
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import on_ranks, ranks
 from tests.twins import seeded, whole
