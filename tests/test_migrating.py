@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import yafsdp_cc
-from tests.internals import module_methods
+from tests.internals import module_methods, state_of
 from tests.models import VOCABULARY, Transformer
 from tests.ranks import on_ranks, ranks
 from tests.twins import seeded, whole
@@ -184,6 +184,7 @@ def bottom_up(**options: Any) -> Any:
 
 def gathered(model: nn.Module) -> int:
     """Bytes that one micro-batch gathers."""
+    state_of(model)  # is made before the first forward, on all ranks
     before = yafsdp_cc.counters_of(model).gathered_bytes
     loss(model, 0, dist.get_rank()).backward()
     return yafsdp_cc.counters_of(model).gathered_bytes - before

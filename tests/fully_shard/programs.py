@@ -647,6 +647,8 @@ def with_experts_on_another_mesh(api: Api) -> Run:
     run = Run.of_sharded(api, model)
     run.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     if api is yafsdp_cc:  # experts are gathered in turn, while the block before computes, and into no block's buffer
+        model.unshard()  # has the engine made before the first forward, on all ranks
+        model.reshard()
         plan = yafsdp_cc.plan_of(model)
         assert [(unit.role, unit.buffer) for unit in plan.units if "experts" in unit.name] == [
             ("nested", 0),
