@@ -336,7 +336,7 @@ def _ops(
     for _ in range(length):
         if late and depth < 3 and rng.random() < late:
             how = rng.choice(("inner", "through", "apart", "grad"))
-            # A late one in it would have a backward in the forward: a checkpoint would run that again, without an end.
+            # No late one within it: the engine loses gradients of a backward in a forward that a checkpoint runs again.
             yield ("inner", body(late=0.0)) if how == "inner" else ("late", how, body())
             continue
         draw = rng.random()
