@@ -318,7 +318,7 @@ class _Recorder(Observer):
         self._kind = ""
 
     def after_backward(self) -> None:
-        self.add(REPLICATED, self._state.final_reduce)
+        self.add(REPLICATED)
 
     @property
     def is_within(self) -> bool:
@@ -651,8 +651,8 @@ def _issue(state: FSDPState, op: _Op) -> None:
         if context.replicas is not None:
             context.replicas.all_reduce_kept()
         context.reduced.clear()
-        context.fingerprint.agree("reduce", op.name, state.replicated.flats)
-        state.replicated.all_reduce([0.0] * len(state.params))
+        context.fingerprint.record("reduce", "replicated parameters")
+        state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:

@@ -259,9 +259,9 @@ def test_a_part_that_has_run_by_itself_ends_its_warm_up_with_the_model() -> None
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    sent, planned = yafsdp_cc.counters_of(model).reduced_bytes, yafsdp_cc.plan_of(model).wire
+    sent, planned = yafsdp_cc.counters_of(model).reduced_bytes, yafsdp_cc.plan_of(model).communication
     model(torch.randn(4, 64)).square().mean().backward()
-    assert yafsdp_cc.counters_of(model).reduced_bytes - sent == planned.reduce + planned.small
+    assert yafsdp_cc.counters_of(model).reduced_bytes - sent == planned.reduce + planned.replicated
 
 
 # Refused

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
-_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -93,23 +92,17 @@ class GroupContext:
         return bool(_will_execute(self.leaf_node))
 
     def wait(self, handle: CommHandle) -> None:
-        """Wait for an operation."""
+        """Wait for an operation; where that fails, tell what the other ranks were doing."""
         if not handle.pending:
             return
         for observer in self.observers:
             observer.before_wait()
-        self.explained(handle.wait)
-        for observer in self.observers:
-            observer.after_wait()
-
-    def explained(self, communicate: Callable[[], _Result]) -> _Result:
-        """Return what ``communicate`` does; where it fails, tell what the other ranks were doing."""
         try:
-            return communicate()
-        except torch.OutOfMemoryError:
-            raise
+            handle.wait()
         except RuntimeError as error:
             raise self.fingerprint.explain(error) from error
+        for observer in self.observers:
+            observer.after_wait()
 
     def bind_reduce(self, flat: FlatParam) -> None:
         """Make what the gradients of ``flat`` need, unless it is there: frozen parameters need nothing."""
@@ -126,7 +119,7 @@ class GroupContext:
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
             self.wait(self.last_reduce)  # both use the scratch buffers
         self.reduce_stream.wait_for_caller()
-        self.explained(partial(self.reduce_stream.issue, buffer.handle, start, finish))
+        self.reduce_stream.issue(buffer.handle, start, finish)
         self.last_reduce = buffer.handle
         self.in_flight.append(buffer)
 
@@ -135,7 +128,7 @@ class GroupContext:
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
             if self.replicas is not None:
-                self.explained(self.replicas.wait)
+                self.replicas.wait()
             self.last_reduce = None
             self.in_flight.clear()
 
@@ -353,7 +346,6 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
-        context.fingerprint.agree("gather", self.name)
         buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
         buffer.fills += 1
         buffer.filled_in = context.passes
@@ -362,12 +354,12 @@ class ParamGroup:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
             handle = span.start()
         completes = any(all_gather.has_finish for all_gather, *_ in stale)
-        issue = partial(context.gather_stream.issue, buffer.handle, start, finish if completes else None)
-        context.explained(partial(issue, after=buffer.last_use))
+        context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
             span.end(handle)
         buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
+        context.fingerprint.record("gather", self.name)
 
     def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
@@ -504,8 +496,7 @@ class ParamGroup:
         used = self._take(grads)
         for observer in context.observers:
             observer.before_reduce(self.name)
-        sums = context.replicas is None or context.replicas.sums
-        context.fingerprint.agree("reduce" if sums else "reduce, not over replicas,", self.name, self.flats)
+        context.fingerprint.record("reduce", self.name)
         span = handle = None
         if context.traces:
             span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))

@@ -1,19 +1,18 @@
-"""Replicated parameters, and what ranks tell each other about gradients and collectives.
+"""Replicated parameters, and what ranks tell each other at the end of a backward.
 
 Norms, biases and other tiny parameters are whole on every rank: sharding them would save nothing and cost a collective
 each. Their gradients are summed once per backward, in fp32 (fp64 if one of them is) and never encoded, in one buffer
-that also carries which parameters each rank has used:
+that also carries which parameters each rank has used and a fingerprint of the collectives that it has issued:
 
-    | gradients of the replicated parameters | used parameters |
+    | gradients of the replicated parameters | used parameters | fingerprint |
 """
 
 from __future__ import annotations
 
-import time
+import itertools
 import zlib
 from array import array
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +26,6 @@ from yafsdp_cc.engine.streams import PinnedReadback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import timedelta
 
     from torch import Tensor
 
@@ -283,118 +281,62 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
                 hook(param.parameter)
 
 
-# What ranks issue --------------------------------------------------------------------------------------------------
+# What ranks have issued --------------------------------------------------------------------------------------------
 
-_FACTOR, _MASK = 256 * 1_000_003, (1 << 64) - 1
-"""A hash that is multiplied by it eight times has nothing left of what it was."""
+_FACTOR, _MASK = 1_000_003, (1 << 61) - 1
+_DIGITS, _BASE = 5, 64
 _SHOWN = 6
-"""Operations, and frozen parameters, of each rank that an error names."""
-_KNOWN = 1 << 16
-"""Contexts that a rank keeps in mind: all ranks forget theirs at the same operation."""
-_PROMPT = 0.003
-"""Seconds for which a rank looks for the others' answers often: some stores sleep between two looks."""
-_AGREED, _DIFFERENT = b"agreed", b"different"
+"""Operations of each rank that an error names."""
+_fingerprints = itertools.count()
 
 
 class CollectiveFingerprint:
-    """What ranks compare of the collectives that they are about to issue.
+    """A running hash of the issued collectives, to tell ranks that run different programs from ranks that are late.
 
-    Two ranks that issue different ones hang, end (gloo, where a message is too long) or mix up numbers. So an operation
-    is issued at once only if it has followed the eight before it the last time. Any other one waits until all ranks
-    have told the store that theirs is the same: where some go on as before, those that do not never meet them, and all
-    of them time out by name.
+    It crosses ranks as ``sums``: five digits below 64 and their squares, whose sums over N ranks are exact in fp32 up
+    to 4,096 ranks. All ranks agree on a digit d if and only if N * Σd² = (Σd)².
 
     Args:
         rank: among the ``world`` ranks of the model.
-        ranks: the numbers of these ranks among all.
-        timeout: how long they wait for each other; None: as long as the store does.
+        first: the first of these ranks among all.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], timeout: timedelta | None) -> None:
-        self._rank, self._world = rank, len(ranks)
-        self._store = _get_default_store().clone()  # type: ignore[attr-defined]
-        if timeout is not None:
-            self._store.set_timeout(timeout)
-        key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
-        self._key = f"{key}/{self._store.add(f'{key}/times of {rank}', 1)}"  # all of these ranks count alike
-        self._count = self._context = 0
-        self._followers: dict[int, int] = {}
-        """What has come behind a context the last time, as all ranks have agreed: operations, by their hashes."""
+    WIDTH = 2 * _DIGITS
+    """How many numbers ``sums`` has."""
+
+    def __init__(self, rank: int, world: int, first: int) -> None:
+        self._rank, self._world = rank, world
+        self._store = _get_default_store()
+        self._key = f"yafsdp_cc/fingerprint/{first}/{next(_fingerprints)}"
+        self._count = self._hash = 0
         self._last: deque[str] = deque(maxlen=_SHOWN)
-        self._agreed_key = ""
 
     def record(self, kind: str, name: str) -> None:
-        """Note what has become of the group ``name``, on which the operations behind it are to depend."""
-        self._add(zlib.crc32(f"{kind} {name}".encode()), f"{kind} {name}")
-
-    def agree(self, kind: str, name: str, flats: Sequence[FlatParam] = ()) -> None:
-        """Return once all ranks are known to issue the same operation of the group ``name`` next.
-
-        Args:
-            kind: of the operation.
-            name: of the group.
-            flats: whose gradients it sums: of which parameters, and how they are divided, must be alike too.
-
-        Raises:
-            RuntimeError: ranks issue different operations, or one does not come.
-        """
+        """Note one operation of the group ``name``."""
         text = f"{kind} {name}"
-        wanted = [param.parameter.requires_grad for flat in flats for param in flat.params]
-        operation = hash((zlib.crc32(text.encode()), *wanted, *[flat.divisor.factor for flat in flats])) & _MASK
-        if self._world > 1 and self._followers.get(self._context) != operation:
-            self._negotiate(operation, text, flats)
-            if len(self._followers) > _KNOWN:
-                self._followers.clear()
-            self._followers[self._context] = operation
-        self._add(operation, text)
-
-    def _add(self, operation: int, text: str) -> None:
-        self._context = (self._context * _FACTOR + operation) & _MASK
+        self._hash = (self._hash * _FACTOR + zlib.crc32(text.encode())) & _MASK
         self._count += 1
         self._last.append(text)
 
-    def _negotiate(self, operation: int, text: str, flats: Sequence[FlatParam]) -> None:
-        """Ask all ranks for their next operation: one number has how many have answered, and the sum of the hashes."""
-        key, own = f"{self._key}/{self._count}", (operation ^ self._context) >> 32
-        try:
-            answers = self._store.add(key, (1 << 48) + own)
-            if answers >> 48 == self._world:
-                verdict = _AGREED if answers & ((1 << 48) - 1) == self._world * own else _DIFFERENT
-                self._store.set(f"{key}/over", verdict)
-                self._forget(self._agreed_key)
-            else:
-                until, pause = time.monotonic() + _PROMPT, 5e-5
-                while time.monotonic() < until and not self._store.check([f"{key}/over"]):
-                    time.sleep(pause)
-                    pause *= 1.5
-                verdict = self._store.get(f"{key}/over")
-        except RuntimeError as error:
-            raise self.explain(error, self._described(text, flats)) from error
-        if verdict != _AGREED:
-            raise self.explain(RuntimeError("ranks were about to issue different ones"), self._described(text, flats))
-        self._agreed_key = key
+    def sums(self) -> list[float]:
+        """Return the fingerprint as numbers to be summed over ranks."""
+        digits = [float((self._hash >> 31) // _BASE**place % _BASE) for place in range(_DIGITS)]
+        return digits + [digit * digit for digit in digits]
 
-    def _forget(self, key: str) -> None:
-        """Remove what ranks have agreed on: all of them have read it, for they have answered the next question."""
-        with suppress(RuntimeError):  # not all stores can
-            for each in (key, f"{key}/over") if key else ():
-                self._store.delete_key(each)
+    def check(self, totals: Sequence[float]) -> None:
+        """Raise a ``RuntimeError`` where ``sums``, summed over ranks, show that these have issued different things."""
+        pairs = zip(totals[:_DIGITS], totals[_DIGITS:], strict=True)
+        if any(self._world * squares != total * total for total, squares in pairs):
+            raise RuntimeError(
+                "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
+                f"forward (parameters inside a unit may go unused)\n{self._compare()[1]}"
+            )
 
-    def _described(self, text: str, flats: Sequence[FlatParam]) -> str:
-        frozen = [p.spec.name for flat in flats for p in flat.params if not p.parameter.requires_grad]
-        factors = sorted({flat.divisor.factor for flat in flats} - {self._world})
-        return (
-            f"; next: {text}"
-            + (f" without {', '.join(frozen[:_SHOWN])}, frozen ({len(frozen)} in all)" if frozen else "")
-            + (f", divided by {factors}" if factors else "")
-        )
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Return the failure of a collective, with what the other ranks were doing."""
+        reason, table = self._compare()
+        return RuntimeError(f"an operation failed: {reason}.\nWhat ranks did last:\n{table}\n{error}")
 
-    def explain(self, error: RuntimeError, following: str = "") -> RuntimeError:
-        """Return the failure of a collective, with what the other ranks were doing, and this one was about to do."""
-        mine = f"{self._count} operations, the last: {', '.join(self._last)}{following}"
-        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._world, mine)
-        return RuntimeError(
-            f"an operation failed: {reason}: the same forwards and backwards, requires_grad and "
-            "set_requires_gradient_sync (parameters inside a unit may go unused).\n"
-            f"What ranks did last:\n{table}\n{error}"
-        )
+    def _compare(self) -> tuple[str, str]:
+        mine = f"{self._count} operations, the last: {', '.join(self._last)}"
+        return exchange_over_store(self._store, self._key, self._rank, self._world, mine)
