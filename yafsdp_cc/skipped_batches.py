@@ -643,9 +643,9 @@ def _issue(state: FSDPState, op: _Op) -> None:
         context.gather_stream.wait_for_caller()
         context.passes += 1
         with torch.set_grad_enabled(op.flag):
-            state.expire_weights()
             for observer in context.observers:
                 observer.before_forward()
+            state.expire_weights()
     elif op.kind == REPLICATED:
         context.wait_for_reduces()
         if context.replicas is not None:

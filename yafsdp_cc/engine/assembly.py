@@ -102,7 +102,8 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    with refused_together(*all_groups(specs[-1].info.mesh)):
+    # What was assembled before was checked on all ranks; the host does not wait for them again.
+    with refused_together(*(() if state_of(model) is not None else all_groups(specs[-1].info.mesh))):
         _check(model, specs)
     collectives = _join_collectives(specs)
     retired = list(dict.fromkeys(old for spec in specs for module in spec.modules if (old := state_of(module))))
@@ -132,6 +133,7 @@ def assemble(model: nn.Module) -> FSDPState:
             context.bind_reduce(flat)
     for old in retired:
         context.has_warned |= old.context.has_warned
+        state.contents.is_written |= old.model is model and old.contents.is_written
         if context.replicas is not None and old.context.replicas is not None:
             context.replicas.sums = old.context.replicas.sums
     context.observers = tuple(collectives.observers())

@@ -237,7 +237,7 @@ def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None 
 def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
     """Return every rank's item, in the order of a mesh whose last dimension comes first."""
     items = [item]
-    for group in across:
+    for group in (each for each in across if each.size() > 1):
         theirs: list[list[T]] = [items] * group.size()
         dist.all_gather_object(theirs, items, group=group)
         items = [each for some in theirs for each in some]

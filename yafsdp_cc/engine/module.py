@@ -301,12 +301,11 @@ class ShardedModule(FSDPModule, nn.Module):
         Raises:
             RuntimeError: this is not the root.
         """
-        state = state_of(self)
-        if state is None:
-            return
-        if state.model is not self:
+        state, spec = state_of(self), spec_of(self)
+        if (state is not None and state.model is not self) or (spec is not None and spec.outer is not None):
             raise RuntimeError("reset_iter_state is for the root module, the outermost that is sharded")
-        state.reset()
+        if state is not None:
+            state.reset()
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(

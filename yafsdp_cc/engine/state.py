@@ -253,11 +253,11 @@ class FSDPState:
         if self.backwards or self.interrupted:
             self.reset()
         self.contents.check()
-        self.expire_weights()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-        for observer in context.observers:
+        for observer in context.observers:  # the first may raise, for a batch that others skip: nothing has expired yet
             observer.before_forward()
+        self.expire_weights()
         self.replicated.refresh()
         if not torch.is_grad_enabled():
             self.replicated.trainable()
@@ -1031,11 +1031,14 @@ class ModelContents:
         self._seen: list[object] = []
         """What was in the registries, in order."""
         self._frozen: list[nn.Parameter] = []
+        self.is_written = False
+        """Whether all parameters and buffers were seen to have values, in this assembly or an earlier one."""
 
     def check(self) -> None:
         """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
-        if not self._registries:
+        if not self.is_written:
             check_written(self._model, self._params)
+            self.is_written = True
         contents = self._contents()
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)
