@@ -25,7 +25,7 @@ mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("pipeline", "data"))
 place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
 device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-# Many forwards and backwards in each step: weights that stay unsharded are gathered only once.
+# Many forwards and backwards in each step: weights that stay unsharded are gathered only once, from the second one on.
 module = yafsdp_cc.shard(make_stages()[place], mesh=mesh["data"], reshard_after_forward=False)
 stage = ShardedStage(module, place, 2, device, group=mesh["pipeline"].get_group())
 schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=F.mse_loss)

@@ -37,7 +37,9 @@ def _check(ran: dict[str, Any]) -> None:
     torch.testing.assert_close(found / 2, torch.tensor(losses))
     planned = yafsdp_cc.plan_of(module).communication
     assert ran["reduced"] == [step * (planned.reduce + planned.replicated) for step in (1, 2, 3)]
-    assert ran["gathered"] == [step * planned.gather_forward for step in (1, 2, 3)]
+    # Until an optimizer has stepped, weights may be written by hand between any two forwards: the first step gathers
+    # them for the forward that tells the stage shapes and for each of four micro-batches.
+    assert ran["gathered"] == [(4 + step) * planned.gather_forward for step in (1, 2, 3)]
     assert yafsdp_cc.counters_of(module).overflow_buffers == 0
 
 

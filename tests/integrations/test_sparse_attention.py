@@ -28,7 +28,13 @@ def _check(ran: dict[str, Any]) -> None:
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    same(whole(ran["model"]), plain)
+    found, truth = whole(ran["model"]), dict(plain.named_parameters())
+    for name in [name for name in truth if name.endswith("qkv.bias")]:
+        # A bias of keys changes no softmax: its gradient is rounding alone, of which Adam makes steps of any size.
+        for each in (found, truth):
+            query, _, value = each.pop(name).chunk(3)
+            each[name] = torch.cat([query, value])
+    same(found, truth)
     assert ran["difference"] < 1e-5
     # Of 8 × 8 blocks the first column, the diagonal and the one below it are computed: 8 + 7 + 6.
     assert ran["sparse"].sparsity() == 100 * (1 - (8 + 7 + 6) / 64)
