@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from yafsdp_cc.bench import train
-from yafsdp_cc.bench.common import about, names, save, table
-from yafsdp_cc.bench.contestants import trains
 from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
 from yafsdp_cc.compression.queue_model import backward_seconds
 from yafsdp_cc.engine.module import require_state
-from yafsdp_cc.netlab import Lab, Unavailable
+from yafsdp_cc.tools.bench import train
+from yafsdp_cc.tools.bench.common import about, names, save, table
+from yafsdp_cc.tools.bench.contestants import trains
+from yafsdp_cc.tools.netlab import Lab, Unavailable
 
 if TYPE_CHECKING:
-    from yafsdp_cc.bench.trainers import Trainer
+    from yafsdp_cc.tools.bench.trainers import Trainer
 
 SEQUENCES = 2
 

@@ -34,16 +34,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import yafsdp_cc
 from bench.memory import measure_memory
 from tests.ranks import on_ranks
-from yafsdp_cc.bench.common import table
 from yafsdp_cc.compression import Compression
-from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
-from yafsdp_cc.plan.step_time import Link, events_of, step_time
+from yafsdp_cc.tools.bench.common import table
+from yafsdp_cc.tools.estimate import Subject, plan_over, probe, subject_of
+from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from yafsdp_cc.plan import Plan
-    from yafsdp_cc.plan.step_time import Event
+    from yafsdp_cc.tools.step_time import Event
 
 MIB = 1 << 20
 

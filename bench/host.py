@@ -3,7 +3,7 @@
     python bench/host.py                        # the branches of CUDA and of the CPU on 8, 64 and 1,024 ranks
     python bench/host.py --kinds cuda --hotspots 64     # where the time goes, by cProfile
 
-Ranks are fake (``yafsdp_cc.fake_ranks``): collectives are calls that do nothing, streams and events are stand-ins in
+Ranks are fake (``yafsdp_cc.tools.fake_ranks``): collectives are calls that do nothing, streams and events are stand-ins in
 Python, for FSDP2 as well. Tensors are real ones in host memory, of a few KiB, equally large for any number of ranks:
 what is measured is Python and torch's dispatch, and a little of copying. Times are those of the calling thread's
 processor clock, per block, with the root's share: forward and backward less those of the model alone, and AdamW's step
@@ -41,9 +41,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
-from yafsdp_cc import fake_ranks
-from yafsdp_cc.bench.common import about, interleaved, names, save, table
 from yafsdp_cc.engine.replicated import CollectiveFingerprint
+from yafsdp_cc.tools import fake_ranks
+from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What a program launches on CUDA, counted on a device that is not there (``yafsdp_cc.fake_ranks``)."""
+"""What a program launches on CUDA, counted on a device that is not there (``yafsdp_cc.tools.fake_ranks``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_cc import fake_ranks
+from yafsdp_cc.tools import fake_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from yafsdp_cc.bench.common import cell, table
+from yafsdp_cc.tools.bench.common import cell, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -33,7 +33,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from yafsdp_cc.bench.common import about, names, save, table
+from yafsdp_cc.tools.bench.common import about, names, save, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

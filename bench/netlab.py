@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.bench.common import names
-from yafsdp_cc.netlab import Lab, LabError, Unavailable
-from yafsdp_cc.netlab.links import address, bits_per_second
+from yafsdp_cc.tools.bench.common import names
+from yafsdp_cc.tools.netlab import Lab, LabError, Unavailable
+from yafsdp_cc.tools.netlab.links import address, bits_per_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

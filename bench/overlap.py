@@ -26,10 +26,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_cc
-from yafsdp_cc.netlab import Lab
 from yafsdp_cc.profiling import Span
-from yafsdp_cc.report.overlap import measure
-from yafsdp_cc.report.trace import read
+from yafsdp_cc.tools.netlab import Lab
+from yafsdp_cc.tools.report.overlap import measure
+from yafsdp_cc.tools.report.trace import read
 
 WIDTH, UNITS, ROWS, STEPS = 2048, 4, 512, 2
 

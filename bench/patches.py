@@ -31,7 +31,7 @@ import yafsdp_cc
 from bench.memory import _live, _peak
 from bench.models import SPECS
 from tests.ranks import on_ranks
-from yafsdp_cc.bench.common import about, interleaved, names, save, table
+from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PLAIN, PATCHED = "step", "step and patch"

@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.cli.command import yafsdp_cc as command_line
 from tests.ranks import on_ranks
 from tests.soak import LONG
-from yafsdp_cc import cli
+from yafsdp_cc.tools import cli
 
 ROOT = Path(__file__).parent.parent
 

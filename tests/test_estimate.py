@@ -23,13 +23,13 @@ import yafsdp_cc
 from tests.cli.command import yafsdp_cc as yafsdp_cc_command
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.cli.estimate import main, parser
 from yafsdp_cc.compression import Compression
-from yafsdp_cc.demo.model import GPT
-from yafsdp_cc.demo.train import loss_of
-from yafsdp_cc.estimate import Subject, plan_over, probe, subject_of
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.plan.step_time import Work
+from yafsdp_cc.tools.cli.estimate import main, parser
+from yafsdp_cc.tools.demo.model import GPT
+from yafsdp_cc.tools.demo.train import loss_of
+from yafsdp_cc.tools.estimate import Subject, plan_over, probe, subject_of
+from yafsdp_cc.tools.step_time import Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -212,7 +212,7 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         (["demo", "--rate", "5tflops"], "a step's time takes both --rate and --link"),
         (["demo", "--link", "5"], "'5': write a number and a unit of kbit, mbit, gbit, tbit"),
     ):
-        monkeypatch.setitem(sys.modules, "yafsdp_cc.estimate", None)
+        monkeypatch.setitem(sys.modules, "yafsdp_cc.tools.estimate", None)
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err

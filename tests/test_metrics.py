@@ -21,9 +21,9 @@ import yafsdp_cc
 from tests import simulated_cuda
 from tests.ranks import on_ranks, ranks
 from tests.soak import LONG
-from yafsdp_cc import metrics
-from yafsdp_cc.metrics import Metrics
-from yafsdp_cc.report.page import read_run
+from yafsdp_cc.tools import metrics
+from yafsdp_cc.tools.metrics import Metrics
+from yafsdp_cc.tools.report.page import read_run
 
 
 def written(folder: Path, event: str = "") -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.models import WIDTH
 from tests.ranks import ranks
-from yafsdp_cc.metrics import Metrics
+from yafsdp_cc.tools.metrics import Metrics
 
 QUERIES: dict[str, Callable[[Any], object]] = {
     "plan_of": lambda model: str(yafsdp_cc.plan_of(model)),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc import compression as compression
     from yafsdp_cc import integrations as integrations
-    from yafsdp_cc import netlab as netlab
     from yafsdp_cc import optim as optim
     from yafsdp_cc import pipelining as pipelining
     from yafsdp_cc import profiling as profiling
@@ -37,11 +36,12 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import register_forward_method as register_forward_method
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
-    from yafsdp_cc.metrics import Metrics as Metrics
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
     from yafsdp_cc.skipped_batches import PeerFailedError as PeerFailedError
     from yafsdp_cc.skipped_batches import skip_together as skip_together
+    from yafsdp_cc.tools import netlab as netlab
+    from yafsdp_cc.tools.metrics import Metrics as Metrics
     from yafsdp_cc.uneven_batches import uneven as uneven
 
 for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyyaml"}.items():
@@ -61,7 +61,7 @@ _MODULE_OF = {
     "join_replicas": "yafsdp_cc.replicas.sync",
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.full",
-    "Metrics": "yafsdp_cc.metrics",
+    "Metrics": "yafsdp_cc.tools.metrics",
     "patch_torch": "yafsdp_cc.engine.loading",
     "PeerFailedError": "yafsdp_cc.skipped_batches",
     "plan_of": "yafsdp_cc.api",
@@ -81,14 +81,21 @@ _MODULE_OF = {
     "WeightPatch": "yafsdp_cc.checkpoint.patch",
     "whole_parameters": "yafsdp_cc.engine.module",
 }
-_MODULES = ("compression", "integrations", "netlab", "optim", "pipelining", "profiling", "replicas", "server")
+_MODULES = {
+    "netlab": "yafsdp_cc.tools.netlab",
+    **{
+        name: f"yafsdp_cc.{name}"
+        for name in ("compression", "integrations", "optim", "pipelining", "profiling", "replicas", "server")
+    },
+}
+"""Public modules, and where they are."""
 
 __all__ = [*_MODULES, *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"yafsdp_cc.{name}")
+        return importlib.import_module(_MODULES[name])
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'yafsdp_cc' has no attribute {name!r}")
     return globals().setdefault(name, getattr(importlib.import_module(_MODULE_OF[name]), name))

@@ -2,6 +2,6 @@
 
 import sys
 
-from yafsdp_cc.cli import main
+from yafsdp_cc.tools.cli import main
 
 sys.exit(main())

@@ -40,10 +40,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import yafsdp_cc
 from bench.models import GPT, Spec
 from tests.ranks import ranks_of_one_gpu
-from yafsdp_cc.bench.common import about, names, save, table
-from yafsdp_cc.bench.trainers import shard_by_fsdp2
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.tools.bench.common import about, names, save, table
+from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

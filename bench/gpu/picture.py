@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from yafsdp_cc.report.overlap import joined, without
+from yafsdp_cc.tools.report.overlap import joined, without
 
 CONTESTANTS = {"fsdp2": "FSDP2", "ours": "this engine", "ours int8": "this engine, int8 gradients"}
 LANES = {"computed": "compute", "communicated": "wire"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from yafsdp_cc.netlab import Lab, Unavailable
+from yafsdp_cc.tools.netlab import Lab, Unavailable
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "muon.py"
 

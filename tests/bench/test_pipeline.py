@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.netlab.labs import lab_of
-from yafsdp_cc.bench import pipeline
-from yafsdp_cc.bench.contestants import PIPELINE
-from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.tools.bench import pipeline
+from yafsdp_cc.tools.bench.contestants import PIPELINE
+from yafsdp_cc.tools.demo.model import GPT
 
 
 def test_parts_are_the_model() -> None:

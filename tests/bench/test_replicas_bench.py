@@ -7,9 +7,9 @@ import functools
 import pytest
 
 from tests.netlab.labs import lab_of
-from yafsdp_cc.bench import replicas, train
-from yafsdp_cc.bench.contestants import REPLICAS
-from yafsdp_cc.demo.model import GPT
+from yafsdp_cc.tools.bench import replicas, train
+from yafsdp_cc.tools.bench.contestants import REPLICAS
+from yafsdp_cc.tools.demo.model import GPT
 
 NAMES = ("synchronous", "overlap", "gossip", "sparseloco")
 

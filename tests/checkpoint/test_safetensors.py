@@ -10,7 +10,7 @@ from torch import nn
 
 import yafsdp_cc
 import yafsdp_cc.checkpoint.full
-import yafsdp_cc.cli as cli
+import yafsdp_cc.tools.cli as cli
 from tests.checkpoint.jobs import job, same, whole
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks

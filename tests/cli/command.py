@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import yafsdp_cc.cli.launch
-from yafsdp_cc.cli import main
+import yafsdp_cc.tools.cli.launch
+from yafsdp_cc.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import yafsdp_cc.cli as cli
+import yafsdp_cc.tools.cli as cli
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
-from yafsdp_cc.bench import train
+from yafsdp_cc.tools.bench import train
 
 OURS = "ours int8 / int8 weights"
 
@@ -63,7 +63,7 @@ def test_a_machine_without_networks_is_told_what_to_install(
 
 def test_help_names_the_contestants_without_torch() -> None:
     program = """
-import sys, yafsdp_cc.cli as cli
+import sys, yafsdp_cc.tools.cli as cli
 try:
     cli.main(["bench", "--help"])
 finally:

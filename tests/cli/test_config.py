@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import yafsdp_cc
-import yafsdp_cc.cli as cli
+import yafsdp_cc.tools.cli as cli
 from tests.cli.command import ROOT
 from tests.ranks import ranks
 from tests.soak import SOAK
@@ -283,7 +283,7 @@ def test_the_documented_file_and_its_plan(folder: Path) -> None:
 
 def yafsdp_cc_without_torch(*argv: str, answers: str = "") -> subprocess.CompletedProcess[str]:
     program = """
-import sys, yafsdp_cc.cli as cli
+import sys, yafsdp_cc.tools.cli as cli
 try:
     sys.exit(cli.main(sys.argv[1:]))
 finally:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import yafsdp_cc.cli as cli
+import yafsdp_cc.tools.cli as cli
 from tests.cli.command import started, wait_for_line, yafsdp_cc
 from tests.ranks import ranks
 from tests.soak import LONG, also
-from yafsdp_cc.demo import data, train
+from yafsdp_cc.tools.demo import data, train
 
 
 def metrics(folder: Path, name: str = "demo") -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ import pytest
 
 from tests.cli.command import ROOT, children_of, started, wait_for_line, yafsdp_cc
 from tests.soak import LONG, also
-from yafsdp_cc.cli import launch
 from yafsdp_cc.config import Setting
+from yafsdp_cc.tools.cli import launch
 
 EXAMPLE = ROOT / "docs/examples/checkpoint.py"
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
@@ -59,7 +59,7 @@ def test_help_names_the_commands_at_once(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert "launch" in shown.stdout
     assert "demo" in shown.stdout
-    program = "import sys, yafsdp_cc.cli as cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
+    program = "import sys, yafsdp_cc.tools.cli as cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
 
 
@@ -347,7 +347,7 @@ def test_settings_that_nothing_asks_for_are_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains unsharded')")
     settings = json.dumps({"shard.zero_stage": [2, "run.yaml:2"]})
     ran = subprocess.run(
-        [sys.executable, "-m", "yafsdp_cc.cli.runner", tmp_path / "train.py"],
+        [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", tmp_path / "train.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "YAFSDP_CC_RUN": settings},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.netlab import Lab, Traffic, Unavailable
+from yafsdp_cc.tools.netlab import Lab, Traffic, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

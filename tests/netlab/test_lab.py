@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.netlab.labs import MEGABYTE, lab_of, reduced
-from yafsdp_cc.netlab import Lab, LabError, Unavailable
-from yafsdp_cc.netlab.links import bits_per_second, shaping
+from yafsdp_cc.tools.netlab import Lab, LabError, Unavailable
+from yafsdp_cc.tools.netlab.links import bits_per_second, shaping
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -209,4 +209,4 @@ def test_rates_as_tc_is_told() -> None:
 
 def test_the_relay_is_part_of_the_package() -> None:
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    assert '"yafsdp_cc.netlab" = ["relay.c"]' in project.read_text()
+    assert '"yafsdp_cc.tools.netlab" = ["relay.c"]' in project.read_text()

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.netlab.labs import lab_of, reduced
-from yafsdp_cc.netlab import Lab, LabError, Unavailable
+from yafsdp_cc.tools.netlab import Lab, LabError, Unavailable
 
 NOBODY = 65534
 SET_DUMPABLE = 4  # of prctl

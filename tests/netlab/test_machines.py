@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.netlab.labs import MEGABYTE, lab_of
-from yafsdp_cc.netlab import Lab, Traffic
+from yafsdp_cc.tools.netlab import Lab, Traffic
 
 
 def _sent_to(lab: Lab, receiver: int) -> list[Traffic]:

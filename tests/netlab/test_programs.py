@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.netlab.labs import lab_of
-from yafsdp_cc.netlab import LabError, Links
+from yafsdp_cc.tools.netlab import LabError, Links
 
 ROOT = Path(__file__).resolve().parents[2]
 

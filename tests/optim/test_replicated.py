@@ -19,8 +19,8 @@ from tests.optim.paper import Paper
 from tests.ranks import ranks
 from tests.soak import also
 from yafsdp_cc import Compression
-from yafsdp_cc.demo.model import GPT, VOCABULARY
 from yafsdp_cc.optim import OneBitAdam, ReplicatedOneBitAdam
+from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
 
 
 class Term(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from yafsdp_cc.estimate import Activations, Block
 from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
@@ -13,7 +12,8 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
-from yafsdp_cc.plan.step_time import Event, Link, Work, events_of, step_time
+from yafsdp_cc.tools.estimate import Activations, Block
+from yafsdp_cc.tools.step_time import Event, Link, Work, events_of, step_time
 
 
 def plan(gather: int, reduce: int, blocks: int = 4, replicated: int = 0) -> Plan:

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import yafsdp_cc
 from tests.ranks import on_ranks
 from tests.report.traces import GEMM, OTHER_PROCESS, TRUTH, write_kineto, write_nsys
-from yafsdp_cc.report.overlap import Shared, joined, length, measure, without
-from yafsdp_cc.report.trace import UnreadableError, read
+from yafsdp_cc.tools.report.overlap import Shared, joined, length, measure, without
+from yafsdp_cc.tools.report.trace import UnreadableError, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable

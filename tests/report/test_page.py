@@ -21,11 +21,11 @@ from tests.cli.command import ROOT
 from tests.ranks import on_ranks
 from tests.report.traces import write_kineto, write_nsys
 from tests.soak import LONG, also
-from yafsdp_cc import cli
-from yafsdp_cc.cli.capture import capture
-from yafsdp_cc.report import charts
-from yafsdp_cc.report.page import read_run, run_section, run_table
-from yafsdp_cc.report.trace import UnreadableError, read
+from yafsdp_cc.tools import cli
+from yafsdp_cc.tools.cli.capture import capture
+from yafsdp_cc.tools.report import charts
+from yafsdp_cc.tools.report.page import read_run, run_section, run_table
+from yafsdp_cc.tools.report.trace import UnreadableError, read
 
 
 def write_run(folder: Path, **figures: Any) -> Path:
@@ -50,7 +50,7 @@ def test_the_command_without_torch(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "runs" / "one"), write_run(tmp_path / "runs" / "other", tokens_per_s=100)
     traces = [write_kineto(tmp_path / "rank0.json.gz"), write_nsys(tmp_path / "rank1.sqlite")]
     program = (
-        "import sys\nfrom yafsdp_cc.cli import main\nstatus = main(sys.argv[1:])\n"
+        "import sys\nfrom yafsdp_cc.tools.cli import main\nstatus = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules\nsys.exit(status)"
     )
     command = [sys.executable, "-c", program, "report", "-o", str(tmp_path / "page.html"), str(one), str(other)]
@@ -80,7 +80,7 @@ def test_what_a_run_has_not_written_is_not_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [["report", "--help"], ["profile", "--help"]])
 def test_help_comes_without_torch(flags: list[str]) -> None:
     program = (
-        "import atexit, sys\nfrom yafsdp_cc.cli import main\n"
+        "import atexit, sys\nfrom yafsdp_cc.tools.cli import main\n"
         "atexit.register(lambda: print('torch' in sys.modules))\nmain(sys.argv[1:])"
     )
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=True)
@@ -296,7 +296,7 @@ def test_the_command_of_nsys(
         f"env YAFSDP_CC_PROFILE=nsys:10:12:{tmp_path}/out yafsdp-cc launch --nproc-per-node=8 --no-python nsys profile "
         f"'--output={tmp_path}/out/rank%q{{RANK}}' --force-overwrite=true --trace=cuda,nvtx,osrt --sample=none "
         "--cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop "
-        f"{sys.executable} -m yafsdp_cc.cli.runner -m train --steps 9\n"
+        f"{sys.executable} -m yafsdp_cc.tools.cli.runner -m train --steps 9\n"
     )
     assert "nsys is not on PATH" in printed.err
     assert not (tmp_path / "out").exists()

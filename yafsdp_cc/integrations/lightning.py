@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yafsdp_cc.metrics import Metrics
+from yafsdp_cc.tools.metrics import Metrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

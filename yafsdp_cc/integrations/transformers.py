@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from yafsdp_cc.integrations.accelerate import accept_sharded
-from yafsdp_cc.metrics import Metrics
+from yafsdp_cc.tools.metrics import Metrics
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback

@@ -13,12 +13,12 @@ def main(argv: list[str]) -> int:
 
     import torch  # not before the flags are known to be good: it takes seconds
 
-    from yafsdp_cc.cli import launch
+    from yafsdp_cc.tools.cli import launch
 
     if torch.cuda.device_count() < asked.ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks cannot share a GPU under NCCL: train on the CPU
     flags = ["--standalone", f"--nproc-per-node={asked.ranks}", f"--name={asked.name}"]
-    return launch.main([*flags, "-m", "yafsdp_cc.demo.train", *argv])
+    return launch.main([*flags, "-m", "yafsdp_cc.tools.demo.train", *argv])
 
 
 def parser() -> argparse.ArgumentParser:

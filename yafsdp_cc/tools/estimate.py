@@ -26,9 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from yafsdp_cc.api import plan_of, shard
-from yafsdp_cc.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.plan import Plan, find_units
-from yafsdp_cc.plan.step_time import Work
+from yafsdp_cc.tools.fake_ranks import MetaDevice, fake_ranks
+from yafsdp_cc.tools.step_time import Work
 
 CPU = torch.device("cpu")
 
@@ -119,8 +119,8 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
         ValueError: there is no such model.
     """
     if name == "demo":
-        from yafsdp_cc.demo.model import GPT, VOCABULARY
-        from yafsdp_cc.demo.train import loss_of
+        from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
+        from yafsdp_cc.tools.demo.train import loss_of
 
         return Subject(GPT, lambda model: loss_of(model, _tokens(VOCABULARY, batch, sequence + 1)))
     if ":" in name:

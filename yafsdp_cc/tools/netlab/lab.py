@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.netlab import namespaces
-from yafsdp_cc.netlab.keeper import keep
-from yafsdp_cc.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
+from yafsdp_cc.tools.netlab import namespaces
+from yafsdp_cc.tools.netlab.keeper import keep
+from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.context import ForkProcess
 
-    from yafsdp_cc.netlab.links import Traffic
+    from yafsdp_cc.tools.netlab.links import Traffic
 
 MOST_RANKS = 250
 START = 30.0

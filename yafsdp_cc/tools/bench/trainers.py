@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from yafsdp_cc.api import counters_of, shard
 from yafsdp_cc.compression.config import Compression
 from yafsdp_cc.compression.fsdp2 import compress
-from yafsdp_cc.demo.model import GPT
-from yafsdp_cc.demo.train import CLIP, loss_of
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.tools.demo.model import GPT
+from yafsdp_cc.tools.demo.train import CLIP, loss_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yafsdp_cc.bench.contestants import Contestant
+    from yafsdp_cc.tools.bench.contestants import Contestant
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The demo's training job: ``yafsdp-cc demo``, or ``yafsdp-cc launch --nproc-per-node=2 -m yafsdp_cc.demo.train``.
+"""The demo's training job: ``yafsdp-cc demo``, or ``yafsdp-cc launch -m yafsdp_cc.tools.demo.train``.
 
 One page: what a training loop around ``yafsdp_cc.shard`` looks like, and nothing else.
 """
@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import yafsdp_cc
-from yafsdp_cc.cli.demo import parser
-from yafsdp_cc.demo import data
-from yafsdp_cc.demo.model import GPT
-from yafsdp_cc.metrics import peak_memory
+from yafsdp_cc.tools.cli.demo import parser
+from yafsdp_cc.tools.demo import data
+from yafsdp_cc.tools.demo.model import GPT
+from yafsdp_cc.tools.metrics import peak_memory
 
 BATCH = 2  # windows per rank and step: few, so that there are many steps
 LEARNING_RATE, WARM_UP, CLIP = 1e-3, 20, 1.0

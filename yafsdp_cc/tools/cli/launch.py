@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     from torch.distributed import run as torchrun  # not before: it takes seconds
 
-    from yafsdp_cc.cli import elastic
+    from yafsdp_cc.tools.cli import elastic
 
     base = torchrun.get_args_parser()
     parser = argparse.ArgumentParser(
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     if not (options.no_python or options.run_path):
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
-        options.training_script, options.module = "yafsdp_cc.cli.runner", True
+        options.training_script, options.module = "yafsdp_cc.tools.cli.runner", True
     return elastic.run(options, parser, folder, title)
 
 

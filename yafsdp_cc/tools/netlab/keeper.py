@@ -31,8 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
-from yafsdp_cc.netlab import namespaces
-from yafsdp_cc.netlab.links import DEVICE, LabError, Unavailable, address, batch, port
+from yafsdp_cc.tools.netlab import namespaces
+from yafsdp_cc.tools.netlab.links import DEVICE, LabError, Unavailable, address, batch, port
 
 RELAY = Path(__file__).with_name("relay.c")
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yafsdp_cc.cli.demo import positive
+from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yafsdp_cc.estimate import Probe
     from yafsdp_cc.plan import Plan
-    from yafsdp_cc.plan.step_time import StepTime
+    from yafsdp_cc.tools.estimate import Probe
+    from yafsdp_cc.tools.step_time import StepTime
 
 ABOUT = """\
 Tells what one rank holds and sends, and how long a step takes, from the model's plan and one forward and backward on
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         sys.path.insert(0, "")  # module:factory is found from here, as by python -m
     gc.disable()  # hundreds of thousands of objects are made, and few are let go
     # Not before the flags are known to be good: torch takes seconds to import.
-    from yafsdp_cc.estimate import probe, subject_of
+    from yafsdp_cc.tools.estimate import probe, subject_of
 
     try:
         subject = subject_of(asked.model, asked.batch or BATCH, asked.sequence or SEQUENCE)
@@ -128,9 +128,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _row(build: Callable[[], Any], ranks: int, asked: argparse.Namespace, settings: Any, found: Probe | None) -> Row:
-    from yafsdp_cc.estimate import plan_over
     from yafsdp_cc.plan.report import human
-    from yafsdp_cc.plan.step_time import Link, events_of, step_time
+    from yafsdp_cc.tools.estimate import plan_over
+    from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
     shards = ranks // asked.replicas
     plan = plan_over(build, (asked.replicas, shards) if asked.replicas > 1 else (shards,), asked.device, **settings)
@@ -171,8 +171,8 @@ def _settings(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> str:
-    from yafsdp_cc.bench.common import table
     from yafsdp_cc.plan.report import human
+    from yafsdp_cc.tools.bench.common import table
 
     ranks = [f"{row.plan.world * row.plan.replicas:,}" for row in rows]
     plan = rows[0].plan

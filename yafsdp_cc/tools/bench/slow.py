@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.bench import train
-from yafsdp_cc.bench.common import table, times
-from yafsdp_cc.bench.contestants import LEARNS_AS, PHASES, TRAINING
-from yafsdp_cc.bench.trainers import make
-from yafsdp_cc.demo import data
-from yafsdp_cc.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
-from yafsdp_cc.netlab.links import UNSHAPED
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
+from yafsdp_cc.tools.bench import train
+from yafsdp_cc.tools.bench.common import table, times
+from yafsdp_cc.tools.bench.contestants import LEARNS_AS, PHASES, TRAINING
+from yafsdp_cc.tools.bench.trainers import make
+from yafsdp_cc.tools.demo import data
+from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
+from yafsdp_cc.tools.netlab.links import UNSHAPED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.bench.trainers import Trainer
-    from yafsdp_cc.netlab import Lab
+    from yafsdp_cc.tools.bench.trainers import Trainer
+    from yafsdp_cc.tools.netlab import Lab
 
 POINTS = 20
 """Of each curve."""

@@ -1,4 +1,4 @@
-"""What ``yafsdp-cc launch`` runs in every rank: ``python -m yafsdp_cc.cli.runner [-m] script_or_module args...``.
+"""What ``yafsdp-cc launch`` runs in every rank: ``python -m yafsdp_cc.tools.cli.runner [-m] script_or_module args...``.
 
 It behaves as ``python script_or_module`` does, but for three ends. An exception goes whole into torchelastic's error
 file, for the launcher to print. Ctrl-C leaves in silence with status 130. And no rank outlives its launcher.
@@ -78,7 +78,7 @@ def _warn_of_unused_settings() -> None:
 
 def _run(argv: list[str]) -> None:
     if wanted := os.environ.pop("YAFSDP_CC_PROFILE", ""):
-        from yafsdp_cc.cli.capture import capture
+        from yafsdp_cc.tools.cli.capture import capture
 
         capture(wanted)
     if argv[0] == "-m":

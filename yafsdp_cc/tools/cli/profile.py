@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if late := [each for each in before_script if each.partition("=")[0] in FLAGS]:
         parser.error(f"{late[0]} comes first, before torchrun's flags")
 
-    from yafsdp_cc.cli import launch  # not before the flags are known to be good: torch takes seconds
+    from yafsdp_cc.tools.cli import launch  # not before the flags are known to be good: torch takes seconds
 
     folder = asked.output.absolute()
     wanted = f"{asked.tool}:{asked.steps[0]}:{asked.steps[1]}:{folder}"
@@ -93,7 +93,7 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
     # The range ends before the process does: ranks that nsys kills would leave the others waiting.
     nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    runner = [sys.executable, "-m", "yafsdp_cc.cli.runner", *(["-m"] if options.module else [])]
+    runner = [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *(["-m"] if options.module else [])]
     return [*flags, "--no-python", *nsys, *runner, *script]
 
 

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher import api as launcher_api
 
-from yafsdp_cc.cli.logs import RankLogs, UnwritableError
+from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        status = int(importlib.import_module(f"yafsdp_cc.cli.{name}").main(rest))
+        status = int(importlib.import_module(f"yafsdp_cc.tools.cli.{name}").main(rest))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

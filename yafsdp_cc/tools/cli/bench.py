@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from yafsdp_cc.bench.common import about, names, save
-from yafsdp_cc.bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
-from yafsdp_cc.cli.demo import positive
+from yafsdp_cc.tools.bench.common import about, names, save
+from yafsdp_cc.tools.bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
+from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -75,11 +75,11 @@ def main(argv: list[str]) -> int:
     if "picture" in given and given["picture"].suffix not in PICTURES:
         parser.error(f"--picture {given['picture']}: name a file that ends with {' or '.join(PICTURES)}")
 
-    from yafsdp_cc.netlab import LabError, Unavailable
+    from yafsdp_cc.tools.netlab import LabError, Unavailable
 
     try:
         # Not before the arguments are known to be good: torch takes seconds to import.
-        figures = import_module(f"yafsdp_cc.bench.{suite}").run(contestants, **given)
+        figures = import_module(f"yafsdp_cc.tools.bench.{suite}").run(contestants, **given)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (LabError, Unavailable) as error:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from yafsdp_cc.bench.common import table
-from yafsdp_cc.report.overlap import measure
-from yafsdp_cc.report.trace import UnreadableError, read
+from yafsdp_cc.tools.bench.common import table
+from yafsdp_cc.tools.report.overlap import measure
+from yafsdp_cc.tools.report.trace import UnreadableError, read
 
 ABOUT = """\
 A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are drawn side by side.
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
     if not asked.output.absolute().parent.is_dir():
         parser.error(f"--output {asked.output}: there is no such folder")
 
-    from yafsdp_cc.report import page  # not before the flags are known to be good: pydantic takes a tenth of a second
+    from yafsdp_cc.tools.report import (
+        page,  # not before the flags are known to be good: pydantic takes a tenth of a second
+    )
 
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())

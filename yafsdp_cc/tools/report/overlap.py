@@ -7,12 +7,12 @@ from collections import defaultdict
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from yafsdp_cc.report.trace import COMMUNICATION
+from yafsdp_cc.tools.report.trace import COMMUNICATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from yafsdp_cc.report.trace import Activity, Trace
+    from yafsdp_cc.tools.report.trace import Activity, Trace
 
 NOT_COMPUTED = (*COMMUNICATION, "copy")
 """Communication beside a copy of the next batch is exposed all the same."""

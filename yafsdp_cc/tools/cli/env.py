@@ -51,7 +51,7 @@ def _installed() -> Iterator[tuple[str, str]]:
         except PackageNotFoundError:
             yield package, "not installed" if package in ("yafsdp_cc", "torch") else ""
     yield "python", f"{platform.python_version()} {sys.executable}"
-    yield "package", str(Path(__file__).parents[1])
+    yield "package", str(Path(__file__).parents[2])
     try:
         text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text()
         for name, what in (("cuda", "torch's CUDA"), ("hip", "torch's ROCm"), ("git_version", "torch's commit")):
@@ -70,7 +70,7 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def _native() -> str:
-    library = Path(__file__).parents[1] / "compression" / "_native.so"
+    library = Path(__file__).parents[2] / "compression" / "_native.so"
     if not library.is_file():
         return "not built: gradients are encoded by plain torch; pip install --no-build-isolation -e . builds them"
     data = library.read_bytes()

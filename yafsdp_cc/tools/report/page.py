@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from yafsdp_cc.report import charts
-from yafsdp_cc.report.overlap import Shared, joined
-from yafsdp_cc.report.trace import COMMUNICATION, Kind, UnreadableError
+from yafsdp_cc.tools.report import charts
+from yafsdp_cc.tools.report.overlap import Shared, joined
+from yafsdp_cc.tools.report.trace import COMMUNICATION, Kind, UnreadableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.report.overlap import Overlap
+    from yafsdp_cc.tools.report.overlap import Overlap
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
