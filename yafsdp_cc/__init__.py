@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.api import shard as shard
     from yafsdp_cc.api import share_comm_ctx as share_comm_ctx
     from yafsdp_cc.api import watch_loss as watch_loss
+    from yafsdp_cc.batches.skipped import PeerFailedError as PeerFailedError
+    from yafsdp_cc.batches.skipped import skip_together as skip_together
+    from yafsdp_cc.batches.uneven import uneven as uneven
     from yafsdp_cc.checkpoint.full import full_state_dict as full_state_dict
     from yafsdp_cc.checkpoint.full import load_safetensors as load_safetensors
     from yafsdp_cc.checkpoint.full import save_safetensors as save_safetensors
@@ -38,11 +41,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
-    from yafsdp_cc.skipped_batches import PeerFailedError as PeerFailedError
-    from yafsdp_cc.skipped_batches import skip_together as skip_together
     from yafsdp_cc.tools import netlab as netlab
     from yafsdp_cc.tools.metrics import Metrics as Metrics
-    from yafsdp_cc.uneven_batches import uneven as uneven
 
 for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyyaml"}.items():
     if importlib.util.find_spec(_module) is None:
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "load_safetensors": "yafsdp_cc.checkpoint.full",
     "Metrics": "yafsdp_cc.tools.metrics",
     "patch_torch": "yafsdp_cc.engine.loading",
-    "PeerFailedError": "yafsdp_cc.skipped_batches",
+    "PeerFailedError": "yafsdp_cc.batches.skipped",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",
     "register_fsdp_forward_method": "yafsdp_cc.api",
@@ -71,9 +71,9 @@ _MODULE_OF = {
     "save_safetensors": "yafsdp_cc.checkpoint.full",
     "shard": "yafsdp_cc.api",
     "share_comm_ctx": "yafsdp_cc.api",
-    "skip_together": "yafsdp_cc.skipped_batches",
+    "skip_together": "yafsdp_cc.batches.skipped",
     "synchronize_replicas": "yafsdp_cc.replicas.sync",
-    "uneven": "yafsdp_cc.uneven_batches",
+    "uneven": "yafsdp_cc.batches.uneven",
     "unshard_model": "yafsdp_cc.engine.module",
     "UnshardHandle": "yafsdp_cc.api",
     "watch_loss": "yafsdp_cc.api",

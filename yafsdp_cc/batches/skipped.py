@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.batch_rollback import BatchRollback
+from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import reductions, streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from yafsdp_cc.batches.skipped import check_outside_of_block
 from yafsdp_cc.engine.autograd import map_tensors
 from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.replicas.sync import refuse_sync
-from yafsdp_cc.skipped_batches import check_outside_of_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
