@@ -53,8 +53,8 @@ STEP = 3
 OURS = Path(yafsdp_cc.__file__).parent
 FSDP2 = Path(torch.distributed.fsdp._fully_shard.__file__).parent
 TORCH_TENSOR = Path(torch.distributed.tensor.__file__).parent
-TENSOR_FILES = {OURS / "engine" / f"{name}.py" for name in ("dtensor", "shown", "module_parameters", "reductions")}
-"""Our subclass of DTensor, in these files at one version or another."""
+TENSOR_FILES = {*(OURS / "tensor").glob("*.py")}
+"""Our subclass of DTensor."""
 
 
 class Way(NamedTuple):

@@ -35,12 +35,12 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.compression.ddp import encoded_mean as encoded_mean
     from yafsdp_cc.compression.fsdp2 import compress as compress
     from yafsdp_cc.compression.schedule import follow_scaler as follow_scaler
-    from yafsdp_cc.engine.loading import patch_torch as patch_torch
     from yafsdp_cc.engine.module import register_forward_method as register_forward_method
     from yafsdp_cc.engine.module import unshard_model as unshard_model
     from yafsdp_cc.engine.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
+    from yafsdp_cc.tensor.loading import patch_torch as patch_torch
     from yafsdp_cc.tools import netlab as netlab
     from yafsdp_cc.tools.metrics import Metrics as Metrics
 
@@ -62,7 +62,7 @@ _MODULE_OF = {
     "load": "yafsdp_cc.checkpoint.load",
     "load_safetensors": "yafsdp_cc.checkpoint.full",
     "Metrics": "yafsdp_cc.tools.metrics",
-    "patch_torch": "yafsdp_cc.engine.loading",
+    "patch_torch": "yafsdp_cc.tensor.loading",
     "PeerFailedError": "yafsdp_cc.batches.skipped",
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.engine.module",

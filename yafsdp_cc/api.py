@@ -33,10 +33,8 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.engine.extensions import check_subclasses
 from yafsdp_cc.engine.layout import check_tensor_parallel
-from yafsdp_cc.engine.loading import patch_torch
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
     MisuseError,
@@ -83,6 +81,8 @@ from yafsdp_cc.plan.units import TAKE_TURNS, is_small
 from yafsdp_cc.profiling import mark_optimizer_steps
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
+from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
+from yafsdp_cc.tensor.loading import patch_torch
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.sharding import Collectives

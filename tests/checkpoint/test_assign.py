@@ -16,7 +16,7 @@ from tests.checkpoint.test_full import LAYER, LAYERS, WIDTH, Peak
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
 from tests.twins import seeded, whole
-from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 
 def layers():

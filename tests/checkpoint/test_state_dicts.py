@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, job, same, train, whole
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 
 def flat(state, name=""):

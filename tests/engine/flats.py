@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.layout import Layout, ShardSpec
+from yafsdp_cc.tensor.dtensor import flat_dtensor
 
 SHAPES = [(12, 9), (3, 5, 2), (), (7,), (8,), (1,), (64, 3), (0, 4), ()]
 REPLICATED = {4, 8}

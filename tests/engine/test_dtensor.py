@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.engine.flats import mesh_of_all, one_sharded, part_of, specs_of, uneven_specs_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.layout import ShardSpec
+from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 
 def what_it_is():

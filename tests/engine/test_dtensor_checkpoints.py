@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.flats import mesh_of_all, part_of, specs_of, uneven_specs_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.engine.layout import Layout, ShardSpec
+from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 
 def named(tensors):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.flats import EMPTY_GRADIENT, mesh_of_all, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.reductions import LazyReduction
+from yafsdp_cc.tensor.reductions import LazyReduction
 
 
 class Counter:

@@ -13,7 +13,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipping_type
 from tests.engine.flats import mesh_of_all, one_sharded, part_of, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
 from tests.soak import also
-from yafsdp_cc.engine.dtensor import FlatDTensor
+from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 FORMS = [{"foreach": False}, {"foreach": True}]
 

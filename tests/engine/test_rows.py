@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.engine.flats import mesh_of_all, part_of, specs_of, uneven_specs_of, wholes
 from tests.ranks import on_ranks
-from yafsdp_cc.engine.dtensor import flat_dtensor
+from yafsdp_cc.tensor.dtensor import flat_dtensor
 
 
 def both_ways():

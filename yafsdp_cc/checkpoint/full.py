@@ -41,7 +41,6 @@ from yafsdp_cc.checkpoint.state import (
     unwrapped,
 )
 from yafsdp_cc.checkpoint.state import check_plain as plain_data
-from yafsdp_cc.engine.dtensor import FlatDTensor
 from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import refused_together
 from yafsdp_cc.engine.module import (
@@ -54,6 +53,7 @@ from yafsdp_cc.engine.module import (
 )
 from yafsdp_cc.plan.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
+from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from yafsdp_cc.compression.all_gather import DeltaAllGather
 from yafsdp_cc.compression.error_feedback import other_chunks
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, CompressedSum
-from yafsdp_cc.engine.dtensor import flat_dtensor
 from yafsdp_cc.engine.mesh import all_groups
+from yafsdp_cc.tensor.dtensor import flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from torch import Tensor
 
-    from yafsdp_cc.engine.dtensor import FlatDTensor
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.state import FSDPState
+    from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 
 def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:

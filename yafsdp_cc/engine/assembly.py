@@ -20,10 +20,8 @@ from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.custom_comm import CustomAllGather, CustomReduceScatter
-from yafsdp_cc.engine.dtensor import engines, sharded_as
 from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
-from yafsdp_cc.engine.loading import meta_params, take_back
 from yafsdp_cc.engine.mesh import (
     all_groups,
     backend_of,
@@ -43,6 +41,8 @@ from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
 from yafsdp_cc.plan.blocks import is_called
 from yafsdp_cc.plan.units import ROOT, TAKE_TURNS
+from yafsdp_cc.tensor.dtensor import engines, sharded_as
+from yafsdp_cc.tensor.loading import meta_params, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

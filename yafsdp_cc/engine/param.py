@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor, increment_version
+from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -21,13 +21,6 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.class_shards import ClassFlatParam, ClassParam
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.dtensor import (
-    FlatDTensor,
-    flat_dtensor,
-    follow_optimizers,
-    mark_replaced,
-    take_grads_of_autograd,
-)
 from yafsdp_cc.engine.extensions import (
     Extension,
     ExtensionAllGather,
@@ -40,12 +33,19 @@ from yafsdp_cc.engine.extensions import (
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
-from yafsdp_cc.engine.module_parameters import named_sharded_parameters
 from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.streams import CommStream, comm_stream
 from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
+from yafsdp_cc.tensor.dtensor import (
+    FlatDTensor,
+    flat_dtensor,
+    follow_optimizers,
+    mark_replaced,
+    take_grads_of_autograd,
+)
+from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence

@@ -42,9 +42,9 @@ from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.sharding import added_parameters
 from yafsdp_cc.engine.streams import PinnedReadback
-from yafsdp_cc.engine.unsharded import stay_unsharded
 from yafsdp_cc.engine.unwritten import check_written
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
+from yafsdp_cc.tensor.unsharded import stay_unsharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

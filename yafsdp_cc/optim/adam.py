@@ -8,9 +8,9 @@ import torch
 from torch.optim.adamw import adamw
 
 from yafsdp_cc.compression.schedule import Phase
-from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
+from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from yafsdp_cc.engine import reductions
-from yafsdp_cc.engine.dtensor import summand_of
-from yafsdp_cc.engine.reductions import Across, Partials, Reduction
 from yafsdp_cc.optim.adam import OneBitAdam
 from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.one_bit import grad_of, local_of
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
+from yafsdp_cc.tensor import reductions
+from yafsdp_cc.tensor.dtensor import summand_of
+from yafsdp_cc.tensor.reductions import Across, Partials, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ import torch
 
 from yafsdp_cc.compression.codec import block_sum
 from yafsdp_cc.compression.error_feedback import ops_for
-from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.update import adam_settings, is_native, root_of, stream_of
+from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
-from yafsdp_cc.engine.dtensor import FlatDTensor, flat_dtensor
+from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim.sgd import sgd
 
-from yafsdp_cc.engine.dtensor import increment_version
 from yafsdp_cc.optim.one_bit import Form, OneBitOptimizer, grad_of, local_of, width_of
 from yafsdp_cc.optim.update import Row, Rule, sgd_settings, update
+from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
     from torch import Tensor

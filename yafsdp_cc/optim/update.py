@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from yafsdp_cc.compression.error_feedback import ops_for
-from yafsdp_cc.engine.dtensor import increment_version
+from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from yafsdp_cc.engine.dtensor import mark_unsharded
+from yafsdp_cc.tensor.dtensor import mark_unsharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

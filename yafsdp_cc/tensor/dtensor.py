@@ -40,8 +40,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.engine import reductions
-from yafsdp_cc.engine.chunks import SavedInChunks
 from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.mesh import (
     all_gather_single,
@@ -52,9 +50,11 @@ from yafsdp_cc.engine.mesh import (
     shard_group,
     to_mesh_device,
 )
-from yafsdp_cc.engine.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.engine.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 from yafsdp_cc.plan.subclasses import PLAIN, as_plain, check_plain, tensors_of
+from yafsdp_cc.tensor import reductions
+from yafsdp_cc.tensor.chunks import SavedInChunks
+from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
+from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
