@@ -33,7 +33,6 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
-from yafsdp_cc.engine.extensions import check_subclasses
 from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
 from yafsdp_cc.engine.module import (
@@ -46,7 +45,6 @@ from yafsdp_cc.engine.module import (
     register_forward_method,
     share_comm_ctx,
 )
-from yafsdp_cc.engine.offload import HostMemory
 from yafsdp_cc.engine.sharding import (
     EXACT,
     Counters,
@@ -61,7 +59,9 @@ from yafsdp_cc.engine.sharding import (
     specs_below,
     values_of,
 )
-from yafsdp_cc.engine.spmd import data_parallel_mesh, without_data_parallel
+from yafsdp_cc.forms.extensions import check_subclasses
+from yafsdp_cc.forms.offload import HostMemory
+from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
 from yafsdp_cc.plan import (
     Division,
     MatrixOwners,

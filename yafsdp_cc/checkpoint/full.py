@@ -41,7 +41,6 @@ from yafsdp_cc.checkpoint.state import (
     unwrapped,
 )
 from yafsdp_cc.checkpoint.state import check_plain as plain_data
-from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import refused_together
 from yafsdp_cc.engine.module import (
     ShardedModule,
@@ -51,7 +50,8 @@ from yafsdp_cc.engine.module import (
     require_state,
     whole_params_by_group,
 )
-from yafsdp_cc.plan.subclasses import check_plain
+from yafsdp_cc.forms.extensions import holds_bytes
+from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 

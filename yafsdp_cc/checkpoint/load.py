@@ -37,7 +37,7 @@ from yafsdp_cc.checkpoint.state import (
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, table_of_ranks
 from yafsdp_cc.engine.module import check_shows_shards
-from yafsdp_cc.plan.subclasses import PLAIN
+from yafsdp_cc.forms.subclasses import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.checkpoint.state import plain_name, unwrapped
 from yafsdp_cc.engine.module import built_state, check_at_rest, check_shows_shards
-from yafsdp_cc.plan.subclasses import check_plain
+from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:

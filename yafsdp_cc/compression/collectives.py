@@ -12,10 +12,10 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.extensions import holds_bytes
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.sharding import Collectives
+from yafsdp_cc.forms.extensions import holds_bytes
 from yafsdp_cc.plan.report import PlannedChoice
 
 if TYPE_CHECKING:

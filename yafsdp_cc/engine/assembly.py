@@ -20,7 +20,6 @@ from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.custom_comm import CustomAllGather, CustomReduceScatter
-from yafsdp_cc.engine.extensions import check_local_tensors
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.mesh import (
     all_groups,
@@ -33,12 +32,13 @@ from yafsdp_cc.engine.mesh import (
     timeout_of,
 )
 from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
-from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
+from yafsdp_cc.forms.extensions import check_local_tensors
+from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.plan.blocks import is_called
 from yafsdp_cc.plan.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as

@@ -18,10 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.class_shards import ClassFlatParam, ClassParam
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.extensions import (
+from yafsdp_cc.engine.hierarchy import ExactAllReduce
+from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
+from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.replicated import ReplicatedFlatParam
+from yafsdp_cc.engine.streams import CommStream, comm_stream
+from yafsdp_cc.forms.class_shards import ClassFlatParam, ClassParam
+from yafsdp_cc.forms.extensions import (
     Extension,
     ExtensionAllGather,
     ExtensionFlatParam,
@@ -30,14 +36,8 @@ from yafsdp_cc.engine.extensions import (
     holds_bytes,
     row_layout,
 )
-from yafsdp_cc.engine.hierarchy import ExactAllReduce
-from yafsdp_cc.engine.layout import ALIGNMENT, VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
-from yafsdp_cc.engine.mesh import all_gather_objects, checksum, shard_mesh, table_of_ranks
-from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
-from yafsdp_cc.engine.param import FlatParam, FSDPParam
-from yafsdp_cc.engine.replicated import ReplicatedFlatParam
-from yafsdp_cc.engine.streams import CommStream, comm_stream
-from yafsdp_cc.plan.subclasses import subclass_of, tensors_of
+from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
+from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.tensor.dtensor import (
     FlatDTensor,
     flat_dtensor,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.layout import Extent
     from yafsdp_cc.engine.mesh import MeshInfo
-    from yafsdp_cc.engine.offload import HostMemory
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
+    from yafsdp_cc.forms.offload import HostMemory
     from yafsdp_cc.plan import MatrixOwners, OwnedParameter, Role
     from yafsdp_cc.plan.report import PlannedChoice
 

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from types import FrameType
 
-    from yafsdp_cc.engine.offload import HostTransfers
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
     from yafsdp_cc.engine.replicated import ReplicatedParams
     from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
+    from yafsdp_cc.forms.offload import HostTransfers
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"

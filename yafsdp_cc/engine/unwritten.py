@@ -14,7 +14,7 @@ from torch import Tensor
 
 from yafsdp_cc.engine.layout import local_tensor
 from yafsdp_cc.engine.mesh import all_groups, refused_together
-from yafsdp_cc.plan.subclasses import tensors_of
+from yafsdp_cc.forms.subclasses import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from yafsdp_cc.engine.extensions import forward_dtype
 from yafsdp_cc.engine.hierarchy import SecondaryAllGather
-from yafsdp_cc.engine.offload import HostFlatParam, HostReplicatedFlatParam
+from yafsdp_cc.forms.extensions import forward_dtype
+from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
+from yafsdp_cc.forms.subclasses import nbytes_of
 from yafsdp_cc.plan.ownership import newton_schulz_flops
 from yafsdp_cc.plan.report import (
     Plan,
@@ -23,7 +24,6 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
-from yafsdp_cc.plan.subclasses import nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection

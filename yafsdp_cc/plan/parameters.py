@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from yafsdp_cc.plan.subclasses import PLAIN, plain_parameter, subclass_of, tensors_of
+from yafsdp_cc.forms.subclasses import PLAIN, plain_parameter, subclass_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

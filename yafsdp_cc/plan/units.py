@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from yafsdp_cc.forms.subclasses import subclass_of
 from yafsdp_cc.plan.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
 from yafsdp_cc.plan.parameters import (
     OwnedParameter,
@@ -32,7 +33,6 @@ from yafsdp_cc.plan.parameters import (
     total,
     walk,
 )
-from yafsdp_cc.plan.subclasses import subclass_of
 
 Role = Literal["block", "nested", "edge", "root"]
 """Nested are modules without parts within another unit, such as a block's experts: they have buffers of their own."""

@@ -50,7 +50,7 @@ from yafsdp_cc.engine.mesh import (
     shard_group,
     to_mesh_device,
 )
-from yafsdp_cc.plan.subclasses import PLAIN, as_plain, check_plain, tensors_of
+from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand

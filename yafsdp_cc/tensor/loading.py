@@ -17,9 +17,9 @@ import torch.distributed.checkpoint.state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.offload import HostFlatParam
 from yafsdp_cc.engine.unwritten import makes_empty, mark_unwritten
-from yafsdp_cc.plan.subclasses import PLAIN, check_plain, subclass_of
+from yafsdp_cc.forms.offload import HostFlatParam
+from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.rows import flat_range_of, is_by_rows, is_flat_range
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.engine.extensions import forward_dtype
+from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.tensor.dtensor import FlatDTensor, is_unsharded
 
 if TYPE_CHECKING:

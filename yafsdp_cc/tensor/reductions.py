@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.mesh import all_reduce_over
-from yafsdp_cc.plan.subclasses import PLAIN
+from yafsdp_cc.forms.subclasses import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

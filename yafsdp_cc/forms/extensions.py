@@ -29,7 +29,7 @@ from torch._prims_common import make_contiguous_strides_for
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.plan.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of, views_of
+from yafsdp_cc.forms.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

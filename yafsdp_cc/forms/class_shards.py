@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yafsdp_cc.engine.extensions import ExtensionFlatParam, ExtensionParam
 from yafsdp_cc.engine.param import ShardedGrad, grad_dtype_of
-from yafsdp_cc.plan.subclasses import PLAIN, nbytes_of, tensors_of
+from yafsdp_cc.forms.extensions import ExtensionFlatParam, ExtensionParam
+from yafsdp_cc.forms.subclasses import PLAIN, nbytes_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
