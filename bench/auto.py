@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
 from yafsdp_cc.compression.queue_model import backward_seconds
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.tools.bench import train
 from yafsdp_cc.tools.bench.common import about, names, save, table
 from yafsdp_cc.tools.bench.contestants import trains

@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.compression.ddp import encoded_mean as encoded_mean
     from yafsdp_cc.compression.fsdp2 import compress as compress
     from yafsdp_cc.compression.schedule import follow_scaler as follow_scaler
-    from yafsdp_cc.engine.module import register_forward_method as register_forward_method
-    from yafsdp_cc.engine.module import unshard_model as unshard_model
-    from yafsdp_cc.engine.module import whole_parameters as whole_parameters
+    from yafsdp_cc.fsdp2.module import register_forward_method as register_forward_method
+    from yafsdp_cc.fsdp2.module import unshard_model as unshard_model
+    from yafsdp_cc.fsdp2.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
     from yafsdp_cc.tensor.loading import patch_torch as patch_torch
@@ -65,7 +65,7 @@ _MODULE_OF = {
     "patch_torch": "yafsdp_cc.tensor.loading",
     "PeerFailedError": "yafsdp_cc.batches.skipped",
     "plan_of": "yafsdp_cc.api",
-    "register_forward_method": "yafsdp_cc.engine.module",
+    "register_forward_method": "yafsdp_cc.fsdp2.module",
     "register_fsdp_forward_method": "yafsdp_cc.api",
     "save": "yafsdp_cc.checkpoint.save",
     "save_safetensors": "yafsdp_cc.checkpoint.full",
@@ -74,12 +74,12 @@ _MODULE_OF = {
     "skip_together": "yafsdp_cc.batches.skipped",
     "synchronize_replicas": "yafsdp_cc.replicas.sync",
     "uneven": "yafsdp_cc.batches.uneven",
-    "unshard_model": "yafsdp_cc.engine.module",
+    "unshard_model": "yafsdp_cc.fsdp2.module",
     "UnshardHandle": "yafsdp_cc.api",
     "watch_loss": "yafsdp_cc.api",
     "weight_patch": "yafsdp_cc.checkpoint.patch",
     "WeightPatch": "yafsdp_cc.checkpoint.patch",
-    "whole_parameters": "yafsdp_cc.engine.module",
+    "whole_parameters": "yafsdp_cc.fsdp2.module",
 }
 _MODULES = {
     "netlab": "yafsdp_cc.tools.netlab",

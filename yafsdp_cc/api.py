@@ -35,16 +35,6 @@ from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.assembly import assemble, state_of
 from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
-from yafsdp_cc.engine.module import (
-    MisuseError,
-    ShardedModule,
-    UnshardHandle,
-    built_state,
-    class_of,
-    make_sharded,
-    register_forward_method,
-    share_comm_ctx,
-)
 from yafsdp_cc.engine.sharding import (
     EXACT,
     Counters,
@@ -62,6 +52,16 @@ from yafsdp_cc.engine.sharding import (
 from yafsdp_cc.forms.extensions import check_subclasses
 from yafsdp_cc.forms.offload import HostMemory
 from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
+from yafsdp_cc.fsdp2.module import (
+    MisuseError,
+    ShardedModule,
+    UnshardHandle,
+    built_state,
+    class_of,
+    make_sharded,
+    register_forward_method,
+    share_comm_ctx,
+)
 from yafsdp_cc.plan import (
     Division,
     MatrixOwners,

@@ -26,7 +26,7 @@ from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import assembly, muon
 from yafsdp_cc.optim.muon import newton_schulz
 from yafsdp_cc.plan.ownership import newton_schulz_flops

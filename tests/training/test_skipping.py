@@ -38,7 +38,7 @@ from tests.soak import SOAK
 from tests.twins import inputs, mine, numbers, refusal, seeded, square, trains_on, twins, whole
 from yafsdp_cc.batches.skipped import OutsideOnlyError
 from yafsdp_cc.compression.state import local_residuals
-from yafsdp_cc.engine.module import require_state
+from yafsdp_cc.fsdp2.module import require_state
 
 WIDTH, BLOCKS = 32, 4
 ERRORS = (torch.OutOfMemoryError, ValueError, AssertionError, KeyError, RuntimeError)

@@ -43,8 +43,8 @@ from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
-from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.tensor import reductions
 

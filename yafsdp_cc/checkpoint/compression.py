@@ -28,7 +28,7 @@ from yafsdp_cc.compression.state import (
     rounded_sums,
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, refused_together
-from yafsdp_cc.engine.module import ShardedModule, require_state
+from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

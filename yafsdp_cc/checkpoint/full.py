@@ -42,7 +42,9 @@ from yafsdp_cc.checkpoint.state import (
 )
 from yafsdp_cc.checkpoint.state import check_plain as plain_data
 from yafsdp_cc.engine.mesh import refused_together
-from yafsdp_cc.engine.module import (
+from yafsdp_cc.forms.extensions import holds_bytes
+from yafsdp_cc.forms.subclasses import check_plain
+from yafsdp_cc.fsdp2.module import (
     ShardedModule,
     check_at_rest,
     check_shows_shards,
@@ -50,8 +52,6 @@ from yafsdp_cc.engine.module import (
     require_state,
     whole_params_by_group,
 )
-from yafsdp_cc.forms.extensions import holds_bytes
-from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 

@@ -36,8 +36,8 @@ from yafsdp_cc.checkpoint.state import (
     unwrapped,
 )
 from yafsdp_cc.engine.mesh import all_gather_objects, table_of_ranks
-from yafsdp_cc.engine.module import check_shows_shards
 from yafsdp_cc.forms.subclasses import PLAIN
+from yafsdp_cc.fsdp2.module import check_shows_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

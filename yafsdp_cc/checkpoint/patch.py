@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.checkpoint.state import plain_name, unwrapped
-from yafsdp_cc.engine.module import built_state, check_at_rest, check_shows_shards
 from yafsdp_cc.forms.subclasses import check_plain
+from yafsdp_cc.fsdp2.module import built_state, check_at_rest, check_shows_shards
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:

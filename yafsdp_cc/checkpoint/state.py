@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from yafsdp_cc.engine.module import WRAPPERS, ShardedModule
+from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

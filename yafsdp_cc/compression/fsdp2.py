@@ -34,7 +34,7 @@ from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuff
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.mesh import all_gather_single
-from yafsdp_cc.engine.module import ShardedModule
+from yafsdp_cc.fsdp2.module import ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from yafsdp_cc.compression.error_feedback import Recursion
-from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.fsdp2.module import require_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

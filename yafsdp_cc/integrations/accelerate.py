@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from yafsdp_cc.engine.module import check_sharded
+from yafsdp_cc.fsdp2.module import check_sharded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
