@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bench.paced import SUMMED_DTYPES, PacedLink, Summands
 from yafsdp_cc.compression.autotune import LinkCost
-from yafsdp_cc.engine import assembly
+from yafsdp_cc.sharding import assembly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

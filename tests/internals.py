@@ -28,7 +28,7 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import decode, ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import assembly, communicator, mesh
+from yafsdp_cc.engine import communicator, mesh
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.hierarchy import Replicas
@@ -40,6 +40,7 @@ from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.sharding import assembly
 from yafsdp_cc.tensor import dtensor, reductions
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters

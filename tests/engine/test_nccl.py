@@ -26,7 +26,6 @@ from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
 from yafsdp_cc.engine import mesh, replicated
-from yafsdp_cc.engine.assembly import _check_trial_exchange
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.divisor import Divisor
@@ -34,6 +33,7 @@ from yafsdp_cc.engine.mesh import refused_over_store
 from yafsdp_cc.engine.param import ShardedGrad
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.sharding.assembly import _check_trial_exchange
 
 WORLDS = [2, 3, 4, 6, 7, 8, 16, 17, 24, 31, 47, 64, 128, 256, 512]
 MANY = [2, 3, 7, 8, 24, 47, also(128), also(512)]

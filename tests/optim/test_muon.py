@@ -29,7 +29,7 @@ from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import assembly, muon
 from yafsdp_cc.optim.muon import newton_schulz
-from yafsdp_cc.plan.ownership import newton_schulz_flops
+from yafsdp_cc.sharding.ownership import newton_schulz_flops
 
 STEPS = 20
 CLIP = 0.5

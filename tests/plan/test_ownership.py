@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.models import Mlp, Transformer
 from yafsdp_cc.plan import assign_owners, find_units
-from yafsdp_cc.plan.ownership import newton_schulz_flops
+from yafsdp_cc.sharding.ownership import newton_schulz_flops
 
 
 def owners_of(model: nn.Module, ownership: object = "matrix", world: int = 4) -> dict[str, int]:

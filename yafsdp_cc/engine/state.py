@@ -40,10 +40,10 @@ from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tenso
 from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
-from yafsdp_cc.engine.sharding import added_parameters
 from yafsdp_cc.engine.streams import PinnedReadback
-from yafsdp_cc.engine.unwritten import check_written
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
+from yafsdp_cc.sharding.shards import added_parameters
+from yafsdp_cc.sharding.unwritten import check_written
 from yafsdp_cc.tensor.unsharded import stay_unsharded
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
     from yafsdp_cc.engine.replicated import ReplicatedParams
-    from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
     from yafsdp_cc.forms.offload import HostTransfers
     from yafsdp_cc.profiling import Handle
+    from yafsdp_cc.sharding.shards import Collectives, ParamGroupSpec
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the

@@ -12,7 +12,6 @@ from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import nbytes_of
-from yafsdp_cc.plan.ownership import newton_schulz_flops
 from yafsdp_cc.plan.report import (
     Plan,
     PlannedBuffers,
@@ -24,6 +23,7 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
+from yafsdp_cc.sharding.ownership import newton_schulz_flops
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
-    from yafsdp_cc.plan.units import Role
+    from yafsdp_cc.sharding.units import Role
 
 
 def plan_for(state: FSDPState) -> Plan:

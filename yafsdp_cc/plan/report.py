@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yafsdp_cc.plan.units import Role
+    from yafsdp_cc.sharding.units import Role
 
 WIDTH = 100
 """Columns the printed plan may use."""

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint.state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.forms.offload import HostFlatParam
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
+from yafsdp_cc.sharding.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.rows import flat_range_of, is_by_rows, is_flat_range
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
-    from yafsdp_cc.engine.sharding import ParamGroupSpec
+    from yafsdp_cc.sharding.shards import ParamGroupSpec
 
 _parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.WeakKeyDictionary()
 """The flat buffer that each parameter, sharded or replicated, has its place in."""

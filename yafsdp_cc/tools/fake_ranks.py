@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from yafsdp_cc import api
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.engine import assembly, communicator
+from yafsdp_cc.engine import communicator
+from yafsdp_cc.sharding import assembly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.custom_comm import CustomAllGather, CustomReduceScatter
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
 from yafsdp_cc.engine.mesh import (
     all_groups,
@@ -31,16 +30,17 @@ from yafsdp_cc.engine.mesh import (
     refused_together,
     timeout_of,
 )
-from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
-from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
-from yafsdp_cc.plan.blocks import is_called
-from yafsdp_cc.plan.units import ROOT, TAKE_TURNS
+from yafsdp_cc.sharding.blocks import is_called
+from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
+from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
+from yafsdp_cc.sharding.shards import EXACT, Counters, spec_of, specs_below
+from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
 
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
-    from yafsdp_cc.engine.sharding import Collectives, ParamGroupSpec
     from yafsdp_cc.plan import Role
+    from yafsdp_cc.sharding.shards import Collectives, ParamGroupSpec
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"

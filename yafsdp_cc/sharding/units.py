@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from yafsdp_cc.forms.subclasses import subclass_of
-from yafsdp_cc.plan.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
-from yafsdp_cc.plan.parameters import (
+from yafsdp_cc.sharding.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
+from yafsdp_cc.sharding.parameters import (
     OwnedParameter,
     Path,
     Paths,

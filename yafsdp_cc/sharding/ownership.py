@@ -29,13 +29,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.plan.parameters import present
+from yafsdp_cc.sharding.parameters import present
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from yafsdp_cc.plan.parameters import OwnedParameter
-    from yafsdp_cc.plan.units import Division, UnitSpec
+    from yafsdp_cc.sharding.parameters import OwnedParameter
+    from yafsdp_cc.sharding.units import Division, UnitSpec
 
 Ownership = Literal["flat", "matrix"] | Collection[str]
 """``"flat"``, ``"matrix"``, or ``*`` patterns over the names of parameters."""

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from yafsdp_cc.plan.parameters import Paths, total, walk, within
+from yafsdp_cc.sharding.parameters import Paths, total, walk, within
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
