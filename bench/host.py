@@ -3,11 +3,11 @@
     python bench/host.py                        # the branches of CUDA and of the CPU on 8, 64 and 1,024 ranks
     python bench/host.py --kinds cuda --hotspots 64     # where the time goes, by cProfile
 
-Ranks are fake (``yafsdp_cc.tools.fake_ranks``): collectives are calls that do nothing, streams and events are stand-ins in
-Python, for FSDP2 as well. Tensors are real ones in host memory, of a few KiB, equally large for any number of ranks:
-what is measured is Python and torch's dispatch, and a little of copying. Times are those of the calling thread's
-processor clock, per block, with the root's share: forward and backward less those of the model alone, and AdamW's step
-(of the model alone it is one over whole parameters). *First step*: with sharding, seconds.
+Ranks are fake (``yafsdp_cc.tools.fake_ranks``): collectives are calls that do nothing, streams and events are
+stand-ins in Python, for FSDP2 as well. Tensors are real ones in host memory, of a few KiB, equally large for any number
+of ranks: what is measured is Python and torch's dispatch, and a little of copying. Times are those of the calling
+thread's processor clock, per block, with the root's share: forward and backward less those of the model alone, and
+AdamW's step (of the model alone it is one over whole parameters). *First step*: with sharding, seconds.
 Each number of ranks and each kind of device has a process; all of them take turns, round by round, so a machine that
 slows down slows every figure. Shown are medians over rounds of the median step, and their ratio to FSDP2's.
 """

@@ -6,8 +6,8 @@
 Every parameter and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads in
 any dtype, and a block of a codec lies in one chunk and in one parameter. A parameter may straddle chunks, so a rank
 holds a flat range of it (``ShardSpec``), possibly an empty one. Where matrices are to lie whole on one rank each
-(``plan.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing. A stack of
-matrices may lie in several chunks:
+(``sharding.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing. A stack
+of matrices may lie in several chunks:
 
     chunks       | rank 0              | rank 1          | rank 3 |      rank 2 owns nothing of this group
 

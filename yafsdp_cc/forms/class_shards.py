@@ -1,7 +1,7 @@
 """Parameters whose local tensors are of a tensor subclass: one around several tensors, made by its operations.
 
 As in FSDP2, each rank has one of the class, of its rows, so the class's own operations run where an optimizer updates
-it; what is gathered, and what forwards see, is what its all-gather extension makes of it (``engine.extensions``). The
+it; what is gathered, and what forwards see, is what its all-gather extension makes of it (``forms.extensions``). The
 gradient is one plain tensor, whatever the class makes of it:
 
     class around a, b      a | rows 0, 1 | rows 2, 3 | row 4, zeros |      the local tensor of rank 0 is the class

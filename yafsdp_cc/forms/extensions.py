@@ -1,6 +1,6 @@
 """Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
 
-What is sharded is a plain tensor (``plan.subclasses``), but for classes around several tensors
+What is sharded is a plain tensor (``forms.subclasses``), but for classes around several tensors
 (``class_shards``); what a forward sees is a tensor of the subclass around views of the weight buffer. A frozen
 parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an all-gather extension has a
 ``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the weight buffer holds what it

@@ -4,11 +4,11 @@ Three kinds can be sharded:
 
 * Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
   the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
-  dimension 0, trained or not; what is gathered is what the extension makes of it (``engine.extensions``).
+  dimension 0, trained or not; what is gathered is what the extension makes of it (``forms.extensions``).
 * Trained parameters of classes around several tensors, or that cannot be made again from their tensors, and frozen ones
   with the extension. Each rank has one of the class, of some of the rows, made by the class's own operations as FSDP2
   makes it; what is gathered is what the extension of the class, or of that local tensor, makes of it
-  (``engine.class_shards``).
+  (``forms.class_shards``).
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
   lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes, sharded and gathered as they are.
 

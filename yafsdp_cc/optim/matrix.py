@@ -4,7 +4,7 @@
 ``MatrixOptimizer`` is given whole gradients and returns whole updates. Nothing is communicated, with two exceptions:
 where tensor parallelism has divided a matrix, the ranks that own its parts gather it among themselves, and each makes
 the whole update; and matrices of units that have fewer of them than there are ranks may be sharded evenly
-(``plan.ownership``), are assembled on their owners, and updates come back (``assembly``). What is no such matrix
+(``sharding.ownership``), are assembled on their owners, and updates come back (``assembly``). What is no such matrix
 (embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
 """
 

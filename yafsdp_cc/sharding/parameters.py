@@ -65,7 +65,7 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[
 def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Paths:
     """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners.
 
-    One of a tensor subclass is returned as the plain parameter that is sharded in its place (``plan.subclasses``).
+    One of a tensor subclass is returned as the plain parameter that is sharded in its place (``forms.subclasses``).
 
     Raises:
         ValueError: one is of a tensor subclass that cannot be sharded.
