@@ -32,9 +32,8 @@ from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
-from yafsdp_cc.engine.layout import check_tensor_parallel
 from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
-from yafsdp_cc.forms.extensions import check_subclasses
+from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.forms.offload import HostMemory
 from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
 from yafsdp_cc.fsdp2.module import (
@@ -64,28 +63,25 @@ from yafsdp_cc.profiling import mark_optimizer_steps
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
 from yafsdp_cc.sharding.assembly import assemble, state_of
-from yafsdp_cc.sharding.materialize import materialize, place_buffers
-from yafsdp_cc.sharding.parameters import check_shardable, find_parameters
-from yafsdp_cc.sharding.shards import (
-    EXACT,
-    Counters,
-    ShardingPlan,
+from yafsdp_cc.sharding.checks import (
     check_equal,
     check_modules,
     check_no_hooks,
     check_policy,
+    check_subclasses,
+    check_tensor_parallel,
     check_types,
-    shard_parameters,
-    spec_of,
-    specs_below,
     values_of,
 )
+from yafsdp_cc.sharding.materialize import materialize, place_buffers
+from yafsdp_cc.sharding.parameters import check_shardable, find_parameters
+from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
 from yafsdp_cc.sharding.units import TAKE_TURNS, is_small
 from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.tensor.loading import patch_torch
 
 if TYPE_CHECKING:
-    from yafsdp_cc.sharding.shards import Collectives
+    from yafsdp_cc.engine.spec import Collectives
 
 __all__ = [
     "UnshardHandle",

@@ -14,9 +14,8 @@ from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
+from yafsdp_cc.engine.spec import Collectives, PlannedChoice
 from yafsdp_cc.forms.extensions import holds_bytes
-from yafsdp_cc.plan.report import PlannedChoice
-from yafsdp_cc.sharding.shards import Collectives
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

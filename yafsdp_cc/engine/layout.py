@@ -39,13 +39,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch.distributed as dist
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
-    from yafsdp_cc.plan import OwnedParameter
 
 ALIGNMENT = 256
 """Elements: a block of a codec, which so belongs to one parameter."""
@@ -253,33 +252,6 @@ class TensorParallel:
     def broadcast_first(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with that of the first rank that holds the same elements."""
         broadcast_over(self._groups(Replicate), tensor, self.mesh)
-
-
-def check_tensor_parallel(owned: Iterable[OwnedParameter], mesh: DeviceMesh) -> None:
-    """Check that each parameter that is a DTensor already can be sharded across ``mesh``.
-
-    Raises:
-        ValueError: ``mesh`` and the parameter's mesh overlap or are not slices of one mesh, or a placement is neither
-            ``Shard(dim)`` nor ``Replicate()``.
-    """
-    for name, tensor in ((each.name, each.parameter) for each in owned):
-        if not isinstance(tensor, DTensor):
-            continue
-        try:
-            joint_mesh(mesh, tensor.device_mesh)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"'{name}' is already a DTensor, across {tensor.device_mesh}, and is to be sharded across {mesh}. If "
-                "it is tensor parallel, take both from one mesh with names: mesh = init_device_mesh(..., "
-                "mesh_dim_names=('dp', 'tp')), parallelize_module(..., mesh['tp']), then shard across mesh['dp']. If "
-                "it was sharded before, shard it once (torch's fully_shard counts), or pass it in ignored_params"
-            ) from error
-        for placement in tensor.placements:
-            if type(placement) is not Shard and type(placement) is not Replicate:
-                raise ValueError(
-                    f"'{name}' is a DTensor placed as {placement}: parameters that are Shard(dim) or Replicate() "
-                    "across the tensor-parallel ranks can be sharded further, no others"
-                )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -347,6 +347,10 @@ class FlatParam:
         """Take ``sharded`` for this rank's chunk."""
         self.sharded = sharded
 
+    def extension_all_gather(self) -> AllGather | None:
+        """Return the all-gather that calls the extension of a tensor subclass; None: the parameters have none."""
+        return None
+
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
         """Return the shard in the dtype of ``own``: itself, or ``own`` [chunk] with a copy of it (cast)."""
         if not in_place and own.dtype == self.sharded.dtype:

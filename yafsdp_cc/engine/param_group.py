@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.protocols import Observer
     from yafsdp_cc.engine.replicated import CollectiveFingerprint
+    from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
-    from yafsdp_cc.sharding.shards import Counters, ParamGroupSpec
-    from yafsdp_cc.sharding.units import Role
 
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node

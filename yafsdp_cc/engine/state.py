@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
     from yafsdp_cc.engine.replicated import ReplicatedParams
+    from yafsdp_cc.engine.spec import Collectives, ParamGroupSpec
     from yafsdp_cc.forms.offload import HostTransfers
     from yafsdp_cc.profiling import Handle
-    from yafsdp_cc.sharding.shards import Collectives, ParamGroupSpec
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the

@@ -29,17 +29,15 @@ from torch._prims_common import make_contiguous_strides_for
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.forms.subclasses import Form, Part, TensorSubclass, as_plain, subclass_of, views_of
+from yafsdp_cc.forms.subclasses import Form, Part, TensorSubclass, as_plain, views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.communicator import Works
-    from yafsdp_cc.engine.mesh import MeshInfo
-    from yafsdp_cc.plan import OwnedParameter
 
 _ALIGNMENT = 64
 """Bytes: a multiple of it is where each tensor begins in a weight buffer."""
@@ -50,60 +48,6 @@ NO_EXTENSION = (
     "extension, which would tell what to gather: define both, freeze it with requires_grad_(False), or pass it in "
     "ignored_params. After fully_shard(), the local tensor of the parameter may be given them before the first forward"
 )
-
-
-def check_subclasses(
-    owned: Sequence[OwnedParameter],
-    info: MeshInfo,
-    *,
-    compresses: bool,
-    offloads: bool,
-    is_complete: bool,
-    whole: Collection[OwnedParameter] = (),
-) -> None:
-    """Check that parameters of tensor subclasses can be sharded as asked.
-
-    Args:
-        owned: what is to be sharded.
-        info: across which ranks.
-        compresses: whether weights or gradients are to be encoded.
-        offloads: whether shards are to be in host memory.
-        is_complete: whether local tensors can be given nothing more before the first all-gather.
-        whole: those that are to lie whole on one rank.
-
-    Raises:
-        ValueError: one of them cannot.
-    """
-    for each in owned:
-        subclass = subclass_of(each.parameter)
-        if subclass is None:
-            continue
-        described = f"'{each.name}' is a {subclass.name}"
-        if each in whole:
-            raise ValueError(f"{described}, and ownership would have it whole on one rank: name other parameters there")
-        if not each.parameter.is_meta and each.parameter.device.type != info.device.type:
-            raise ValueError(
-                f"{described} on {each.parameter.device}, to be sharded across {info.mesh}: move the model first, "
-                f"model.to('{info.device.type}')"
-            )
-        if not subclass.extends_all_gather:
-            continue
-        if is_complete and subclass.keeps_class and not hasattr(each.parameter, "fsdp_pre_all_gather"):
-            raise ValueError(f"{described} {NO_EXTENSION}")
-        if compresses:
-            raise ValueError(
-                f"{described}, whose all-gather extension decides what is sent of it: leave out compression, which "
-                f"would encode that once more, or pass it in ignored_params"
-            )
-        if offloads:
-            raise ValueError(
-                f"{described}, whose all-gather extension reads its shard on {info.device}: leave out offload_policy"
-            )
-        if info.mesh.ndim > 1 and info.mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"{described}, whose all-gather extension takes the mesh of its shard: give the dimensions of the mesh "
-                'names, init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
-            )
 
 
 def check_local_tensors(flat: FlatParam) -> None:
@@ -222,6 +166,9 @@ class ExtensionFlatParam(FlatParam):
         """This rank's rows, those that pad the shard included."""
         chunk: Tensor = self.sharded.view(-1, *self.shape[1:])
         return chunk
+
+    def extension_all_gather(self) -> AllGather:
+        return ExtensionAllGather(self)
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return a method of the extension, of this rank's rows, those that pad the shard included."""

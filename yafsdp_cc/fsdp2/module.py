@@ -25,12 +25,13 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
+from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
 from yafsdp_cc.forms.class_shards import ClassFlatParam
 from yafsdp_cc.forms.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
 from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
-from yafsdp_cc.sharding.shards import EXACT, SPEC, TRAINED_IN, spec_of, specs_below
+from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.spec import ParamGroupSpec
     from yafsdp_cc.engine.state import FSDPState
-    from yafsdp_cc.sharding.shards import ParamGroupSpec
 
 
 Model = TypeVar("Model", bound=nn.Module)

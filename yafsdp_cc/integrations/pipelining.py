@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
+from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.fsdp2.module import check_sharded
-from yafsdp_cc.sharding.shards import specs_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable

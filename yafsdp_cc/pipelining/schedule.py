@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
 
+from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.integrations.pipelining import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
 from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
-from yafsdp_cc.sharding.shards import specs_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

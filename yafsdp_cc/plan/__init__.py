@@ -5,10 +5,11 @@ units, ``ownership`` whole matrices among ranks, and ``report`` is the printed p
 ``torch.distributed``: a plan needs no process group.
 """
 
+from yafsdp_cc.engine.spec import Role
 from yafsdp_cc.plan.report import Plan
 from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
 from yafsdp_cc.sharding.parameters import OwnedParameter
-from yafsdp_cc.sharding.units import Division, Role, Units, UnitSpec, find_units
+from yafsdp_cc.sharding.units import Division, Units, UnitSpec, find_units
 
 __all__ = [
     "Division",

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.spec import Role
     from yafsdp_cc.engine.state import FSDPState
-    from yafsdp_cc.sharding.units import Role
 
 
 def plan_for(state: FSDPState) -> Plan:

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yafsdp_cc.sharding.units import Role
+    from yafsdp_cc.engine.spec import PlannedChoice, Role
 
 WIDTH = 100
 """Columns the printed plan may use."""
@@ -92,15 +92,6 @@ class PlannedCommunication:
     @property
     def total(self) -> int:
         return self.gather_forward + self.gather_backward + self.reduce + self.replicated + self.replicas
-
-
-@dataclass(frozen=True)
-class PlannedChoice:
-    """A codec for all gradients that are encoded: bytes sent per step, and residual bytes, by what keeps them."""
-
-    codec: str
-    reduce: int
-    residual: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ from yafsdp_cc.engine.mesh import (
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
+from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.sharding.blocks import is_called
 from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
 from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
-from yafsdp_cc.sharding.shards import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
-    from yafsdp_cc.plan import Role
-    from yafsdp_cc.sharding.shards import Collectives, ParamGroupSpec
+    from yafsdp_cc.engine.spec import Collectives, ParamGroupSpec, Role
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"

@@ -13,7 +13,7 @@ from yafsdp_cc.sharding.unwritten import mark_unwritten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yafsdp_cc.plan import OwnedParameter
+    from yafsdp_cc.sharding.parameters import OwnedParameter
 
 
 @torch.no_grad()

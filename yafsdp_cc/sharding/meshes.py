@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from yafsdp_cc.engine.replicated import ReplicatedParams
-from yafsdp_cc.sharding.shards import EXACT
+from yafsdp_cc.engine.spec import EXACT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from yafsdp_cc.engine.mesh import MeshInfo
-    from yafsdp_cc.sharding.shards import ParamGroupSpec
+    from yafsdp_cc.engine.spec import ParamGroupSpec
 
 
 NO_FLAGS = (0.0,)

@@ -17,10 +17,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
+from yafsdp_cc.engine.spec import Role
 from yafsdp_cc.forms.subclasses import subclass_of
 from yafsdp_cc.sharding.blocks import by_class, describe, find_blocks, is_called, is_edge, matches, repeated_classes
 from yafsdp_cc.sharding.parameters import (
@@ -34,8 +35,6 @@ from yafsdp_cc.sharding.parameters import (
     walk,
 )
 
-Role = Literal["block", "nested", "edge", "root"]
-"""Nested are modules without parts within another unit, such as a block's experts: they have buffers of their own."""
 TAKE_TURNS = ("block", "nested")
 """Roles of units that are many: two buffers serve them in turn. Edges have one."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]

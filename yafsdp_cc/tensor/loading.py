@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
-    from yafsdp_cc.sharding.shards import ParamGroupSpec
+    from yafsdp_cc.engine.spec import ParamGroupSpec
 
 _parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.WeakKeyDictionary()
 """The flat buffer that each parameter, sharded or replicated, has its place in."""

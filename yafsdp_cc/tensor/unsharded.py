@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
     from yafsdp_cc.engine.replicated import ReplicatedParams
-    from yafsdp_cc.sharding.shards import ParamGroupSpec
+    from yafsdp_cc.engine.spec import ParamGroupSpec
 
 
 class Engine(Protocol):

@@ -34,9 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.api import counters_of, plan_of
 from yafsdp_cc.engine.mesh import refused_together
+from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.sharding.assembly import state_of
-from yafsdp_cc.sharding.shards import spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
