@@ -1,4 +1,4 @@
-"""Imports inside the package point one way: there is no cycle, and the engine does not know compression.
+"""Imports inside the package point one way: between modules, and from each folder to those in ``MAY_IMPORT`` alone.
 
 Counted are imports at the top of a module, under `TYPE_CHECKING` and inside functions alike: who reads a module has to
 know what it names, whenever that is loaded. Names that the package looks up at first use (`yafsdp_cc.shard`) are those
@@ -13,6 +13,33 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
+
+MAY_IMPORT = {
+    "profiling": "",
+    "config": "",
+    # What runs a step, on plain tensors in flat buffers.
+    "engine": "profiling",
+    # What weights may be, what users hold, and what makes an engine of a module.
+    "forms": "engine",
+    "tensor": "engine forms",
+    "sharding": "engine forms tensor",
+    "fsdp2": "engine forms tensor sharding",
+    "plan": "engine forms sharding",
+    "compression": "profiling config engine forms tensor fsdp2 plan",
+    "optim": "engine tensor compression",
+    # What trains in other ways than one sharded model.
+    "replicas": "engine tensor fsdp2 compression optim",
+    "server": "engine compression",
+    "batches": "engine tensor fsdp2 compression replicas",
+    "checkpoint": "engine forms tensor fsdp2 compression replicas",
+    # What users call.
+    "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
+    "pipelining": "profiling engine fsdp2 compression",
+    "tools": "profiling config engine sharding fsdp2 plan compression optim replicas checkpoint api pipelining",
+    "integrations": "fsdp2 api pipelining tools",
+    "__main__": "tools",
+}
+"""What each folder, or module at the top, imports of the others: all of it, in the order of the table."""
 
 Graph = dict[str, set[str]]
 """The modules that each module imports, by full names."""
@@ -96,6 +123,17 @@ def edges(graph: Graph, importer: str, imported: str) -> list[str]:
     ]
 
 
+def folders(graph: Graph) -> dict[str, set[str]]:
+    """Which of the folders and modules at the top of a package each of them imports, itself left out."""
+    found: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        tops = {each.split(".")[1] for each in imported if "." in each}
+        if "." in module:
+            top = module.split(".")[1]
+            found.setdefault(top, set()).update(tops - {top})
+    return found
+
+
 def package() -> Graph:
     files = sorted((ROOT / "yafsdp_cc").rglob("*.py"))
     return import_graph({file.relative_to(ROOT).as_posix(): file.read_text() for file in files})
@@ -109,9 +147,29 @@ def test_no_module_imports_itself_by_way_of_others():
     assert not cycle, " imports ".join(cycle)
 
 
-def test_the_engine_does_not_know_compression():
-    found = edges(package(), "yafsdp_cc.engine", "yafsdp_cc.compression")
-    assert not found, "\n".join(found)
+def test_folders_import_what_the_table_says():
+    allowed, found = {name: each.split() for name, each in MAY_IMPORT.items()}, folders(package())
+    assert found.keys() == allowed.keys()
+    for name, each in found.items():
+        assert each == set(allowed[name]), name
+
+
+def test_the_table_has_no_circle():
+    order = list(MAY_IMPORT)
+    for place, imported in enumerate(MAY_IMPORT.values()):
+        assert set(imported.split()) <= set(order[:place]), order[place]
+
+
+def test_the_engine_hides_no_type_of_a_folder_above():
+    hidden = [
+        f"{file.name}:{node.lineno}: {ast.unparse(node)}"
+        for file in sorted((ROOT / "yafsdp_cc" / "engine").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Subscript)
+        and ast.unparse(node.value).startswith("weakref.")
+        and "Any" in ast.unparse(node)
+    ]
+    assert not hidden, "\n".join(hidden)
 
 
 # What finds that

@@ -26,6 +26,7 @@ from tests.reference import far_apart, mean_gradients, mean_in_rank_order
 from tests.soak import also
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
+from yafsdp_cc.engine.param import FSDPParam
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import assembly, muon
 from yafsdp_cc.optim.muon import newton_schulz
@@ -447,7 +448,7 @@ def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "_BUCKET", 10)
     flats = [mock.Mock() for _ in range(7)]
     numels = [6, 6, 2, 3, 20, 1, 2]
-    owners = [mock.Mock(flat=flat) for flat in flats]
+    owners = [mock.Mock(spec=FSDPParam, flat=flat) for flat in flats]
     given = [
         mock.Mock(shard_spec=mock.Mock(numel=numel, owner=lambda owner=owner: owner, mesh=0), dtype=torch.float32)
         for numel, owner in zip(numels, owners, strict=True)

@@ -120,15 +120,7 @@ class BatchRollback:
         written = [param.written for param in group.params]
         if grads is not None:
             self._save_tensor(grads.buffer.data)
-
-        def undo() -> None:
-            group.grads, group.deferred = grads, deferred
-            for param, was_written in zip(group.params, written, strict=True):
-                param.written = was_written
-            if grads is not None:
-                grads.buffer.owner = group
-
-        self._undo.append(undo)
+        self._undo.append(partial(group.restore_grads, grads, deferred, written))
 
     def _save_unreduced(self, state: FSDPState) -> None:
         """Save gradients of replicated parameters, and sums over the ranks of a shard, that are to be summed later."""

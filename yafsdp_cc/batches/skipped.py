@@ -625,12 +625,7 @@ def _let_go(state: FSDPState) -> None:
     if context.last_reduce is not None:
         context.wait(context.last_reduce)
     for group in state.groups:
-        if group.grads is not None:
-            group.grads.buffer.owner = None
-            group.grads = None
-        group.deferred.clear()
         group.reset()
-        group.unsharded.buffer.users = 0
     state.backwards.clear()
     context.passes += 1
 
@@ -671,14 +666,8 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         context.wait_for_reduces()  # which go on as it is set when they are complete
         context.replicas.sums = sums_over_replicas
     flats = tuple(flat for flat in group.flats if flat.trainable)
-    for flat in flats:
-        context.bind_reduce(flat)
     group.spec.settings.reduces = True  # a buffer of the pool; put back with all settings
-    group.grads = group._free_grads(flats)
-    group.grads.buffer.owner = group
-    context.wait(group.grads.buffer.handle)
-    for param in group.params:
-        param.written = False
+    group.take_grads(flats)
     group.accepts_in = -1
     group.reduce()
 

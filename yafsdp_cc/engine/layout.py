@@ -26,7 +26,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -319,7 +319,8 @@ class ShardSpec:
     mesh: DeviceMesh
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
-    owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    owner: weakref.ref[object] | None = field(default=None, repr=False)
+    """The ``FSDPParam`` that is sharded so (``param.owner_of``); None for a tensor of no engine."""
     owners: tuple[int, ...] = ()
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
     """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""

@@ -4,7 +4,7 @@
     shards of ranks   | chunk 0         | chunk 1         | chunk 2    |
 
 A ``FlatParam`` holds the parameters of one dtype (and codec) of a group; each ``FSDPParam`` is one of them, and its
-range of the chunk is the local tensor of the ``FlatDTensor`` that users see. ``UnshardedParams`` and
+range of the chunk is the local tensor of the DTensor that users see. ``UnshardedParams`` and
 ``UnshardedGrads`` are a group's weights and gradients in a buffer.
 """
 
@@ -13,18 +13,20 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
-from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch.distributed.tensor import DTensor
+
     from yafsdp_cc.engine.buffers import Buffer
+    from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.divisor import Divisor
     from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
@@ -41,10 +43,18 @@ class FSDPParam:
         spec: how it is sharded.
         sites: the modules that hold it, each with the attribute's name; several where it is tied.
         extent: its place in the flat buffer.
+        wrap: makes, of this rank's range of the parameter or of its gradient, what users see.
     """
 
-    def __init__(self, spec: ShardSpec, sites: Sequence[tuple[nn.Module, str]], extent: Extent) -> None:
+    def __init__(
+        self,
+        spec: ShardSpec,
+        sites: Sequence[tuple[nn.Module, str]],
+        extent: Extent,
+        wrap: Callable[[Tensor, ShardSpec], DTensor],
+    ) -> None:
         self.spec = spec
+        self.wrap = wrap
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees;
@@ -62,12 +72,13 @@ class FSDPParam:
         """This rank's range of the parameter, in elements of its chunk."""
         self.flat: FlatParam | None = None
         """None where it is replicated."""
-        self._state: weakref.ref[Any] | None = None
+        self.engine: weakref.ref[object] | None = None
+        """The ``FSDPState`` of the present assembly (``state.engine_of``), gone before parameters that users keep."""
         self.parameter: nn.Parameter
         """What users see; its local tensor is ``local``."""
         self.local: Tensor
         """This rank's range of the parameter."""
-        self.grad: FlatDTensor
+        self.grad: DTensor
         """What ``parameter.grad`` becomes: the same tensor in every step, unless somebody keeps it."""
         self.local_grad: Tensor
         self.is_withheld = False
@@ -80,15 +91,6 @@ class FSDPParam:
         """Whether a backward has written there."""
         self.acquire_grad_buffer: Callable[[], None]
         """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
-
-    @property
-    def state(self) -> Any:
-        """The ``FSDPState`` of the present assembly; None where there is none."""
-        return None if self._state is None else self._state()
-
-    def set_state(self, state: Any) -> None:
-        """Be a parameter of this ``FSDPState`` from now on. It is not kept alive by parameters that users keep."""
-        self._state = weakref.ref(state)
 
     @property
     def lies_in_shard(self) -> bool:
@@ -151,6 +153,25 @@ class FSDPParam:
             weights[index] = self.parameter
 
 
+def owner_of(spec: ShardSpec) -> FSDPParam | None:
+    """Return the parameter that is sharded by ``spec``; None where it is gone, or was never one of an engine."""
+    owner = None if spec.owner is None else spec.owner()
+    assert owner is None or isinstance(owner, FSDPParam)
+    return owner
+
+
+class Group(Protocol):
+    """What collectives and messages need of the ``ParamGroup`` of a ``FlatParam``."""
+
+    name: str
+    registered: list[Sequence[Tensor]]
+
+    @property
+    def role(self) -> str: ...
+
+    def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]: ...
+
+
 class ShardedGrad:
     """The flat buffer that the ``.grad`` of some parameters are views of.
 
@@ -167,7 +188,7 @@ class ShardedGrad:
         self.buffer = buffer
         for param in self.params:
             param.local_grad = param.local_range(buffer)
-            param.grad = flat_dtensor(param.local_grad, param.spec)
+            param.grad = param.wrap(param.local_grad, param.spec)
         self._viewers = _viewers(buffer)
 
     def _is_kept(self) -> bool:
@@ -213,7 +234,7 @@ class ShardedGrad:
                 continue
             target = param.local_grad
             if grad is not None:  # perhaps one that the user has put there
-                if not isinstance(grad, FlatDTensor):
+                if not isinstance(grad, type(param.grad)):
                     raise TypeError(
                         f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
                         "change the gradient that it has in place, or set it to None"
@@ -285,9 +306,10 @@ class FlatParam:
     reduce_scatter: ReduceScatter = field(init=False)
     all_reduce: AllReduce | None = field(default=None, init=False)
     """Over replicas, of partial sums. All three are made at the first assembly."""
-    reduce_context: Any = field(default=None, init=False)
-    group: Any = field(default=None, init=False)
-    """The ``CommContext`` of its reduces, and its ``ParamGroup``, in the present assembly."""
+    reduce_context: CommContext = field(init=False)
+    """Communicator and scratch buffers of its reduces in the present assembly."""
+    group: Group = field(init=False)
+    """Its ``ParamGroup`` in the present assembly; a replicated one has none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
     """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
 
@@ -308,7 +330,7 @@ class FlatParam:
 
     def raise_version(self) -> None:
         """Count a change that torch has not seen."""
-        increment_version((self.sharded,))
+        torch._C._increment_version((self.sharded,))
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -135,7 +135,7 @@ class GroupContext:
         """Let go of groups, buffers and observers."""
         for pool in (*self.weight_pools.values(), *self.grad_pools.values()):
             for buffer in pool.buffers:
-                buffer.owner = None  # groups and buffers refer to each other
+                buffer.leave()  # groups and buffers refer to each other
         self.groups = self.observers = ()
         self.weight_pools.clear()
         self.grad_pools.clear()
@@ -281,7 +281,7 @@ class ParamGroup:
                     "and what differentiates it behind the forward"
                 )
             self._all_gather(unsharded)
-        buffer.users += 1
+        buffer.begin_use()
         self.context.wait(buffer.handle)
         return True
 
@@ -293,11 +293,7 @@ class ParamGroup:
 
     def release(self, unsharded: UnshardedParams) -> None:
         """End one use of the weights that ``unshard`` has returned."""
-        buffer = unsharded.buffer
-        buffer.users = max(buffer.users - 1, 0)
-        stream = self.context.gather_stream
-        if stream.is_ordered:
-            buffer.last_use = stream.record(buffer.last_use)
+        unsharded.buffer.end_use(self.context.gather_stream)
 
     def release_held(self) -> None:
         """Let go of what ``unsharded.hold`` has gathered."""
@@ -317,7 +313,7 @@ class ParamGroup:
             if unsharded.buffer.users:
                 unsharded = self.overflow()
             self._all_gather(unsharded)
-        unsharded.buffer.users += 1
+        unsharded.buffer.begin_use()
         return unsharded
 
     def _all_gather(self, unsharded: UnshardedParams) -> None:
@@ -345,9 +341,7 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
-        buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
-        buffer.fills += 1
-        buffer.filled_in = context.passes
+        buffer.begin_fill(context.passes)
         span = handle = None
         if context.traces:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
@@ -356,7 +350,7 @@ class ParamGroup:
         context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
             span.end(handle)
-        buffer.owner, buffer.versions, buffer.expired = self, versions, ()
+        buffer.end_fill(self, versions)
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
         context.fingerprint.record("gather", self.name)
 
@@ -407,17 +401,32 @@ class ParamGroup:
             flats = tuple(flat for flat in self.flats if flat.trainable)
             if not flats:
                 return
-            for flat in flats:
-                self.context.bind_reduce(flat)
-            self.grads = self._free_grads(flats)
-            self.grads.buffer.owner = self
-            self.context.wait(self.grads.buffer.handle)  # the reduce that reads the buffer has left it
-            for param in self.params:
-                param.written = False
+            self.take_grads(flats)
         else:
             self._check_not_unfrozen(self.grads)
+        assert self.grads is not None
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
+
+    def take_grads(self, flats: tuple[FlatParam, ...]) -> None:
+        """Take a buffer for the gradients of ``flats``, none of which is written yet."""
+        for flat in flats:
+            self.context.bind_reduce(flat)
+        self.grads = grads = self._free_grads(flats)
+        grads.buffer.take(self)
+        self.context.wait(grads.buffer.handle)  # the reduce that reads the buffer has left it
+        for param in self.params:
+            param.written = False
+
+    def restore_grads(
+        self, grads: UnshardedGrads | None, deferred: dict[FlatParam, list[bool]], written: Sequence[bool]
+    ) -> None:
+        """Take back gradients that were kept for a later reduce, and which of the parameters have some."""
+        self.grads, self.deferred = grads, deferred
+        for param, was_written in zip(self.params, written, strict=True):
+            param.written = was_written
+        if grads is not None:
+            grads.buffer.take(self)
 
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
         """Raise a ``RuntimeError`` where gradients would be lost: the buffer of earlier micro-batches has no room."""
@@ -524,7 +533,8 @@ class ParamGroup:
                 for place, before in enumerate(self.deferred.pop(flat, ())):
                     written[place] |= before
         self.stop_accepting_grads()
-        self.grads = grads.buffer.owner = None
+        self.grads = None
+        grads.buffer.leave()
         return used
 
     def reset(self) -> None:
@@ -536,7 +546,8 @@ class ParamGroup:
         self.release_held()
         grads, self.grads = self.grads, None
         if grads is not None:
-            grads.buffer.owner = None
+            grads.buffer.leave()
+        self.unsharded.buffer.end_all_uses()
         self.deferred.clear()
         self.stop_accepting_grads()
         for leaf in self.unsharded.leaves:  # where reentrant checkpointing leaves gradients

@@ -21,7 +21,7 @@ in the issuing thread and ``finish`` in the thread that waits, never two at once
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -138,6 +138,27 @@ class AllReduce(Collective):
         """Complete ``total`` once the collectives are over."""
 
 
+class Transfers(Protocol):
+    """Copies of shards and gradients between host memory and the device, where shards are offloaded."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take on the device."""
+
+    def wait(self) -> None:
+        """Hold the host until it may read and write its own memory."""
+
+
+class Contents(Protocol):
+    """What the modules of a model hold."""
+
+    is_written: bool
+    """Whether all parameters and buffers were seen to have values, in this assembly or an earlier one."""
+
+    def check(self) -> None:
+        """Raise if a parameter was replaced or converted, or one was added that is to be trained."""
+
+
 class Observer:
     """Is called in the host thread of a forward or backward, in the same order on all ranks."""
 
@@ -146,6 +167,9 @@ class Observer:
 
     def before_forward(self) -> None:
         """A forward of the root begins; collectives may be issued, each ``record``ed."""
+
+    def after_forward(self) -> None:
+        """A forward of the root is over through which a gradient may come."""
 
     def before_backward(self) -> None:
         """The backward has reached the first output."""

@@ -23,10 +23,8 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import is_
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,19 +40,16 @@ from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
 from yafsdp_cc.engine.streams import PinnedReadback
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
-from yafsdp_cc.sharding.shards import added_parameters
-from yafsdp_cc.sharding.unwritten import check_written
-from yafsdp_cc.tensor.unsharded import stay_unsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams
     from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+    from yafsdp_cc.engine.protocols import Contents, Transfers
     from yafsdp_cc.engine.replicated import ReplicatedParams
     from yafsdp_cc.engine.spec import Collectives, ParamGroupSpec
-    from yafsdp_cc.forms.offload import HostTransfers
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
@@ -70,6 +65,13 @@ _functorch_stack = torch._C._functorch.peek_interpreter_stack
 """The transforms of ``torch.func`` under way, or None."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def engine_of(param: FSDPParam) -> FSDPState | None:
+    """Return the engine that ``param`` is a parameter of; None before the first assembly, and where it is gone."""
+    engine = None if param.engine is None else param.engine()
+    assert engine is None or isinstance(engine, FSDPState)
+    return engine
 
 
 @dataclass(eq=False)
@@ -91,14 +93,14 @@ class FSDPState:
     """What the groups share."""
     leaf: Tensor
     """What the root gates hang on; a backward reaches it if and only if it wants the parameters' gradients."""
-    transfers: HostTransfers | None
+    transfers: Transfers | None
     """Between host memory and the device, where shards are offloaded."""
+    contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
         policy = self.specs[-1].policy if self.specs[-1].modules == (self.model,) else None
         self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
         self._input_device = None if self.context.device.type == "cpu" else self.context.device
-        self._stays_unsharded = any(spec.settings.stays_unsharded is not False for spec in self.specs)
         self._output_dtype = None if policy is None else policy.output_dtype
         sharded = [param for group in self.groups for param in group.params]
         self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
@@ -133,14 +135,14 @@ class FSDPState:
         """Of the forward of the root module under way."""
         self._orders = {self.model: [group for group in self.groups if group is not self.root_group]}
         """For modules that were called, the groups in the order of that; at first in module order, for the root."""
-        self._called = self.model
-        self._order: list[ParamGroup] = []
+        self.called = self.model
+        """Whose forward, the root's or that of a part of it, was called last."""
+        self.order: list[ParamGroup] = []
+        """The groups that it has run."""
         self._cursor = 0
         self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
-        ignored = {param for spec in self.specs for param in spec.ignored}
-        self.contents = ModelContents(self.model, self.params, ignored)
 
     @property
     def flats(self) -> Iterator[FlatParam]:
@@ -187,7 +189,7 @@ class FSDPState:
             group.unsharded.buffer.handle.wait()
         self.retired = True
         # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
-        self.groups, self.root_group, self._orders, self._order = (), None, {}, []
+        self.groups, self.root_group, self._orders, self.order = (), None, {}, []
         self.context.release()
 
     def _version(self) -> int:
@@ -271,7 +273,7 @@ class FSDPState:
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
-        self._called, self._order, self._cursor = called, [], 0
+        self.called, self.order, self._cursor = called, [], 0
         prefetch(self._orders.get(called, [])[:2])
         return iteration
 
@@ -310,22 +312,23 @@ class FSDPState:
                 self._await_backward(iteration)
         self.context.in_forward = False
         self.context.passes += 1
-        self._orders[self._called] = self._order
+        self._orders[self.called] = self.order
         self.replicated.register_sharded()
         self.wait_for_transfers()
         self.replicated.check_unwritten()
-        if self._stays_unsharded and iteration is not None and iteration.has_gate:
-            stay_unsharded(self, self._called, self._order)
+        if iteration is not None and iteration.has_gate:
+            for observer in self.context.observers:
+                observer.after_forward()
 
     def _prefetch_after(self, group: ParamGroup) -> None:
         """Gather what followed ``group`` the last time. A group that comes elsewhere costs a prefetch, nothing more.
 
         Every rank runs the same forwards, so every rank prefetches alike.
         """
-        self._order.append(group)
+        self.order.append(group)
         if group.forward_prefetch:
             prefetch(group.forward_prefetch)
-        expected, cursor = self._orders.get(self._called, []), self._cursor
+        expected, cursor = self._orders.get(self.called, []), self._cursor
         if cursor >= len(expected) or expected[cursor] is not group:
             try:
                 cursor = expected.index(group, cursor)
@@ -386,7 +389,7 @@ class FSDPState:
             self.end_iteration()
         if unsharded.was_written():
             if unsharded.buffer.owner is group:
-                unsharded.buffer.owner = None  # so that it is gathered anew, also where it has a buffer to itself
+                unsharded.buffer.leave()  # so that it is gathered anew, also where it has a buffer to itself
             raise RuntimeError(
                 f"a forward of unit '{group.name}', or what came after its unshard(), has written to a weight in "
                 "place, which is lost with the gathered copy: change sharded weights, for example under "
@@ -628,7 +631,6 @@ class FSDPState:
         self.backwards.clear()
         for group in self.groups:
             group.reset()
-            group.unsharded.buffer.users = 0
         for param in self.params:
             param.is_withheld = False
         self.replicated.reset()
@@ -910,7 +912,7 @@ class Backward:
         reduces: whether none around it does. It runs by the plan of its iteration, and others as they reach calls.
     """
 
-    is_running: weakref.ref[Any]
+    is_running: weakref.ref[object]
     """What autograd keeps for as long as it runs; gone where an exception has ended it."""
 
     def __init__(self, task: int, wants_grads: bool, reduces: bool) -> None:
@@ -1017,41 +1019,6 @@ def _check_recomputation(name: str) -> None:
             "torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face "
             "models), and have a custom function run parts of a unit again, not the unit"
         )
-
-
-class ModelContents:
-    """What the modules of a model hold, compared at each forward: the engine would go on with a replaced parameter."""
-
-    def __init__(self, model: nn.Module, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]) -> None:
-        self._model = model
-        self._params = params
-        self._ignored = ignored
-        self._registries: list[dict[str, Any]] = []
-        """Where modules keep modules and parameters."""
-        self._seen: list[object] = []
-        """What was in the registries, in order."""
-        self._frozen: list[nn.Parameter] = []
-        self.is_written = False
-        """Whether all parameters and buffers were seen to have values, in this assembly or an earlier one."""
-
-    def check(self) -> None:
-        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
-        if not self.is_written:
-            check_written(self._model, self._params)
-            self.is_written = True
-        contents = self._contents()
-        is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
-        is_frozen = not any(each.requires_grad for each in self._frozen)
-        if self._registries and is_known and is_frozen and all(param.lies_in_shard for param in self._params):
-            return
-        for param in self._params:
-            param.check_unchanged()
-        self._frozen = added_parameters(self._model, self._ignored)
-        self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
-        self._seen = self._contents()
-
-    def _contents(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._registries)))
 
 
 # Hooks of modules --------------------------------------------------------------------------------------------------

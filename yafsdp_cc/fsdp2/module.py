@@ -32,11 +32,11 @@ from yafsdp_cc.forms.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
 from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
-from yafsdp_cc.sharding.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
 from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
+from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -656,8 +656,8 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     """
     info = state.context.info
     is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
-    for flat in state.flats:
-        group = flat.group.spec.info.shard_group
+    for spec, flat in ((group.spec, flat) for group in state.groups for flat in group.flats):
+        group = spec.info.shard_group
         takes_part = everywhere or is_first_replica
         if isinstance(flat, ClassFlatParam):
             yield flat.params[0], _gathered_class(flat, group, everywhere) if takes_part else None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.mesh import shard_group, shard_rank, to_mesh_device
+from yafsdp_cc.engine.param import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[Any, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for each in parameters:
         spec: ShardSpec = each.shard_spec  # type: ignore[attr-defined]
-        owner = None if spec.owner is None else spec.owner()
+        owner = owner_of(spec)
         kinds[spec.mesh, each.dtype][None if owner is None else owner.flat].append(each)
     for kind in kinds.values():
         units = list(kind.values())

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
+from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
@@ -264,7 +266,8 @@ class OneBitOptimizer(Optimizer):
         left = {id(parameter): parameter for parameter in self._parameters}
         params = [_fsdp_param(parameter) for parameter in self._parameters]
         taken: set[int] = set()
-        for state in dict.fromkeys(param.state for param in params if param is not None):
+        for state in dict.fromkeys(engine_of(param) for param in params if param is not None):
+            assert state is not None
             # A forward enters the root's own group first, which is the last in module order.
             for group in sorted(state.groups, key=lambda group: group is not state.root_group):
                 before = group.versions()
@@ -354,19 +357,20 @@ class OneBitOptimizer(Optimizer):
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in self._parameters:
             param = _fsdp_param(parameter)
-            if param is not None and param.state is None:
+            state = None if param is None else engine_of(param)
+            if param is not None and state is None:
                 raise ValueError(
                     f"{name} was given '{param.spec.name}' of a model that fully_shard has sharded and that has "
                     "not run yet: run a forward first, or take yafsdp_cc.shard(model, compression=...)"
                 )
-            schedule = None if param is None or param.state is None else CompressionSchedule.of(param.state)
-            if param is None or schedule is None:
+            schedule = None if state is None else CompressionSchedule.of(state)
+            if param is None or state is None or schedule is None:
                 raise ValueError(
                     f"{name} takes parameters of a model that is sharded with a compression, and one of shape "
                     f"{list(parameter.shape)} is not: yafsdp_cc.shard(model, compression="
                     'yafsdp_cc.Compression(gradients="onebit", residual="int8")) first'
                 )
-            states[schedule] = param.state
+            states[schedule] = state
             if param.flat is not None and (compressed := compressed_sum_of(param.flat)) is not None:
                 self._encoded[id(parameter)] = compressed
         for schedule, state in states.items():
@@ -520,7 +524,4 @@ class OneBitOptimizer(Optimizer):
 
 def _fsdp_param(parameter: Tensor) -> FSDPParam | None:
     """Return what owns a parameter in the engine; None where it is not sharded."""
-    if not isinstance(parameter, FlatDTensor) or parameter.shard_spec.owner is None:
-        return None
-    param: FSDPParam | None = parameter.shard_spec.owner()
-    return param
+    return owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
 
 from yafsdp_cc.engine.spec import specs_below
-from yafsdp_cc.integrations.pipelining import ShardedStage
+from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
 from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
 

@@ -7,6 +7,7 @@ buffers takes effect when the engine is assembled again, before the next forward
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,11 +39,13 @@ from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.sharding.blocks import is_called
+from yafsdp_cc.sharding.contents import ModelContents
 from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
 from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
+from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -125,6 +128,7 @@ def assemble(model: nn.Module) -> FSDPState:
         _make_grad_buffers(context, role, members)
     replicated = _make_replicated(context, specs, contexts)
     state = FSDPState(model, specs, context.groups, root_group, replicated, collectives, context, leaf, transfers)
+    state.contents = ModelContents(state, any(old.model is model and old.contents.is_written for old in retired))
     engines.add(state)
     _connect(state)
     for flat in state.flats:
@@ -132,10 +136,10 @@ def assemble(model: nn.Module) -> FSDPState:
             context.bind_reduce(flat)
     for old in retired:
         context.has_warned |= old.context.has_warned
-        state.contents.is_written |= old.model is model and old.contents.is_written
         if context.replicas is not None and old.context.replicas is not None:
             context.replicas.sums = old.context.replicas.sums
-    context.observers = tuple(collectives.observers())
+    stays = any(spec.settings.stays_unsharded is not False for spec in specs)
+    context.observers = (*collectives.observers(), *((StayUnsharded(state),) if stays else ()))
     for observer in context.observers:
         observer.assembled(state)
     # The memory of buffers may still be read by what has freed it. Forwards after set_post_optim_event() wait for less.
@@ -498,7 +502,7 @@ def _connect(state: FSDPState) -> None:
             flat.group = group
         group.uses_root_params = group is not root_group and not tied.isdisjoint(inside)
     for param in state.params:
-        param.set_state(state)
+        param.engine = weakref.ref(state)
     by_spec = {group.spec: group for group in state.groups}
     for spec in state.specs:
         for module in spec.modules:

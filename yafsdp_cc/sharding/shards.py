@@ -205,10 +205,10 @@ def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None
 def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPParam:
     subclass = subclass_of(owned.parameter)
     if subclass is None:
-        return FSDPParam(spec, owned.sites, extent)
+        return FSDPParam(spec, owned.sites, extent, flat_dtensor)
     kind = ExtensionParam if subclass.extends_all_gather else SubclassParam
     kind = ClassParam if subclass.keeps_class else kind
-    return kind(subclass, spec, owned.sites, extent)
+    return kind(subclass, spec, owned.sites, extent, flat_dtensor)
 
 
 @torch.no_grad()

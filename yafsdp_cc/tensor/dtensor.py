@@ -50,6 +50,8 @@ from yafsdp_cc.engine.mesh import (
     shard_group,
     to_mesh_device,
 )
+from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from yafsdp_cc.engine.layout import ShardSpec
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.state import FSDPState
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
@@ -289,7 +293,7 @@ def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return whole
 
 
-engines: weakref.WeakSet[Any] = weakref.WeakSet()
+engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 """Every ``FSDPState``. Their reduces add to gradients on streams of their own."""
 
 
@@ -522,9 +526,9 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
 
 
 def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
-    owner = None if spec.owner is None else spec.owner()
-    if owner is not None and owner.state is not None:
-        owner.state.context.wait_for_reduces()  # which add to the same .grad, on a stream of their own
+    owner = owner_of(spec)
+    if owner is not None and (engine := engine_of(owner)) is not None:
+        engine.context.wait_for_reduces()  # which add to the same .grad, on a stream of their own
         if owner.is_withheld:  # what is withheld would be lost behind another .grad
             owner.parameter.grad, owner.is_withheld = owner.grad, False
     if isinstance(grad, FlatDTensor):
@@ -545,20 +549,20 @@ _STATE_OF_TORCH = (
 
 def _instead(spec: ShardSpec) -> str:
     """What to type instead of a refused operation: it depends on what is under way when the parameter is read."""
-    owner = None if spec.owner is None else spec.owner()
-    if owner is None or owner.state is None:
+    owner = owner_of(spec)
+    engine = None if owner is None else engine_of(owner)
+    if owner is None or engine is None:
         return _FULL
-    group: Any = None if owner.flat is None else owner.flat.group
-    is_unit = group is not None and group.role != "root"
-    if not owner.state.context.in_forward:
-        unit = f"model.get_submodule('{group.name}')" if is_unit else "model"
+    group = None if owner.flat is None or owner.flat.group.role == "root" else owner.flat.group
+    if not engine.context.in_forward:
+        unit = "model" if group is None else f"model.get_submodule('{group.name}')"
         if torch._C._current_graph_task_id() != -1:
             return (
                 f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
                 "output of it: a loss is made of an activation that its forward keeps aside. Return that activation "
                 f"from the forward of {unit} along with its output, or keep it from a part that is not checkpointed"
             )
-        if is_unit and (called := _called_alone(owner)):
+        if group is not None and (called := _called_alone(owner)):
             return (
                 f"'{called}' was called outside of unit '{group.name}', in whose forward alone it has weights: call "
                 f"{unit}, make '{called}' a unit of its own, or call {unit}.unshard() before"
@@ -571,7 +575,7 @@ def _instead(spec: ShardSpec) -> str:
             "save_pretrained, and a Trainer of Transformers to "
             f"yafsdp_cc.integrations.transformers.accept_sharded_model. Otherwise {_FULL}"
         )
-    if not is_unit or group.registered:
+    if group is None or group.registered:
         return (
             "this forward has it from parameters() or from before. Read it as an attribute of its module, which is "
             f"whole there, or {_FULL}"
@@ -582,7 +586,7 @@ def _instead(spec: ShardSpec) -> str:
     return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {_FULL}"
 
 
-def _called_alone(owner: Any) -> str:
+def _called_alone(owner: FSDPParam) -> str:
     """Return the name of the module that holds the parameter, where a call of that has led here; else nothing."""
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
@@ -1063,7 +1067,7 @@ def follow_optimizers() -> None:
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-    begun: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()
+    begun: weakref.WeakKeyDictionary[Optimizer, dict[FlatParam, int]] = weakref.WeakKeyDictionary()
     """Versions before the steps under way, by ``FlatParam``."""
 
     def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -1096,7 +1100,8 @@ def follow_optimizers() -> None:
 
     def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         versions, written = begun.pop(optimizer, {}), _written_by(optimizer)
-        for engine in {flat.params[0].state for flat in written}:
+        for engine in {engine_of(flat.params[0]) for flat in written}:
+            assert engine is not None
             engine.steps += 1
         for flat in written:
             if flat.version == versions.get(flat):  # written past torch's counters, as by kernels that take pointers
@@ -1109,7 +1114,7 @@ def follow_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
-def _written_by(optimizer: Optimizer) -> set[Any]:
+def _written_by(optimizer: Optimizer) -> set[FlatParam]:
     """Return each ``FlatParam`` that a step of the optimizer may have written to; the same ones on all ranks.
 
     Of those that have a gradient. A rank may have no elements of a parameter, and its optimizer then no tensor of it:
@@ -1118,7 +1123,7 @@ def _written_by(optimizer: Optimizer) -> set[Any]:
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     parameters = [parameter for parameter in every if parameter.grad is not None]
     specs = [parameter.shard_spec for parameter in parameters if isinstance(parameter, FlatDTensor)]
-    owners = [spec.owner() for spec in specs if spec.owner is not None]
+    owners = [owner_of(spec) for spec in specs]
     written = {owner.flat for owner in owners if owner is not None and owner.flat is not None and owner.flat.trainable}
     plain = (torch.nn.Parameter, torch.Tensor)
     places = sorted(each.data_ptr() for each in parameters if type(each) in plain and each.layout == torch.strided)
@@ -1128,7 +1133,7 @@ def _written_by(optimizer: Optimizer) -> set[Any]:
         ends = ((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
         if any(bisect_left(places, start) < bisect_left(places, end) for start, end in ends):
             written.update(trained)
-    return {flat for flat in written if flat.params[0].state is not None}
+    return {flat for flat in written if engine_of(flat.params[0]) is not None}
 
 
 def _warn_of_rounding(optimizer: Optimizer) -> None:

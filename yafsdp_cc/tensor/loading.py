@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed._state_dict_utils
@@ -17,11 +17,12 @@ import torch.distributed.checkpoint.state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.forms.offload import HostFlatParam
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
-from yafsdp_cc.sharding.unwritten import makes_empty, mark_unwritten
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.rows import flat_range_of, is_by_rows, is_flat_range
+from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -267,8 +268,8 @@ def patch_torch() -> None:
 
 def _filled(target: FlatDTensor, value: Tensor) -> Tensor:
     """Return ``target`` with the elements of ``value``; on the meta device, only parameters can have some."""
-    owner = None if target.shard_spec.owner is None else target.shard_spec.owner()
-    if target.is_meta and owner is not None and target is owner.parameter:
+    owner = owner_of(target.shard_spec)
+    if target.is_meta and owner is not None and cast("Tensor", target) is owner.parameter:
         take_over(owner, value.to(target.dtype))
     else:
         target.copy_(value)

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
+from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.tensor.dtensor import FlatDTensor, is_unsharded
 
 if TYPE_CHECKING:
     from collections.abc import ItemsView, Iterator, ValuesView
-
-    from yafsdp_cc.engine.param import FSDPParam
 
 
 class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
@@ -46,12 +46,12 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         in_backward = torch._C._current_graph_task_id() != -1
         is_run_again = in_backward and torch.is_grad_enabled()
         for name, parameter in held.items():
-            owner = parameter.shard_spec.owner if isinstance(parameter, FlatDTensor) else None
-            param: FSDPParam | None = None if owner is None else owner()
-            if param is None or param.state is None:
+            param = owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None
+            engine = None if param is None else engine_of(param)
+            if param is None or engine is None:
                 continue
-            param.state.drop_interrupted()
-            in_forward = param.state.context.in_forward or is_run_again
+            engine.drop_interrupted()
+            in_forward = engine.context.in_forward or is_run_again
             shown = self._attributes.get(name)
             # What a forward that raised has left in its modules is no weight to be seen afterwards.
             if shown is not None and (in_forward or (not in_backward and is_unsharded(shown))):

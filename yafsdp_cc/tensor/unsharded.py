@@ -8,33 +8,22 @@ it, so that optimizers, clipping and checkpoints have the sharded parameters, wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.tensor.dtensor import mark_unsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from yafsdp_cc.engine.param import FSDPParam
-    from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
-    from yafsdp_cc.engine.replicated import ReplicatedParams
+    from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.spec import ParamGroupSpec
-
-
-class Engine(Protocol):
-    """What this needs of an ``FSDPState``."""
-
-    model: torch.nn.Module
-    specs: Sequence[ParamGroupSpec]
-    groups: Sequence[ParamGroup]
-    root_group: ParamGroup | None
-    replicated: ReplicatedParams
-    context: GroupContext
-    iteration: Any
-
-    def wait_for_transfers(self) -> None: ...
+    from yafsdp_cc.engine.state import FSDPState
 
 
 def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
@@ -52,7 +41,7 @@ def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
     group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
 
 
-def register_until_reshard(state: Engine, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
+def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
     """Let modules see the weights that ``group`` holds, once these are gathered, and the replicated ones of ``spec``.
 
     Args:
@@ -77,24 +66,24 @@ def register_until_reshard(state: Engine, spec: ParamGroupSpec, group: ParamGrou
         mark_unsharded(module.__dict__[attribute], param.spec)
 
 
-def stay_unsharded(state: Engine, called: torch.nn.Module, ran: Iterable[ParamGroup]) -> None:
-    """After a forward of ``called``, through which a gradient may come: show its weights where it did not reshard.
+class StayUnsharded(Observer):
+    """Shows the weights of modules that do not reshard after a forward through which a gradient may come."""
 
-    Args:
-        state: the engine.
-        called: the root module, a part of it, or a unit.
-        ran: the groups that have run.
-    """
-    groups: dict[ParamGroupSpec, ParamGroup | None] = {group.spec: group for group in ran}
-    own = state.specs[-1]
-    if own.modules == (called,):
-        groups.setdefault(own, state.root_group)
-    for spec, group in groups.items():
-        stays = spec.settings.stays_unsharded
-        if spec.modules == (state.model,) if stays is None else stays:
-            if group is not None:
-                unshard_until_reshard(group)
-            register_until_reshard(state, spec, group)
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState = weakref.proxy(state)  # the engine keeps its observers, not they it
+
+    def after_forward(self) -> None:
+        state = self._state
+        groups: dict[ParamGroupSpec, ParamGroup | None] = {group.spec: group for group in state.order}
+        own = state.specs[-1]
+        if own.modules == (state.called,):
+            groups.setdefault(own, state.root_group)
+        for spec, group in groups.items():
+            stays = spec.settings.stays_unsharded
+            if spec.modules == (state.model,) if stays is None else stays:
+                if group is not None:
+                    unshard_until_reshard(group)
+                register_until_reshard(state, spec, group)
 
 
 def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
@@ -105,7 +94,7 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
         expires: have the next forward gather anew what lies in a buffer yet; the same on all ranks then.
     """
     param = next(spec.params, None)
-    state: Engine | None = None if param is None else param.state
+    state = None if param is None else engine_of(param)
     if state is None:
         return
     for group in state.groups:
@@ -125,7 +114,7 @@ def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
 
     def hook(*_: Any) -> None:
         under_way = torch._C._current_graph_task_id() != -1 or any(
-            param.state is not None and param.state.iteration is not None for param in spec.params
+            (state := engine_of(param)) is not None and state.iteration is not None for param in spec.params
         )
         if not under_way:
             reshard(spec)

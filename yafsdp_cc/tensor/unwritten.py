@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.engine.param import FSDPParam
 
@@ -43,14 +44,14 @@ def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
     tensor.__dict__[_VERSION] = None if local.is_inference() else local._version
 
 
-def check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
+def check_written(model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMesh) -> None:
     """Find what was marked and has never been written since. A collective.
 
     Raises:
         RuntimeError: there is such a parameter or buffer in ``model``, or a buffer on the meta device. A ValueError
             where another rank alone has one.
     """
-    with refused_together(*(all_groups(params[0].state.context.info.mesh) if params else ())):
+    with refused_together(*all_groups(mesh)):
         _check_written(model, params)
 
 

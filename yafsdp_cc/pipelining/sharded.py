@@ -1,0 +1,68 @@
+"""A stage of ``torch.distributed.pipelining`` whose module is sharded over the ranks that share the stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+
+from yafsdp_cc.engine.spec import specs_below
+from yafsdp_cc.fsdp2.module import check_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+class ShardedStage(PipelineStage):
+    """A ``PipelineStage`` for a module that ``yafsdp_cc.shard`` has sharded, with the same arguments.
+
+    Gradients of the micro-batches are kept unsharded and reduced once, in the last backward of a step; torch's own
+    stage would look for FSDP2's parameter groups instead. Shard with ``reshard_after_forward=False`` to gather weights
+    once per step, too, and not for each micro-batch.
+
+    Zero-bubble schedules run, and gain nothing over the others: weights would have to be gathered for each part of a
+    backward that is split, so gradients of weights are computed with those of inputs, and ``dw_builder`` has no effect.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dw_builder = _nothing_left
+        self._backwards = 0
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        super().clear_runtime_states()
+        self._backwards = 0
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], None]:
+        """The whole backward of one micro-batch, which reduces what has come together if it is the last of the step.
+
+        Raises:
+            ValueError: the module is not sharded.
+        """
+        check_sharded(self.submod)
+        # ``last_backward`` is of the gradients of weights, which a schedule may want later.
+        self._backwards += 1
+        for spec in specs_below(self.submod):
+            spec.settings.reduces = self._backwards == self.chunks
+        return stage_backward(**bwd_kwargs), None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """After the last backward: gradients are reduced already, and become the mean over micro-batches."""
+        self.scale_grads(grad_scale_factor)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # Finding out shapes asked for gradients of inputs alone: weights are not unsharded by it, no .grad is left.
+        self._fwd_outputs_for_bwd_meta = None
+        self._fwd_inputs_for_bwd_meta = None
+        self._fwd_kwargs_tensors_for_bwd_meta = None
+
+
+def _nothing_left() -> Callable[..., None]:
+    """Return what is to be done for the gradients of weights, which torch's stage then leaves to it: nothing more."""
+    return lambda: None

@@ -1,0 +1,57 @@
+"""What the modules of a sharded model hold, compared at each forward."""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from yafsdp_cc.sharding.shards import added_parameters
+from yafsdp_cc.tensor.unwritten import check_written
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import nn
+
+    from yafsdp_cc.engine.state import FSDPState
+
+
+class ModelContents:
+    """What the modules of a model hold: the engine would go on with the shard of a parameter that was replaced.
+
+    Args:
+        state: the engine of the model.
+        is_written: whether all parameters and buffers were seen to have values in an earlier assembly.
+    """
+
+    def __init__(self, state: FSDPState, is_written: bool) -> None:
+        self._model = state.model
+        self._params = state.params
+        self._mesh = state.context.info.mesh
+        self._ignored: Collection[nn.Parameter] = {param for spec in state.specs for param in spec.ignored}
+        self._registries: list[dict[str, Any]] = []
+        """Where modules keep modules and parameters."""
+        self._seen: list[object] = []
+        """What was in the registries, in order."""
+        self._frozen: list[nn.Parameter] = []
+        self.is_written = is_written
+
+    def check(self) -> None:
+        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
+        if not self.is_written:
+            check_written(self._model, self._params, self._mesh)
+            self.is_written = True
+        contents = self._contents()
+        is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
+        is_frozen = not any(each.requires_grad for each in self._frozen)
+        if self._registries and is_known and is_frozen and all(param.lies_in_shard for param in self._params):
+            return
+        for param in self._params:
+            param.check_unchanged()
+        self._frozen = added_parameters(self._model, self._ignored)
+        self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
+        self._seen = self._contents()
+
+    def _contents(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._registries)))
