@@ -34,7 +34,10 @@ _ALIGNMENT = 128
 
 
 class Buffer:
-    """Memory for the unsharded weights or gradients of one group at a time, as of ``mesh.allocate``."""
+    """Memory for the unsharded weights or gradients of one group at a time, as of ``mesh.allocate``.
+
+    Only ``ParamGroup`` and ``GroupContext`` write its attributes.
+    """
 
     def __init__(
         self, nbytes: int, device: torch.device, stream: CommStream, allocator: dist.ProcessGroup | None = None
@@ -67,41 +70,6 @@ class Buffer:
                 self.handle.wait()
             if self.last_use is not None:
                 self._home.wait_event(self.last_use.event)
-
-    def take(self, owner: object) -> None:
-        """Make ``owner``, a group whose gradients are to be written here, the owner."""
-        self.owner = owner
-
-    def leave(self) -> None:
-        """Make the content nobody's: the next user has it filled anew."""
-        self.owner = None
-
-    def begin_fill(self, passes: int) -> None:
-        """Take the content from its owner: until ``end_fill`` it is half of what another one gathers.
-
-        Args:
-            passes: ``GroupContext.passes`` now.
-        """
-        self.owner, self.filled_in = None, passes
-        self.fills += 1
-
-    def end_fill(self, owner: object, versions: tuple[int, ...]) -> None:
-        """Make ``owner``, of whose shards these are the versions, the owner: an all-gather to here was issued."""
-        self.owner, self.versions, self.expired = owner, versions, ()
-
-    def begin_use(self) -> None:
-        """Keep the content as it is until ``end_use``."""
-        self.users += 1
-
-    def end_use(self, stream: CommStream) -> None:
-        """End what ``begin_use`` has begun: on CUDA, refills by ``stream`` come after what was launched until now."""
-        self.users = max(self.users - 1, 0)  # ``end_all_uses`` may have come before
-        if stream.is_ordered:
-            self.last_use = stream.record(self.last_use)
-
-    def end_all_uses(self) -> None:
-        """End uses that an interrupted pass has begun; the caller sees to it that they are over."""
-        self.users = 0
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""

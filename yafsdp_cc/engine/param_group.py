@@ -135,7 +135,7 @@ class GroupContext:
         """Let go of groups, buffers and observers."""
         for pool in (*self.weight_pools.values(), *self.grad_pools.values()):
             for buffer in pool.buffers:
-                buffer.leave()  # groups and buffers refer to each other
+                buffer.owner = None  # groups and buffers refer to each other
         self.groups = self.observers = ()
         self.weight_pools.clear()
         self.grad_pools.clear()
@@ -281,7 +281,7 @@ class ParamGroup:
                     "and what differentiates it behind the forward"
                 )
             self._all_gather(unsharded)
-        buffer.begin_use()
+        buffer.users += 1
         self.context.wait(buffer.handle)
         return True
 
@@ -293,7 +293,15 @@ class ParamGroup:
 
     def release(self, unsharded: UnshardedParams) -> None:
         """End one use of the weights that ``unshard`` has returned."""
-        unsharded.buffer.end_use(self.context.gather_stream)
+        buffer, stream = unsharded.buffer, self.context.gather_stream
+        buffer.users = max(buffer.users - 1, 0)
+        if stream.is_ordered:
+            buffer.last_use = stream.record(buffer.last_use)
+
+    def forget(self, unsharded: UnshardedParams) -> None:
+        """Have the weights gathered anew, also where the group has the buffer to itself: they were written to."""
+        if unsharded.buffer.owner is self:
+            unsharded.buffer.owner = None
 
     def release_held(self) -> None:
         """Let go of what ``unsharded.hold`` has gathered."""
@@ -313,7 +321,7 @@ class ParamGroup:
             if unsharded.buffer.users:
                 unsharded = self.overflow()
             self._all_gather(unsharded)
-        unsharded.buffer.begin_use()
+        unsharded.buffer.users += 1
         return unsharded
 
     def _all_gather(self, unsharded: UnshardedParams) -> None:
@@ -341,7 +349,9 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
-        buffer.begin_fill(context.passes)
+        buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
+        buffer.fills += 1
+        buffer.filled_in = context.passes
         span = handle = None
         if context.traces:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
@@ -350,7 +360,7 @@ class ParamGroup:
         context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
         if span is not None:
             span.end(handle)
-        buffer.end_fill(self, versions)
+        buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
         context.fingerprint.record("gather", self.name)
 
@@ -413,7 +423,7 @@ class ParamGroup:
         for flat in flats:
             self.context.bind_reduce(flat)
         self.grads = grads = self._free_grads(flats)
-        grads.buffer.take(self)
+        grads.buffer.owner = self
         self.context.wait(grads.buffer.handle)  # the reduce that reads the buffer has left it
         for param in self.params:
             param.written = False
@@ -426,7 +436,7 @@ class ParamGroup:
         for param, was_written in zip(self.params, written, strict=True):
             param.written = was_written
         if grads is not None:
-            grads.buffer.take(self)
+            grads.buffer.owner = self
 
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
         """Raise a ``RuntimeError`` where gradients would be lost: the buffer of earlier micro-batches has no room."""
@@ -533,8 +543,7 @@ class ParamGroup:
                 for place, before in enumerate(self.deferred.pop(flat, ())):
                     written[place] |= before
         self.stop_accepting_grads()
-        self.grads = None
-        grads.buffer.leave()
+        self.grads = grads.buffer.owner = None
         return used
 
     def reset(self) -> None:
@@ -546,8 +555,8 @@ class ParamGroup:
         self.release_held()
         grads, self.grads = self.grads, None
         if grads is not None:
-            grads.buffer.leave()
-        self.unsharded.buffer.end_all_uses()
+            grads.buffer.owner = None
+        self.unsharded.buffer.users = 0
         self.deferred.clear()
         self.stop_accepting_grads()
         for leaf in self.unsharded.leaves:  # where reentrant checkpointing leaves gradients

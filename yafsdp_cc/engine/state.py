@@ -388,8 +388,7 @@ class FSDPState:
         if entered.iteration is not None:
             self.end_iteration()
         if unsharded.was_written():
-            if unsharded.buffer.owner is group:
-                unsharded.buffer.leave()  # so that it is gathered anew, also where it has a buffer to itself
+            group.forget(unsharded)
             raise RuntimeError(
                 f"a forward of unit '{group.name}', or what came after its unshard(), has written to a weight in "
                 "place, which is lost with the gathered copy: change sharded weights, for example under "
