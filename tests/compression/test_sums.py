@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CPU = torch.device("cpu")
-CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "powersgd")
+CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "topk2bit", "powersgd")
 SHAPES = ((37, 50), (111,), (64, 65), (3, 5, 7))
 
 
