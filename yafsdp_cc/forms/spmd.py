@@ -1,8 +1,8 @@
 """Parameters that are DTensors on one mesh of all ranks, some of whose dimensions are data-parallel (``dp_mesh_dims``).
 
-given DTensor on (dp, tp), placed as (Replicate, Shard(0)) sharded its local tensor across dp, like any parameter that
-tensor parallelism has divided forward DTensor on (dp, tp), placed as (Replicate, Shard(0)); its gradient as (Partial,
-Shard(0))
+given      DTensor on (dp, tp), placed as (Replicate, Shard(0))
+sharded    its local tensor across dp, like any parameter that tensor parallelism has divided
+forward    DTensor on (dp, tp), placed as (Replicate, Shard(0)); its gradient as (Partial, Shard(0))
 """
 
 from __future__ import annotations

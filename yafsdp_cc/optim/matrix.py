@@ -88,12 +88,12 @@ class MatrixOptimizer(Optimizer):
     ) -> Sequence[Tensor]:
         """Return the update of each matrix, which is subtracted from it times ``learning_rate``.
 
-        Is called on the rank that owns the matrices, for those of one shape and parameter group together, which may be
-        any number and differ from step to step: a parameter without a gradient is left out.
+        Called on the rank that owns the matrices, for all of one shape and parameter group together. Their number may
+        differ from step to step, as a parameter without a gradient is left out.
 
         Args:
             gradients: [m, n] each, means over all ranks, fp32 at least; may be changed.
-            states: of each matrix, by the names of ``state_shapes``; to be changed in place.
+            states: state of each matrix by the names of ``state_shapes``, to be updated in place.
             group: the settings of their parameter group.
 
         Returns:

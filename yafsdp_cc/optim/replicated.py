@@ -33,7 +33,7 @@ class ReplicatedOneBitAdam(Optimizer):
 
     Tang et al., "1-bit Adam", 2021, algorithm 1: AdamW with exact means for ``warmup_steps``, and then
 
-        m_w = β₁·m + (1 − β₁)·g_w of every rank w, from the common momentum m
+        m_w = β₁·m + (1 − β₁)·g_w            of every rank w, from the common momentum m
         m   = the mean of m_w, encoded by every rank and by the owner of each chunk, with both their errors added first
         x   = x − lr · m̂ / (√v̂ + ε)          with the second moment v of the end of the warm-up
 

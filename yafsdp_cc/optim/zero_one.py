@@ -67,7 +67,7 @@ class ZeroOneAdam(OneBitAdam):
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
 
     def _update_group(self, group: dict[str, Any], exact: list[Tensor], encoded: list[Tensor]) -> None:
-        # so far AdamW's own second moment is exact
+        # all steps so far were exact, so this one is Adam's own
         if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):
             super()._update_group(group, exact, encoded)
             return

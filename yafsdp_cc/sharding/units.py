@@ -47,10 +47,9 @@ SMALL = 256
 SMALL_VECTOR = 2**20
 """Number of elements up to which a vector or scalar is small."""
 EDGE = 65_536
-"""Elements below which an embedding or head belongs to the root; so does one with less than 1 % of the parameters
-..."""
+"""Elements below which an embedding or head belongs to the root; so does one with under 1 % of the parameters."""
 LARGE_EDGE = 2**24
-"""... unless it has this many: in a very large model 1 % is more than the largest block."""
+"""Elements from which an embedding or head is always an edge: 1 % of a very large model exceeds its largest block."""
 
 
 @dataclass(frozen=True, eq=False)
