@@ -1,4 +1,4 @@
-"""The ways in: ``shard`` and ``fully_shard`` turn a plain module into a sharded one, in place.
+"""The entry points ``shard`` and ``fully_shard`` turn a plain module into a sharded one, in place.
 
 ``fully_shard`` has the names, defaults and meaning of torch's and goes bottom-up; ``shard`` finds the units by itself
 and is ``fully_shard`` on each of them and on the model, after the same checks, which all ranks pass or fail together.
@@ -102,7 +102,7 @@ Result = TypeVar("Result")
 
 
 class _Arguments(NamedTuple):
-    """What both functions take, checked and completed."""
+    """The arguments that ``shard`` and ``fully_shard`` share, checked and completed."""
 
     info: MeshInfo
     policy: MixedPrecisionPolicy
@@ -116,7 +116,8 @@ class _Arguments(NamedTuple):
     def check_subclasses(
         self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = (), *, is_complete: bool
     ) -> None:
-        """Raise a ``ValueError`` where a parameter of a tensor subclass, or one to lie ``whole``, cannot be sharded."""
+        """Raise a ``ValueError`` if a parameter of a tensor subclass cannot be sharded, or not ``whole`` where it is in
+        that list."""
         given = {"compresses": self.compression is not None, "offloads": self.host is not None}
         check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
 
@@ -138,7 +139,7 @@ _ARGUMENTS = {
     "precision": "mp_policy",
     "compression": "compression",
 }
-"""What settings stand for, or all those of a section; others have the argument's name."""
+"""Argument that a setting, or all settings of a section, stand for; others have the argument's name."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
@@ -156,17 +157,17 @@ _FSDP1 = {
     "nothing for FULL_SHARD",
     "use_orig_params": "nothing: it is always so",
 }
-"""What takes the place of arguments of torch's first FSDP, and of what they are called elsewhere."""
+"""What to pass instead of arguments of torch's first FSDP."""
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 
 
 _work: WeakKeyDictionary[DeviceMesh, Counter[int]] = WeakKeyDictionary()
-"""Operations of Newton-Schulz iterations on what each rank of a mesh owns by ``fully_shard``."""
+"""Newton-Schulz operations on the matrices that each rank of a mesh owns by calls of ``fully_shard``."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Give a function the arguments that the script leaves out, where the run file or its like has them."""
+    """Fill arguments that the script leaves out from the settings of the run file and the like."""
     accepted = inspect.signature(function).parameters
 
     @wraps(function)
@@ -208,11 +209,12 @@ def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
 
 def _shown(value: object) -> str:
     plain = (str, int, float, type(None), MixedPrecisionPolicy, Compression, DeviceMesh)
-    return repr(value) if isinstance(value, plain) else type(value).__name__  # not all elements of a tensor
+    # the repr of a tensor would show all elements
+    return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
 def _from_settings(argument: str, value: Any) -> Any:
-    """Return what a setting of this value means as an argument."""
+    """Convert the value of a setting to that of the argument."""
     if argument == "mp_policy":
         precision = {name: one.value for name, one in run_settings().items() if name.startswith("precision.")}
         dtypes = {
@@ -230,7 +232,7 @@ def _from_settings(argument: str, value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=1)  # a mesh makes groups, and fully_shard asks for it in every call
+@lru_cache(maxsize=1)  # making a mesh makes process groups, and every fully_shard call needs one
 def _replicated(world: dist.ProcessGroup, replicas: int, device: str) -> DeviceMesh:
     """Return the mesh (replicate, shard) of all ranks."""
     name, size = "shard.replicate", world.size()
@@ -263,16 +265,16 @@ def shard(
     """Shard ``model``'s parameters, gradients and optimizer state across the ranks of ``mesh``. A collective, in place.
 
     Afterwards the training loop is the one you had: make the optimizer from ``model.parameters()``, call the model,
-    ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` tells what it will cost.
+    ``loss.backward()``, ``clip_grad_norm_``, ``step``. ``print(yafsdp_cc.plan_of(model))`` shows the cost.
 
     Args:
         model: any module; on the meta device it is materialised unit by unit.
-        mesh: the ranks to shard across, or (replicate, shard): shard across the second dimension, the same along the
-            first, gradients summed over both. Parameters that ``parallelize_module`` has divided across another
-            dimension are sharded further. None: shard across all ranks; a process group is started from the launcher's
-            environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
-        units: what is gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class names or
-            classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
+        mesh: the ranks to shard across; or (replicate, shard): parameters are sharded across the second dimension and
+            replicated along the first, gradients are summed over both. Parameters that ``parallelize_module`` has
+            divided across another dimension are sharded further. None: shard across all ranks; a process group is
+            started from the launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
+        units: modules that are gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class
+            names or classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps unsharded weights until they change: a buffer for each unit instead of shared
             ones, and half of the all-gathers. None or True drops them. A number reshards them across so many
             neighbouring ranks (of one machine, say), and gathers them again from there until they change.
@@ -285,22 +287,23 @@ def shard(
             (on CPU).
         offload_policy: torch's ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host
             memory, pinned unless ``pin_memory=False``. The optimizer then runs on the host.
-        ignored_params: parameters to leave as they are, on every rank, unsynchronised.
+        ignored_params: parameters to leave unsharded, on every rank, unsynchronised.
         sync_module_states: take rank 0's parameters and buffers; otherwise the ranks' parameters are compared.
         param_init_fn: initialises the parameters that a module on the meta device owns itself.
         separate_reduce_group: a second communicator for gradients, so that an all-gather and a reduce can overlap each
             other; costs the memory of a communicator.
         compression: how gradients and weights are encoded on the network: a codec of gradients by name (``"int8"``,
-            ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. ``"auto"``: in each unit as few bits
-            lost as hide its sum under the backward, measured and chosen as training goes. None: sums are exact.
-        ownership: what ranks own of a parameter. ``"flat"``: a range of its elements each. ``"matrix"``: each matrix of
-            the repeated blocks, and each stack of matrices, lies whole on one rank, together with its gradient and
-            optimizer state, as ``yafsdp_cc.optim.Muon`` needs it; other parameters as before. Ranks own as much as
-            balances Newton-Schulz iterations over the model, so the chunks of a unit differ in length. A list of ``*``
-            patterns over parameter names: the parameters that lie whole.
+            ``"int4"``, ``"ternary"``, ``"onebit"``, ...), or a ``Compression``. ``"auto"``: for each unit the least
+            lossy codec that hides its sum behind the backward, measured and chosen during training. None: sums are
+            exact.
+        ownership: how parameters are divided. ``"flat"``: each rank owns a range of the elements. ``"matrix"``: each
+            matrix of the repeated blocks, and each stack of matrices, lies whole on one rank, together with its
+            gradient and optimizer state, as ``yafsdp_cc.optim.Muon`` needs it; other parameters are flat. Matrices are
+            assigned so that all ranks compute equally many Newton-Schulz iterations, so the chunks of a unit differ in
+            length. A list of ``*`` patterns over parameter names: the parameters that lie whole.
         sync: how the replicas of a mesh (replicate, shard) are kept together, where links between them are slow.
-            ``"overlap"``: by sums that are hidden behind the next step; others are in ``yafsdp_cc.replicas``. None: by
-            a sum over all ranks in every backward.
+            ``"overlap"``: by gradient sums that run during the next step; ``yafsdp_cc.replicas`` has others. None: by a
+            sum over all ranks in every backward.
 
     Returns:
         The same object.
@@ -372,7 +375,8 @@ def shard(
     check_equal(owned, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
-    inner = given.plan(prepare, replace(policy, output_dtype=None), owners)  # the model's output is meant
+    # ``output_dtype`` is meant for the model's output
+    inner = given.plan(prepare, replace(policy, output_dtype=None), owners)
     blocks = sum(unit.role in TAKE_TURNS for unit in division.units)
     root_params: tuple[OwnedParameter, ...] = ()
     for unit in division.units:
@@ -421,8 +425,8 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of ``module`` that no earlier call on a part of it has sharded. A collective, in place.
 
-    Called bottom-up, as torch's: on every block, then on the model. What the first forward is called on becomes the
-    root; buffers are made then. Until then, and on the meta device, parameters are sharded and hold no more than that.
+    Called bottom-up, as torch's: on every block, then on the model. The module that is called first becomes the root,
+    and buffers are made then. Until then only the shards take memory, or none on the meta device.
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
@@ -436,16 +440,16 @@ def fully_shard(
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the network, and of this module's output.
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
             Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters to leave unsharded.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which dimensions of ``mesh`` are data-parallel, where parameters
             are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
             one. Parameters that are DTensors across other ranks are sharded further either way.
         compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
-            a model that have one must have the same. Patterns of ``overrides`` are matched against parameter names
-            within ``module``.
+            a model with a compression must have the same one. Patterns of ``overrides`` are matched against parameter
+            names within ``module``.
         ownership: as of ``shard``, of the parameters of this group: ``"matrix"`` takes its matrices and stacks of
             matrices, embeddings aside, so pass it to the calls on blocks. Patterns are matched against parameter names
-            within ``module``. What ranks own is balanced over all calls with this mesh.
+            within ``module``. Owners are balanced over all calls with this mesh.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of ``FSDPModule``.
@@ -520,7 +524,7 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make ``module.<method_name>(...)`` another way into a sharded module; nothing where it is not sharded.
+    """Make ``module.<method_name>(...)`` another way into a sharded module; do nothing if it is not sharded.
 
     Raises:
         ValueError: the module has no such method.
@@ -535,12 +539,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def plan_of(model: nn.Module) -> Plan:
     """Return the plan of a sharded model: units, buffers, bytes sent per step, memory per rank; printable.
 
-    Any rank may ask alone. Buffers are made by ``shard``, or in the first forward after ``fully_shard``; anew in the
-    first one after a setter that takes others.
+    Not a collective: any rank may call it alone. The engine's buffers are made by ``shard``, or in the first forward
+    after ``fully_shard``; a setter that changes their number makes new ones in the next forward.
 
     Raises:
         ValueError: ``model`` is not sharded.
-        RuntimeError: the buffers are still to be made.
+        RuntimeError: the engine has no buffers yet.
     """
     plan = replace(plan_for(built_state(model, "plan_of", is_current=True)), arguments=_origins.get(model, ()))
     if (sync := sync_of(model)) is not None:
@@ -552,7 +556,7 @@ def plan_of(model: nn.Module) -> Plan:
 def counters_of(model: nn.Module) -> Counters:
     """Return what the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
 
-    Any rank may ask alone, after ``shard`` or, with ``fully_shard``, the first forward.
+    Not a collective: any rank may call it alone, after ``shard`` or, with ``fully_shard``, after the first forward.
 
     Raises:
         ValueError: ``model`` is not sharded.
@@ -567,14 +571,14 @@ def counters_of(model: nn.Module) -> Counters:
 
 
 def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
-    """Let a compressed model know how its training goes: the loss of this rank's batch, once per step.
+    """Report the loss of this rank's batch to a compressed model, once per step.
 
-    Where losses stay a tenth above the best that there were, all its gradients go back to more bits
-    (``Compression.fallback``). Nothing waits for the value here, nor for other ranks.
+    If losses stay a tenth above the best so far, all gradients are encoded in more bits (``Compression.fallback``). The
+    call waits neither for the value nor for other ranks.
 
     Args:
         model: sharded with a compression.
-        loss: of any device, one element; not multiplied by a scale.
+        loss: a number or a tensor of one element on any device, without a loss scale.
 
     Raises:
         ValueError: there is no compression, its fallback is off, or it has nothing to watch; or there are several
@@ -609,7 +613,7 @@ def watch_loss(model: nn.Module, loss: torch.Tensor | float) -> None:
 
 
 def all_ranks() -> DeviceMesh:
-    """Return a mesh of every rank; starts the process group from the launcher's environment."""
+    """Return a mesh of every rank; start the process group from the launcher's environment if there is none."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RuntimeError(
@@ -626,7 +630,7 @@ def all_ranks() -> DeviceMesh:
                 )
             torch.cuda.set_device(local)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        atexit.register(_end_process_group)  # gloo's threads abort an interpreter that ends under them
+        atexit.register(_end_process_group)  # gloo's threads abort an interpreter that exits while they run
     uses_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return init_device_mesh("cuda" if uses_cuda else "cpu", (dist.get_world_size(),))
 
@@ -637,7 +641,8 @@ def _end_process_group() -> None:
 
 
 def _everybody(mesh: object) -> list[dist.ProcessGroup]:
-    """Return the groups over which arguments are refused together: all ranks, unless the mesh leaves some out."""
+    """Return the groups in which all ranks refuse arguments together: the world, unless the mesh leaves some ranks
+    out."""
     assert dist.group.WORLD is not None
     if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
@@ -679,11 +684,11 @@ def _check_arguments(
 
 
 def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
-    """Return the mesh of this rank's replica, of a mesh (replicate, shard).
+    """Return the mesh of this rank's replica, given a mesh (replicate, shard).
 
     Raises:
         TypeError: ``sync`` is no ``ReplicaSync``.
-        ValueError: the mesh is not of two dimensions with names.
+        ValueError: the mesh does not have two named dimensions.
     """
     if not isinstance(sync, ReplicaSync):
         raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
@@ -701,7 +706,8 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
-    """Return whether weights are kept after the forward, and how many ranks hold a secondary shard; 0 for none."""
+    """Return whether weights are kept after the forward, and the number of ranks that hold a secondary shard; 0 for
+    none."""
     if reshard is None or isinstance(reshard, bool):
         return reshard is False, 0
     if not isinstance(reshard, int):
@@ -729,7 +735,7 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 
 def _check_placement(one: OwnedParameter, placement: object) -> None:
-    """Raise where ``shard_placement_fn`` asks for more of a parameter than a layout, which users do not see."""
+    """Raise if ``shard_placement_fn`` asks for more than a layout, which users do not see."""
     if placement is None:
         return
     if type(placement) is not Shard:
@@ -764,7 +770,7 @@ def _check_module(module: Any) -> None:
 
 
 def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Parameter]) -> list[OwnedParameter]:
-    """Return what ``modules`` hold beside modules that are sharded already, each parameter once."""
+    """Return the parameters of ``modules``, each once, without those of modules that are sharded already."""
     found: dict[nn.Parameter, OwnedParameter] = {}
     for module in modules:
         for owned, paths in find_parameters(module, ignored).items():
@@ -788,7 +794,7 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
 
 
 def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
-    """Warn where every rank is left with the whole model."""
+    """Warn if every rank is left with the whole model."""
     parallel = any(isinstance(each.parameter, DTensor) for unit in division.units for each in unit.parameters)
     if mesh.size() == 1 and not parallel:
         world = dist.get_world_size()
@@ -815,7 +821,7 @@ def _warn_of_emulated_bf16(policy: MixedPrecisionPolicy, device: torch.device) -
 
 
 def _warn_of_residuals(plan: Plan, compression: Compression) -> None:
-    """Warn where what is kept for error feedback outweighs what sharding saves."""
+    """Warn if residuals take more memory than sharding saves."""
     sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
     if plan.residual_bytes > sharded:
         shorter = f"residual='int8' takes {plan.choices[0].residual['int8']:,}; "
@@ -830,7 +836,7 @@ def _warn_of_residuals(plan: Plan, compression: Compression) -> None:
 def _preparation(
     model: nn.Module, info: MeshInfo, sync: bool, initialize: Callable[[nn.Module], Any] | None
 ) -> Callable[[Sequence[OwnedParameter]], None]:
-    """Return what gives the parameters of one unit their values, the same on every rank."""
+    """Return a function that gives the parameters of one unit their values, the same on every rank."""
 
     def prepare(owned: Sequence[OwnedParameter]) -> None:
         fresh = materialize(owned, model, info.device, initialize)

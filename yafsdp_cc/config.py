@@ -213,16 +213,17 @@ class Setting(NamedTuple):
 
 
 Settings: TypeAlias = dict[str, Setting]
-"""By dotted names such as ``shard.zero_stage``; defaults are not among them."""
+"""Settings by dotted names such as ``shard.zero_stage``, without defaults."""
 
 
-# What there is --------------------------------------------------------------------------------------------------------
+# What settings there are --------------------------------------------------------------------------------------------
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of run files, for editors."""
     whole = RunFile.model_json_schema()
-    documented = TypeAdapter(CompressionFields).json_schema()["properties"]  # the section's own class inherits no texts
+    # the section's own class does not inherit the texts of its fields
+    documented = TypeAdapter(CompressionFields).json_schema()["properties"]
     for name, each in whole["$defs"]["CompressionSection"]["properties"].items():
         each["description"] = documented[name].get("description", "")
     by_name = whole["$defs"]["CompressionSection"]["properties"]["gradients"]["enum"]
@@ -239,7 +240,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 def allowed(one: Mapping[str, Any]) -> str:
-    """Say in words what a JSON schema allows."""
+    """Describe in words what a JSON schema allows."""
     if "anyOf" in one:
         return ", or ".join(dict.fromkeys(map(allowed, one["anyOf"])))
     if "const" in one:
@@ -272,11 +273,11 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
     """Merge the settings of a run file, of the environment and of a command line.
 
     Args:
-        file: a path; None: the one that ``YAFSDP_CC_CONFIG`` names, if it does.
-        assignments: what each ``--set`` was given, such as ``shard.zero_stage=2``.
+        file: a path; None: the one that ``YAFSDP_CC_CONFIG`` names, if any.
+        assignments: the argument of each ``--set``, such as ``shard.zero_stage=2``.
 
     Raises:
-        RunFileError: with a line for every mistake, in whichever of them.
+        RunFileError: a setting is wrong; the message has a line for every mistake in any source.
     """
     reader = _Reader()
     if file is not None or CONFIG in os.environ:
@@ -293,11 +294,12 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
 
 
 _MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
-"""What a run file may have: values, and bytes."""
+"""Limits of a run file: number of values, and bytes."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
-    """Knows JSON's types alone, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and no key is there twice."""
+    """Reads JSON's types only, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and duplicate keys are
+    refused."""
 
     yaml_constructors: ClassVar = {
         tag: construct
@@ -310,13 +312,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
     }
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document, if what its anchors stand for, written out, is not more than a run file has."""
+        """Return the document, unless its anchors, written out, exceed the limits of a run file."""
         root = super().get_single_node()
         sizes: dict[yaml.Node, int] = {}
 
         def size_of(node: yaml.Node) -> int:
             if node not in sizes:
-                sizes[node] = 1  # where it is within itself, which is refused later
+                sizes[node] = 1  # an anchor inside itself is refused later
                 parts = () if isinstance(node, yaml.ScalarNode) else node.value
                 inner = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
                 sizes[node] += sum(map(size_of, inner))
@@ -344,7 +346,7 @@ for _kind, _form, _first in (
 
 
 class _Reader:
-    """Takes settings from places of rising precedence, and collects what is wrong with them."""
+    """Merges settings from sources of rising precedence, and collects their mistakes."""
 
     def __init__(self) -> None:
         self.settings: Settings = {}
@@ -379,7 +381,7 @@ class _Reader:
             self._refuse(f"{path}:{line}", f"cannot be read as YAML: {error.problem}")
         except yaml.YAMLError as error:
             self._refuse(path, f"cannot be read as YAML: {str(error).splitlines()[0]}")
-        except (ValueError, RecursionError) as error:  # of a number of many digits, of lists in lists
+        except (ValueError, RecursionError) as error:  # a number of too many digits, or lists nested too deeply
             self._refuse(path, f"cannot be read: {error}")
 
     def read_assignments(self, source: str, texts: Iterable[str]) -> None:
@@ -398,7 +400,7 @@ class _Reader:
         if name == "compression" and isinstance(value, str):
             name = "compression.gradients"
         elif not leaf and section in RunFile.model_fields:
-            if value is None:  # nothing of what a place of lower precedence has set
+            if value is None:  # drop all that a source of lower precedence has set
                 self.settings = {known: one for known, one in self.settings.items() if known.split(".")[0] != section}
             elif isinstance(value, dict):
                 for each, inner in value.items():
@@ -417,7 +419,7 @@ class _Reader:
     def _entries(
         self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: str
     ) -> Iterator[tuple[str, str, yaml.Node]]:
-        """Yield key, place and value of each entry; YAML itself would take the last of several with one key."""
+        """Yield key, place and value of each entry; YAML itself would use the last of several with one key."""
         lines: dict[str, int] = {}
         for key_node, value in node.value:
             key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
@@ -432,7 +434,7 @@ class _Reader:
 
 
 def mistake_in(name: str, value: Any) -> str:
-    """Say what is wrong with a setting of this dotted name; "" if nothing is."""
+    """Describe what is wrong with the value of a setting; "" if nothing is."""
     section, _, leaf = name.partition(".")
     if name not in known():
         return f"there is no setting {name}; {_nearest_to(name)}"
@@ -448,7 +450,7 @@ def mistake_in(name: str, value: Any) -> str:
 
 
 def _contradictions(settings: Settings) -> list[str]:
-    """Say which settings that are right each for itself cannot be together."""
+    """Describe settings that contradict each other, each valid by itself."""
     nested: dict[str, dict[str, Any]] = {}
     for name, one in settings.items():
         section, _, leaf = name.partition(".")
@@ -489,7 +491,7 @@ def _of(section: str) -> str:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the texts in lists and mappings; with a key, those of lists under it."""
+    """Yield the texts in lists and mappings; with a key, only those of lists under it."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner, key if name != key else "")
@@ -504,7 +506,7 @@ def _texts(value: Any, key: str = "") -> Iterator[str]:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Return a run file with some values by dotted name; all others are comments, with their defaults."""
+    """Return a run file that sets some values by dotted name; all other settings are comments with their defaults."""
     lines = ["# Settings of a run: yafsdp-cc launch --config THIS script.py", "# What is commented out is the default."]
     for section in RunFile.model_fields:
         mine = {name: one for name, one in known().items() if name.startswith(f"{section}.")}
@@ -523,22 +525,22 @@ def summary(one: Mapping[str, Any]) -> str:
 
 
 def to_environment(settings: Settings) -> str:
-    """Return what the ranks are to find in ``YAFSDP_CC_RUN``."""
+    """Return the value of ``YAFSDP_CC_RUN`` for the ranks."""
     return json.dumps({name: one for name, one in settings.items() if not name.startswith("launch.")}, default=str)
 
 
 def run_settings() -> Settings:
-    """Return what a launcher has left for this process in ``YAFSDP_CC_RUN``; nothing without one.
+    """Return the settings that a launcher has put into ``YAFSDP_CC_RUN``; none without a launcher.
 
     Raises:
-        RunFileError: something else is there.
+        RunFileError: the variable holds something else.
     """
     return parsed(os.environ.get(RUN, "{}"))
 
 
 @lru_cache(maxsize=1)
 def parsed(text: str) -> Settings:
-    """Return the settings of a text that ``to_environment`` has made."""
+    """Return the settings in a text from ``to_environment``."""
     try:
         settings = {name: Setting(*one) for name, one in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError):

@@ -1,12 +1,11 @@
 """Named ranges around what the engine does, for Nsight Systems (NVTX) and ``torch.profiler`` (Kineto).
 
-A ``Span`` is made once per kind and unit, before training, with everything a tool wants to know already built.
-Opening it costs a few checks while nobody looks. Ranges are handles, not a stack: a forward that ends by an exception
-(the early stop of non-reentrant checkpointing does) never closes its range, and a gather outlives the code that
-started it.
+A ``Span`` is made once per kind and unit, before training, with all attributes that a tool needs. Opening it costs a
+few checks while no tool records. Ranges are handles, not a stack: a forward that ends by an exception (the early stop
+of non-reentrant checkpointing does) never closes its range, and a gather outlives the code that started it.
 
-The engine opens gather, forward, backward, reduce and small-group ranges by itself, and ``shard`` turns on the
-optimizer's. Clipping is a plain torch function, so the loop marks it::
+The engine itself opens gather, forward, backward, reduce and replicated ranges, and ``shard`` turns on the optimizer's.
+    Clipping is a plain torch function, so the loop marks it::
 
     with yafsdp_cc.profiling.span("clip"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -25,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 try:
     import nvtx
-except ModuleNotFoundError:  # ranges are Kineto's alone then
+except ModuleNotFoundError:  # without nvtx, Kineto alone shows ranges
     nvtx = None
 
 Kind = Literal[
@@ -33,7 +32,7 @@ Kind = Literal[
 ]
 
 _domain = nvtx and nvtx.get_domain("yafsdp_cc")
-# NVTX tells at once whether a tool is attached to this process: without one, attributes come back as None.
+# NVTX tells at import whether a tool is attached to this process: if not, attributes are None.
 NVTX_LISTENS = bool(_domain) and _domain.get_event_attributes(message="probe") is not None
 
 _COLORS: dict[Kind, str] = {
@@ -52,14 +51,14 @@ _COLORS: dict[Kind, str] = {
 
 
 class Handle(NamedTuple):
-    """An open range: what Kineto and NVTX each gave for it."""
+    """An open range: the objects that Kineto and NVTX returned for it."""
 
     record: Any | None
     nvtx_range: Any | None
 
 
 class Span:
-    """The range ``YaFSDP::kind (name)``, to be opened any number of times, also while it is open.
+    """The range ``YaFSDP::kind (name)``, which may be opened any number of times, even while it is open.
 
     ``byte_count`` is the NVTX payload, and in Kineto a keyword argument shown under ``record_shapes=True``.
     """
@@ -77,15 +76,15 @@ class Span:
         self._entered: list[Handle | None] = []
 
     def of(self, byte_count: int) -> Span:
-        """This range with another number of bytes."""
+        """Return this range with another number of bytes."""
         if byte_count not in self._sizes:
             self._sizes[byte_count] = Span(self._kind, self._name, byte_count)
         return self._sizes[byte_count]
 
     def start(self) -> Handle | None:
-        """Open a range that ``end`` closes elsewhere; None while no tool looks.
+        """Open a range that ``end`` closes elsewhere; None while no tool records.
 
-        A handle that is never ended ends when it is dropped (Kineto) or with the trace (NVTX).
+        A handle that is never ended ends when it is freed (Kineto) or with the trace (NVTX).
         """
         if not (profiler._is_profiler_enabled or NVTX_LISTENS):
             return None
@@ -97,7 +96,7 @@ class Span:
         return Handle(record, nvtx_range)
 
     def end(self, handle: Handle | None) -> None:
-        """Close what ``start`` opened."""
+        """Close the range that ``start`` opened."""
         if handle is None:
             return
         if handle.record is not None:
@@ -117,7 +116,7 @@ class Span:
 
 @cache
 def span(kind: Kind, name: str = "") -> Span:
-    """The span of this kind and name, for a ``with`` in a training loop."""
+    """Return the span of this kind and name, for a ``with`` in a training loop."""
     return Span(kind, name)
 
 
@@ -125,7 +124,7 @@ def span(kind: Kind, name: str = "") -> Span:
 def mark_optimizer_steps() -> None:
     """Make every ``step()`` of every torch optimizer of this process a range ``YaFSDP::step`` from now on.
 
-    For NVTX alone, where a tool listens: Kineto has torch's own ranges, ``Optimizer.step#AdamW.step``.
+    Only for NVTX, while a tool listens: Kineto has torch's own ranges, ``Optimizer.step#AdamW.step``.
     """
     if not NVTX_LISTENS:
         return

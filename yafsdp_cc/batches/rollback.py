@@ -1,13 +1,13 @@
-"""What one batch changes of a training run before the optimizer's step: saved before it, put back if it is skipped.
+"""Saves the state that one batch changes before the optimizer's step, and restores it if the batch is skipped.
 
-    saved      gradients that there are, also those kept unsharded and partial sums over replicas
+    saved      gradients, also those kept unsharded and partial sums over replicas
                residuals, momentum, phases, codecs and counts of compressed sums
                buffers of modules (running means, for instance)
                random states: torch's, Python's and NumPy's
-    not saved  weights, which no forward or backward changes; nor what ranks have gathered of them: that is the same on
-               all ranks, and current, whether the batch counts or not
+    not saved  weights, which no forward or backward changes; nor gathered weights, which are current on all ranks,
+               whether the batch counts or not
 
-Copies are of whole storages, made on the device that these are on, and kept for the next batch.
+Whole storages are copied, on their own device, and the copies are reused for the next batch.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _CONTAINERS = (dict, list, tuple, set, deque)
 
 
 class BatchRollback:
-    """Saves and restores what one batch changes of a sharded model's training."""
+    """Saves and restores the training state of a sharded model that one batch changes."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, int], Tensor] = {}
-        """By address and bytes of a storage, its copy."""
+        """Copy of each saved storage, by its address and bytes."""
         self._saved: dict[tuple[int, int], Tensor] = {}
-        """By the same, the storage itself, as long as it is to be restored."""
+        """Saved storages by address and bytes, until they are restored or discarded."""
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
-        """By id, objects of ``_COMPRESSION`` and their attributes."""
+        """Objects of ``_COMPRESSION`` and copies of their attributes, by the object's id."""
         self._undo: list[Callable[[], object]] = []
-        """Restores what is not in storages, in any order."""
+        """Functions that restore state outside of storages, in any order."""
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class BatchRollback:
 
     @torch.no_grad()
     def save(self, state: FSDPState) -> None:
-        """Save all of it, as it is now. No forward or backward is under way, and nothing is saved yet."""
+        """Save the present state. No forward or backward may be under way, and nothing may be saved already."""
         state.wait_for_transfers()
         self._save_gradients(state)
         for group in state.groups:
@@ -76,7 +76,7 @@ class BatchRollback:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back. Nothing is in flight, and ``FSDPState.reset`` has run."""
+        """Restore the saved state. No collective may be in flight, and ``FSDPState.reset`` must have run."""
         for undo in self._undo:
             undo()
         for thing, attributes in self._objects.values():
@@ -85,7 +85,7 @@ class BatchRollback:
             storage.copy_(self._copies[key])
 
     def discard(self) -> None:
-        """Forget what was saved, but for the memory of copies."""
+        """Forget the saved state; the memory of the copies is reused."""
         self._saved.clear()
         self._objects.clear()
         self._undo.clear()
@@ -109,13 +109,13 @@ class BatchRollback:
         for parameter in (*(param.parameter for param in state.params), *ignored):
             grad = parameter.grad
             if grad is not None and grad.layout is not torch.strided:
-                grad = grad.clone()  # of an ignored embedding, sparse
+                grad = grad.clone()  # the sparse gradient of an ignored embedding
             elif grad is not None:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))
 
     def _save_kept_gradients(self, group: ParamGroup) -> None:
-        """Save what ``set_requires_gradient_sync(False)`` has kept of a group for a later reduce."""
+        """Save a group's gradients that ``set_requires_gradient_sync(False)`` keeps for a later reduce."""
         grads, deferred = group.grads, {flat: list(used) for flat, used in group.deferred.items()}
         written = [param.written for param in group.params]
         if grads is not None:
@@ -123,7 +123,8 @@ class BatchRollback:
         self._undo.append(partial(group.restore_grads, grads, deferred, written))
 
     def _save_unreduced(self, state: FSDPState) -> None:
-        """Save gradients of replicated parameters, and sums over the ranks of a shard, that are to be summed later."""
+        """Save gradients of replicated parameters and partial sums over a shard's ranks that a later backward will
+        sum."""
         replicated, context = state.replicated, state.context
         written = [param.written for param in replicated.params]
         for param in replicated.params:
@@ -150,7 +151,8 @@ class BatchRollback:
     def _save_compression(self, state: FSDPState) -> None:
         for flat in state.flats:
             if flat.trainable:
-                state.context.bind_reduce(flat)  # residuals are made with this: they would be forgotten, else
+                # makes residuals now: those made within the batch would not be restored
+                state.context.bind_reduce(flat)
             self._save_object(flat.reduce_scatter)
             self._save_object(flat.all_reduce)
             if isinstance(flat.all_gather, DeltaAllGather):
@@ -161,7 +163,7 @@ class BatchRollback:
         self._undo.append(partial(setattr, counters, "chosen", dict(counters.chosen)))
 
     def _save_object(self, thing: Any) -> None:
-        """Save what compression keeps in ``thing``: a tensor, a container or an object of ``_COMPRESSION``."""
+        """Save the state of compression in ``thing``: a tensor, a container or an object of ``_COMPRESSION``."""
         kind = _kind_of(thing)
         if kind is Tensor:
             self._save_tensor(thing)
@@ -174,18 +176,18 @@ class BatchRollback:
             for each in attributes.values():
                 self._save_object(each)
 
-    # The rest ------------------------------------------------------------------------------------------------------
+    # Engine, buffers, random states ---------------------------------------------------------------------------------
 
     def _save_engine(self, state: FSDPState) -> None:
-        """Save settings that a loop changes from one micro-batch to the next, and what prefetches come from."""
+        """Save settings that a loop changes between micro-batches, and the recorded orders that prefetches follow."""
         for spec in state.specs:
             self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
         self._undo.append(partial(setattr, state, "_orders", dict(state._orders)))
-        for name in ("_seen", "_has_new_grads"):  # by which ranks find alike what to gather anew
+        for name in ("_seen", "_has_new_grads"):  # all ranks derive from these, alike, which weights to gather anew
             self._undo.append(partial(setattr, state, name, getattr(state, name)))
         fingerprint = vars(state.context.fingerprint)
         self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))
-        # On CUDA it has numbers of the backward before, perhaps of the one that is skipped.
+        # on CUDA the readback holds numbers of an earlier backward, perhaps of the skipped one: drop them
         self._undo.append(partial(setattr, state._readback, "_holds", False))
 
     def _save_buffers(self, model: nn.Module) -> None:
@@ -207,7 +209,8 @@ class BatchRollback:
 
 
 def _kind_of(value: Any) -> type | None:
-    """Return what a value is to compression: a tensor, a container (list), an object of its; None: nothing else."""
+    """Return whether a value is a tensor, a container (as list), or an object with state of compression; None
+    otherwise."""
     kind = type(value)
     if kind not in _kinds:
         meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))
@@ -216,11 +219,11 @@ def _kind_of(value: Any) -> type | None:
 
 
 _kinds: dict[type, type | None] = {}
-"""By type of the value: a comparison with each class in turn would take longer than the copies of a small model."""
+"""Cache of ``_kind_of`` by type: comparing with each class would take longer than the copies of a small model."""
 
 
 def _shallow(value: Any) -> Any:
-    """Return ``value``, or a copy where it is a container that may be changed in place."""
+    """Return ``value``, or a copy if it is a mutable container."""
     return copy.copy(value) if _kind_of(value) is list and not isinstance(value, tuple) else value
 
 

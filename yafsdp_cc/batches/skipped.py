@@ -1,7 +1,8 @@
 """Batches that all ranks skip together, because one of them has failed in a forward or backward.
 
-A rank that fails stops issuing collectives, and the others would wait for it. So each rank keeps a list of
-the collectives that it has issued in a block; a thread of each rank waits for a key of the process group's store, and:
+A rank that fails stops issuing collectives, and the other ranks would wait for it for ever. So each rank keeps a list
+of the collectives that it has issued in a block; a thread of each rank waits for a key of the process group's store,
+and then:
 
     rank 0     forward, backward, ...     │ waits in collective 7                   woken; PeerFailedError at 8 ─┐
     rank 1     forward ✗ after 4 ── tells all ─┐                                                                 │
@@ -9,13 +10,13 @@ the collectives that it has issued in a block; a thread of each rank waits for a
     rank 1                                     └── issues 5, 6 and 7 as rank 0 did, with zeros ──────────────────┤
     all                                        what was issued is complete; one vote: skip; state put back ◄─────┘
 
-The lists of all ranks are beginnings of one sequence, that of the program. Once they are closed, each rank goes on
-to the end of the longest. It needs neither activations nor an order known beforehand for that: to gather weights takes
-a shard, to reduce gradients a buffer. Where ranks stop depends on timing, and nothing else does: what the batch has
-changed is put back everywhere (``batch_rollback``).
+The lists of all ranks are prefixes of one sequence, that of the program. Once they are closed, each rank issues the
+rest of the longest list. That needs neither activations nor an order known beforehand: gathering weights takes a shard,
+reducing gradients a buffer. Only the point where ranks stop depends on timing: every rank undoes what the batch has
+changed (``rollback``).
 
-No rank waits for ever: the first collective that is not complete lacks ranks that have yet to issue it, and these wait
-for earlier ones alone, which are complete.
+No rank waits for ever: ranks that the first incomplete collective lacks have yet to issue it, and they wait only for
+earlier collectives, which are complete.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Seconds that these threads of all ranks have to answer; they do at once, whatever their rank computes."""
+"""Seconds that the threads of all ranks have to answer; they answer at once, whatever their rank computes."""
 _WAIT = timedelta(hours=1)
-"""How long a thread waits at a time."""
+"""Longest single wait of a thread for the store."""
 
 FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated"
-"""Kinds of collectives: what observers exchange before a forward, and those of groups and replicated parameters."""
+"""Kinds of collectives: those of observers before a forward, of groups, and of replicated parameters."""
 
 
 class PeerFailedError(RuntimeError):
@@ -73,36 +74,36 @@ class PeerFailedError(RuntimeError):
 
 
 class OutsideOnlyError(Exception):
-    """A collective within ``skip_together`` that is no part of a forward or backward: it belongs behind the block."""
+    """A collective within ``skip_together`` outside of any forward or backward: it belongs behind the block."""
 
 
 class SkippableBatch:
-    """What became of the batch of one block; made by ``skip_together``."""
+    """The outcome of one block's batch; made by ``skip_together``."""
 
     def __init__(self) -> None:
         self.skipped = False
-        """Whether all ranks have skipped it; known when the block is left."""
+        """Whether all ranks have skipped the batch; known when the block is left."""
         self.errors: dict[int, str] = {}
-        """Of a batch that was skipped: exceptions of ranks that failed, and where they were raised, by global rank."""
+        """Exceptions of the ranks that failed in a skipped batch, and where they were raised, by global rank."""
         self.saved_bytes = 0
-        """Bytes of what was saved before it, to be put back."""
+        """Bytes of the state that was saved before the batch."""
 
 
 _COUNTS, _SKIP, _RAISE = range(3)
-"""What ranks vote for; the highest counts."""
+"""Votes of the ranks; the highest decides."""
 
 
 class _Op(NamedTuple):
     """One entry of a ``_CollectiveLog``."""
 
     model: int
-    """Number among the models of the block."""
+    """Index of the model among those of the block."""
     kind: str
     name: str = ""
-    """Of the group."""
+    """Name of the parameter group, if any."""
     flag: bool = False
-    """Of a forward: whether it records a graph. Of an all-gather: whether it fills an overflow buffer. Of a reduce:
-    whether its sums go on over replicas."""
+    """For a forward, whether it records a graph; for an all-gather, whether it fills an overflow buffer; for a reduce,
+    whether its sum continues over replicas."""
 
 
 # What ranks have issued, and how they learn that one has failed -----------------------------------------------------
@@ -110,19 +111,19 @@ class _Op(NamedTuple):
 
 @dataclass
 class _CollectiveLog:
-    """The collectives that this rank has issued in the block of this number."""
+    """The collectives that this rank has issued in the block number ``block``."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     block: int = 0
-    """The number of the block that is open, or was last."""
+    """Number of the block that is open, or was open last."""
     ops: list[_Op] = field(default_factory=list)
     closed: int = 0
-    """The number of the last block in which a rank has failed."""
+    """Number of the last block in which a rank has failed."""
     reason: str = ""
     has_ended: bool = False
-    """Whether that rank takes part no longer."""
+    """Whether the rank that failed has left the run."""
     handled: int = 0
-    """Failures that this rank's thread was told of."""
+    """Number of failures that this rank's thread has handled."""
 
     @property
     def is_closed(self) -> bool:
@@ -134,10 +135,10 @@ class _CollectiveLog:
             self.ops = []
 
     def add(self, op: _Op) -> None:
-        """Note that ``op`` is about to be issued.
+        """Record that ``op`` is about to be issued.
 
         Raises:
-            PeerFailedError: it must not be, as a rank has failed.
+            PeerFailedError: a rank has failed, and ``op`` must not be issued.
         """
         with self.lock:
             if self.is_closed:
@@ -145,7 +146,7 @@ class _CollectiveLog:
             self.ops.append(op)
 
     def close(self, block: int, reason: str, has_ended: bool) -> list[_Op]:
-        """Issue nothing more in ``block``, which may not be open yet; return what was issued in it."""
+        """Close the log of ``block``, which may not be open yet, against further entries; return its entries."""
         with self.lock:
             self.closed, self.reason, self.has_ended = block, reason, self.has_ended or has_ended
             self.handled += 1
@@ -156,7 +157,7 @@ class _Peers:
     """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures.
 
     Args:
-        mesh: of the model.
+        mesh: mesh of the model.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -164,30 +165,32 @@ class _Peers:
         self.rank = self.ranks.index(dist.get_rank())
         self.log = _CollectiveLog()
         self.failures = 0
-        """Blocks in which a rank has failed, as far as this one is through with them."""
+        """Number of blocks with a failure that this rank has left behind."""
         self.in_a_row = 0
-        """Batches that were skipped since one counted."""
-        # Votes are of the hosts: on CUDA they do not wait for what the device still computes.
+        """Number of batches skipped since the last one that counted."""
+        # hosts vote over gloo: on CUDA a vote must not wait for the device
         group = shard_group(mesh)
         votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
-        self._group = weakref.ref(votes)  # torch holds it, until destroy_process_group()
+        self._group = weakref.ref(votes)  # torch holds the group until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()
         name = zlib.crc32(repr(self.ranks).encode())
         _meetings[name] += 1
         self._prefix = f"yafsdp_cc/skip/{name}/{_meetings[name]}"
-        own = store.clone()  # of the thread: a store answers one request at a time, and this one waits
+        # the thread needs a connection of its own: a store answers one request at a time, and the thread's request
+        # waits
+        own = store.clone()
         mine = (self._prefix, self.rank, self.log)
         thread = threading.Thread(
             target=_wait_for_failures, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True
         )
         thread.start()
-        # A thread that still waits in C++ when the interpreter ends would abort the process.
+        # a thread that still waits in C++ would abort the interpreter at its exit
         weakref.finalize(self, _stop, self._store, *mine, thread, os.getpid())
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
-        """Return those of ``mesh``, made at first. A collective then."""
+        """Return the ``_Peers`` of ``mesh``, made at the first call, which is a collective."""
         known = _known.setdefault(shard_group(mesh), {})
         ranks = tuple(mesh.mesh.flatten().tolist())
         if ranks not in known:
@@ -195,7 +198,7 @@ class _Peers:
         return known[ranks]
 
     def vote(self, level: int) -> int:
-        """Return the highest level that a rank votes for."""
+        """Return the highest level that any rank votes for."""
         number = torch.tensor([level], device="cpu")
         try:
             dist.all_reduce(number, dist.ReduceOp.MAX, self._group())
@@ -214,16 +217,16 @@ class _Peers:
         return all_gather_objects(item, [group])
 
     def tell(self, reason: str, *, has_ended: bool) -> None:
-        """Let all ranks know that this one has failed in the present block."""
+        """Tell all ranks that this one has failed in the present block."""
         text = json.dumps({"block": self.log.block, "reason": reason, "has_ended": has_ended})
         for rank in range(len(self.ranks)):
             self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
-        """Return what this rank has not issued of what others have, once the lists of all are closed.
+        """Return the collectives that other ranks have issued and this one has not, once all lists are closed.
 
         Raises:
-            RuntimeError: a rank gives no answer, or has issued something else.
+            RuntimeError: a rank gives no answer, or has issued another sequence.
         """
         keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
@@ -248,22 +251,22 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Be through with a block in which a rank has failed, and remove what this rank has left in the store."""
+        """Finish a block in which a rank has failed, and remove this rank's keys from the store."""
         failure_key = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (failure_key, f"{failure_key}/issued", f"{failure_key}/issued/ops"):
-            with suppress(RuntimeError):  # not all stores can
+            with suppress(RuntimeError):  # some stores cannot delete keys
                 self._store.delete_key(key)
         self.failures += 1
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Peers]] = weakref.WeakKeyDictionary()
-"""By shard group and all ranks of the mesh."""
+"""``_Peers`` by shard group, and by all ranks of the mesh."""
 _meetings: Counter[int] = Counter()
-"""How many ``_Peers`` of these ranks there were: all of them count alike."""
+"""Number of ``_Peers`` made for the same ranks so far, which is the same on all of them."""
 
 
 def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog) -> None:
-    """Close the list whenever a rank has failed, and tell the others what is in it: in a thread of its own."""
+    """Wait in a thread for failures of other ranks; then close this rank's list, and publish it in the store."""
     while True:
         failure_key = f"{prefix}/{log.handled}/{rank}"
         try:
@@ -276,13 +279,13 @@ def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog
             store.set(f"{failure_key}/issued/ops", json.dumps(ops))
             store.set(f"{failure_key}/issued", str(len(ops)))
         except dist.DistNetworkError:
-            return  # the store is gone with the process that held it, and all ranks are about to end
+            return  # the store has gone with its process, and all ranks are about to end
         except RuntimeError:
-            time.sleep(1.0)  # it has waited long enough at a time
+            time.sleep(1.0)  # the wait has timed out: wait again
 
 
 def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: threading.Thread, process: int) -> None:
-    """End the thread, unless this is a process that was forked from the one that it runs in."""
+    """End the thread, unless this process was forked from the one in which the thread runs."""
     if os.getpid() == process:
         with suppress(RuntimeError):
             store.set(f"{prefix}/{log.handled}/{rank}", "")
@@ -290,23 +293,23 @@ def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: thr
 
 
 class _Recorder(Observer):
-    """Notes what the engine of one model is about to issue: the last of its observers.
+    """Records what the engine of one model is about to issue; called as the last of its observers.
 
     Args:
-        number: of the model in the block.
+        number: index of the model in the block.
     """
 
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
         self._kind, self._before = "", 0
-        """Of the last entry, until all of it is known to be issued; and operations in the fingerprint before it."""
+        """Kind of the last entry until it is known to be issued in full, and the fingerprint's count before it."""
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
         self._log.add(_Op(self._number, kind, name, flag))
         self._kind, self._before = kind, self._state.context.fingerprint._count
 
     def before_forward(self) -> None:
-        self._kind = ""  # all others have been told of it
+        self._kind = ""  # all other observers have finished
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
         self.add(GATHER, group, flag=overflows)
@@ -323,14 +326,14 @@ class _Recorder(Observer):
 
     @property
     def is_within(self) -> bool:
-        """Whether the last entry is perhaps not issued in full."""
+        """Whether the last entry may have been issued only in part."""
         if self._kind in (GATHER, REPLICATED):
             return self._state.context.fingerprint._count == self._before
         return bool(self._kind)
 
 
 class _ForwardRecorder(Observer):
-    """Notes that a forward begins, before the other observers exchange anything."""
+    """Records that a forward begins, before other observers issue collectives."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
@@ -342,14 +345,15 @@ class _ForwardRecorder(Observer):
 # The block ----------------------------------------------------------------------------------------------------------
 
 _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
-"""Exceptions that are no failures of a batch: all ranks raise."""
+"""Exceptions that are no failures of a batch: every rank raises."""
 
 _open: list[_Block] = []
-"""The block that is open, if there is one."""
+"""The open block, if there is one."""
 
 
 def check_outside_of_block(what: str) -> None:
-    """Raise an ``OutsideOnlyError`` within ``skip_together``: no list has the collectives of ``what``."""
+    """Raise an ``OutsideOnlyError`` within ``skip_together``: a failed rank could not issue the collectives of
+    ``what``."""
     if _open:
         raise OutsideOnlyError(
             f"{what} within skip_together: a rank that has failed cannot take part in it, only in the collectives of "
@@ -361,7 +365,7 @@ reductions.refusals.append(check_outside_of_block)
 
 
 class _Block:
-    """One batch of some models, from its begin to the vote on it."""
+    """One batch of some models, from its beginning to the vote on it."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.states = [_checked_state(model) for model in models]
@@ -380,17 +384,17 @@ class _Block:
         self._versions = self._weights()
         self._outdated = [state.outdated for state in self.states]
         self._before = [state.awaited_backwards for state in self.states]
-        """Forwards that were there before."""
+        """Number of backwards that each model awaited before the block."""
 
     def open(self) -> None:
-        """Save what the batch may change, and note what is issued from now on."""
+        """Save the state that the batch may change, and start to record collectives."""
         if self._peers.log.has_ended:
             raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.log.reason}")
         self._peers.log.open()
         try:
             for state, rollback in zip(self.states, self._rollbacks, strict=True):
                 rollback.save(state)
-        except BaseException as error:  # no memory for copies: nothing could be put back
+        except BaseException as error:  # without memory for the copies nothing could be restored
             self.abandon(error)
             raise
         self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
@@ -398,36 +402,36 @@ class _Block:
             recorder = _Recorder(self._peers.log, state, number)
             self._recorders.append(recorder)
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
-            state.outdated = False  # the engine is assembled again behind the block: that is a collective, too
+            state.outdated = False  # assembling the engine is a collective: it must wait until the block is over
         _open.append(self)
 
     def close(self) -> None:
-        """Note nothing more."""
+        """Stop recording."""
         _open.remove(self)
         for state, was_outdated in zip(self.states, self._outdated, strict=True):
             state.context.observers = state.context.observers[1:-1]
             state.outdated |= was_outdated
 
     def discard(self) -> None:
-        """Forget what was saved."""
+        """Forget the saved state."""
         for rollback in self._rollbacks:
             rollback.discard()
 
     def abandon(self, error: BaseException) -> None:
-        """Let the others know that this rank takes part no longer."""
+        """Tell the other ranks that this one leaves the run."""
         with suppress(RuntimeError):
             self._peers.tell(_described(error), has_ended=True)
 
     def settle(self, error: Exception | None, limit: int) -> None:
-        """Vote on the batch, and put everything back if it is skipped.
+        """Vote on the batch, and restore the saved state if it is skipped.
 
         Args:
-            error: that has ended the block on this rank.
+            error: exception that has ended the block on this rank.
             limit: how many batches may be skipped in a row.
 
         Raises:
             RuntimeError: on all ranks: weights have changed, too many batches were skipped, or a rank has ended.
-            Exception: ``error``, where all ranks raise.
+            Exception: ``error``, if all ranks are to raise.
         """
         peers, log = self._peers, self._peers.log
         own = None if isinstance(error, PeerFailedError) else error
@@ -462,34 +466,35 @@ class _Block:
             self._raise(own, verdict)
 
     def _weights(self) -> list[int]:
-        """Return what changes whenever a shard does."""
+        """Return the versions of all shards, which change whenever a shard does."""
         return [part.version for state in self.states for spec in state.specs for part in spec.parts]
 
     def _catch_up(self) -> None:
-        """Issue what others have issued and this rank has not."""
+        """Issue the collectives that other ranks have issued and this one has not."""
         for state in self.states:
             _let_go(state)
         for op in self._peers.missing():
             _issue(self.states[op.model], op)
-        for state in self.states:  # before the vote: sums over replicas are issued when reduces are complete
+        for state in self.states:  # before the vote, because completed reduces issue sums over replicas
             state.context.wait_for_reduces()
 
     def _put_back(self) -> None:
-        """Complete what was issued, and undo what the batch has changed."""
+        """Complete the issued collectives, and undo what the batch has changed."""
         for state, before in zip(self.states, self._before, strict=True):
             if state.retired:
                 continue
             state.context.wait_for_reduces()
             _let_go(state)
-            state.awaited_backwards = before  # nobody is to wait for those of this block
+            state.awaited_backwards = before  # backwards of this block's forwards are awaited no more
             state.reset()
         for rollback in self._rollbacks:
             rollback.restore()
 
     def _agree(self, reason: str, verdict: int) -> None:
-        """Exchange what has failed, check that ranks are alike again, and count the batch."""
+        """Exchange the errors, check that ranks are equal again, and count the batch."""
         peers, batch = self._peers, self.batch
-        has_failed = peers.log.is_closed  # behind the exchange, a rank that was quicker may fail in the next block
+        # read before the exchange, after which a faster rank may fail in the next block
+        has_failed = peers.log.is_closed
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
         batch.errors = {peers.ranks[rank]: text for rank, (text, _) in enumerate(found) if text}
@@ -522,12 +527,12 @@ class _Block:
 
 
 _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKeyDictionary()
-"""Of models: copies stay from one batch to the next."""
+"""Rollback of each model, whose copies are reused for the next batch."""
 
 
 @contextmanager
 def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iterator[SkippableBatch]:
-    """Have all ranks skip a batch whose forward or backward raises on any of them. A collective, at both ends.
+    """Make all ranks skip a batch whose forward or backward raises on any of them. A collective, at both ends.
 
     ::
 
@@ -540,23 +545,23 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
             optimizer.step()
             optimizer.zero_grad()
 
-    Whatever subclass of ``Exception`` comes out of the block on any rank, such as ``torch.OutOfMemoryError``: all ranks
-    leave the block, and gradients, residuals and phases of compression, buffers of modules and random states are as
-    they were before it, bit for bit. So gradients of earlier micro-batches remain. To skip a batch on purpose, raise.
+    If any rank's block raises a subclass of ``Exception``, such as ``torch.OutOfMemoryError``, all ranks leave the
+    block, and gradients, residuals and phases of compression, buffers of modules and random states are as before the
+    block, bit for bit. Gradients of earlier micro-batches remain. To skip a batch on purpose, raise.
 
     Inside of the block, forwards and backwards of these models may be the only collectives, and nothing may change
     weights.
 
     Args:
-        model: what was given to ``shard``.
+        model: the model that was passed to ``shard``.
         others: further sharded models that are called in the block, on the same mesh.
         limit: how many batches may be skipped in a row before it raises.
 
     Yields:
-        What became of the batch, known behind the block.
+        The outcome of the batch, known after the block.
 
     Raises:
-        ValueError: a model is not sharded, only a part of what is, or sharded with ``sync``; or meshes differ.
+        ValueError: a model is not sharded, only a part of a sharded model, or sharded with ``sync``; or meshes differ.
         NotImplementedError: a part of a model makes collectives of its own: tensor parallelism, ``SyncBatchNorm``.
         RuntimeError: entered within another block, a forward or a backward; and on all ranks, behind the block: weights
             have changed in it, or more than ``limit`` batches in a row were skipped.
@@ -579,7 +584,7 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
             block.close()
         block.settle(error, limit)
     finally:
-        del error  # its traceback has this frame
+        del error  # the exception's traceback refers to this frame: break the cycle
         block.discard()
 
 
@@ -596,8 +601,9 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # what follows was checked before
-    state.contents.check()  # a collective before the first forward, which not all ranks may come to
+        return state  # the checks below ran at the first block
+    # the check may be a collective before the first forward, which a failing rank would not reach
+    state.contents.check()
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(
@@ -617,9 +623,9 @@ def _checked_state(model: nn.Module) -> FSDPState:
 
 
 def _let_go(state: FSDPState) -> None:
-    """Let go of the weights and gradients of the batch; reduces that this rank has issued are complete then.
+    """Release the weights and gradients of the batch, after this rank's issued reduces are complete.
 
-    Not so their sums over replicas, of which others may be held up by what this rank has not issued yet.
+    Their sums over replicas may be incomplete: other ranks may wait for collectives that this rank has not issued yet.
     """
     context = state.context
     if context.last_reduce is not None:
@@ -632,7 +638,7 @@ def _let_go(state: FSDPState) -> None:
 
 @torch.no_grad()
 def _issue(state: FSDPState, op: _Op) -> None:
-    """Issue what other ranks have issued; gradients are zeros."""
+    """Issue a collective that other ranks have issued; gradients are zeros."""
     context = state.context
     if op.kind == FORWARD:
         context.wait_for_reduces()
@@ -663,30 +669,32 @@ def _issue(state: FSDPState, op: _Op) -> None:
 def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     context = group.context
     if context.replicas is not None and context.replicas.sums != sums_over_replicas:
-        context.wait_for_reduces()  # which go on as it is set when they are complete
+        # completed reduces continue over replicas as ``sums`` says: complete them before it changes
+        context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
     flats = tuple(flat for flat in group.flats if flat.trainable)
-    group.spec.settings.reduces = True  # a buffer of the pool; put back with all settings
+    # makes ``take_grads`` use a buffer of the pool; the rollback restores the setting
+    group.spec.settings.reduces = True
     group.take_grads(flats)
     group.accepts_in = -1
     group.reduce()
 
 
 def _condition(state: FSDPState) -> list[object]:
-    """Return what has to be alike on all ranks for them to issue the same collectives."""
+    """Return the state that must be equal on all ranks for them to issue the same collectives."""
     gathered = [group.is_in(group.unsharded.buffer) for group in state.groups]
     return [gathered, [compressed.codec_name for _, compressed in compressed_sums(state)]]
 
 
 def _described(error: BaseException) -> str:
-    """Return an exception and where it came up, in a line."""
+    """Describe an exception and where it was raised, in a line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"
 
 
 def _is_of_communication(error: BaseException | None) -> bool:
-    """Return whether an exception, or its cause, came up while collectives were issued or completed."""
+    """Return whether an exception, or a cause of it, was raised while collectives were issued or completed."""
     while error is not None:
         if any(frame.f_code.co_filename == streams.__file__ for frame, _ in traceback.walk_tb(error.__traceback__)):
             return True
@@ -695,7 +703,7 @@ def _is_of_communication(error: BaseException | None) -> bool:
 
 
 def _free_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an exception hold, activations most of all."""
+    """Free what the frames of an exception refer to, activations most of all."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

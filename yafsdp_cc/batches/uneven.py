@@ -1,4 +1,5 @@
-"""Data that ends on some ranks before others: these go on together, and means are over the ranks that had batches."""
+"""Data that ends on some ranks before others: all ranks continue together, and means are over ranks that had a
+batch."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class UnevenBatches:
     """
 
     weight: float
-    """Of this rank's batch in a mean over ranks: the number of ranks over that of ranks that have a batch, and 0 where
-    this rank has none and the one that it was given is another's, or one again. Multiply what you report by it."""
+    """Weight of this rank's batch in a mean over ranks: the number of ranks divided by the number of ranks that have a
+    batch; 0 if this rank's own batches have ended. Multiply reported values by it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -40,14 +41,15 @@ class UnevenBatches:
         self.weight = 1.0
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield this rank's ``batches``, and its last one again, without a weight, until all ranks have had theirs.
+        """Yield this rank's ``batches``, then its last one again with weight 0, until the batches of all ranks have
+        ended.
 
-        Each is a collective of one number. A rank without any batch is given another rank's first one.
+        Each batch is a collective of one number. A rank without any batch gets the first one of another rank.
 
         Raises:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
         """
-        self.leave()  # an earlier loop
+        self.leave()  # an earlier loop may have been left by ``break``
         own = iter(batches)
         last: Batch | None = None
         is_first = True
@@ -71,13 +73,13 @@ class UnevenBatches:
             self.weight = 1.0
 
     def leave(self) -> None:
-        """Tell the other ranks if this one has left a loop before its end; raise where they have not left it."""
+        """Tell the other ranks if this one leaves a loop before its end; raise if they do not leave it."""
         if self._is_in_loop:
             self._is_in_loop = False
             self._count(False, has_left=True)
 
     def _next_of(self, batches: Iterator[Any]) -> Any:
-        """Return the next of ``batches``, or ``_END``; the other ranks are told if there is an error instead."""
+        """Return the next of ``batches``, or ``_END``; after an error, tell the other ranks of it."""
         try:
             return next(batches, _END)
         except Exception:
@@ -87,7 +89,7 @@ class UnevenBatches:
             raise
 
     def _count(self, has_data: bool, *, has_left: bool = False) -> int:
-        """Return how many ranks have a batch; raise if some have left the loop, but not all."""
+        """Return the number of ranks with a batch; raise if some ranks, but not all, have left the loop."""
         ranks = self._mesh.size()
         number = torch.tensor(has_data + (ranks + 1) * has_left, device=self._mesh.device_type)
         all_reduce_over(all_groups(self._mesh), number, dist.ReduceOp.SUM, self._mesh)
@@ -102,7 +104,7 @@ class UnevenBatches:
         return count
 
     def _first_of_others(self, batch: Any, has_data: bool) -> Any:
-        """Return ``batch``, or where there is none, that of a rank that has one."""
+        """Return ``batch``, or if this rank has none, the one of a rank that has one."""
         for group in all_groups(self._mesh):
             offered: list[Any] = [None] * group.size()
             dist.all_gather_object(offered, (batch,) if has_data else None, group=group)
@@ -128,22 +130,21 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loader has ended goes on with its last batch, whose gradients are zeros, so that it takes part in
-    collectives and updates its shards; the others' gradients are averaged over the ranks that had a batch. All ranks
-    leave the loop after the same number of batches; ``break`` and ``return`` are for all of them together. Gradients
-    are weighted where they enter the outputs of ``model``: what a loss adds of parameters themselves (weight decay,
-    penalties) is not.
+    A rank whose loader has ended repeats its last batch with zero gradients, so that it takes part in collectives and
+    updates its shards; gradients are averaged over the ranks that had a batch. All ranks leave the loop after the same
+    number of batches; ``break`` and ``return`` are for all of them together. The weight applies to gradients of
+    ``model``'s outputs; terms of a loss that read parameters directly (weight decay, penalties) are not weighted.
 
     Args:
-        model: what was given to ``shard``.
+        model: the model that was passed to ``shard``.
 
     Yields:
-        What makes of this rank's batches those of the loop, and knows the ``weight`` of each.
+        An ``UnevenBatches``: call it on this rank's batches; it has the ``weight`` of each.
 
     Raises:
-        ValueError: ``model`` is not sharded, only a part of what is, or sharded with ``sync``.
-        RuntimeError: on all ranks: an output of the model cannot be looked into (in a forward), or some ranks have left
-            the loop and others have not.
+        ValueError: ``model`` is not sharded, only a part of a sharded model, or sharded with ``sync``.
+        RuntimeError: on all ranks: a forward's output is of a type in which tensors cannot be found, or some ranks have
+            left the loop and others have not.
     """
     state = require_state(model)
     refuse_sync("uneven", model)

@@ -1,6 +1,7 @@
-"""All-gathers of encoded weights: rounded where ranks drop them after use, deltas where ranks keep them.
+"""All-gathers of encoded weights: rounded where ranks drop them after use, deltas where ranks keep them between
+forwards.
 
-``RoundedAllGather`` sends weights in blocks of few bits, which all ranks decode alike, their owner too.
+``RoundedAllGather`` sends weights in blocks of few bits, which all ranks decode alike, the owner of a chunk too.
 ``DeltaAllGather`` sends how shards have changed since the gather before, in as few bits as gradients:
 
     owner of a chunk    shard − its chunk of the kept weights ── encode ──► message
@@ -9,9 +10,9 @@
     gathered exactly    at first, and when something else than optimizer steps has changed the shards
     delta               when steps alone have (``StepTracker``)
 
-What a message loses is in the next difference: the kept weights are the memory of error feedback themselves
-(Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. All add the same numbers to the
-same numbers, so what they keep is equal to the bit, and near the optimizer's weights.
+A message's rounding error is part of the next difference: the kept weights themselves serve as the residual of error
+feedback (Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. Every rank adds the same
+numbers to the same weights, so kept weights are equal to the bit on all ranks, and near the optimizer's weights.
 
 A chunk is sent in parts, each a message of its own. One part of all ranks is decoded and added at once, so memory for
 differences is bounded, and the number of kernels depends on the number of weights, not on that of ranks:
@@ -49,24 +50,24 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""Versions that no shard has: of no weights, and of weights that were resumed some steps behind their shard."""
+"""Versions that no shard has: of no weights, and of weights resumed from a checkpoint some steps behind their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
-"""Elements of all ranks that are decoded at once: what stays in a processor's cache, and 128 MiB, which is worth the
-launch of kernels."""
+"""Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
+enough to be worth the kernel launches."""
 
 _MEASURED = 4
-"""Parts of a chunk whose loss is measured at once."""
+"""Number of parts of a chunk that a measurement of the compression error decodes."""
 
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
 class Messages:
-    """Where each rank's message lies in a buffer of those of all ranks, which are as long as their chunks demand.
+    """Places of the ranks' messages in one buffer; a message's length depends on its chunk's.
 
     Args:
-        layout: of the weights.
-        size: from the elements of a chunk to the bytes of its message.
+        layout: layout of the weights.
+        size: function from the elements of a chunk to the bytes of its message.
     """
 
     def __init__(self, layout: Layout, size: Callable[[int], int]) -> None:
@@ -75,14 +76,15 @@ class Messages:
         self._starts = list(accumulate(self._sizes, initial=0))
         self.nbytes = self._starts[-1]
         self.uneven: Sequence[int] = self._sizes if layout.uneven_chunks else ()
-        """Bytes of each message where they are not all the same."""
+        """Bytes of each message where they differ, else ()."""
 
     def sent_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank sends for all others to have its message."""
+        """Return the bytes that ``rank`` sends when all others receive its message."""
         return (self._layout.world - 1) * self._sizes[rank]
 
     def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the elements of a chunk, and [ranks, bytes] messages and [ranks, elements] weights of ranks alike."""
+        """For each run of equal chunks, yield a chunk's elements, messages [ranks, bytes] and weights [ranks,
+        elements]."""
         for run in self._layout.runs():
             first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
             sent = messages[self._starts[run.start] : self._starts[run.stop]]
@@ -90,12 +92,12 @@ class Messages:
 
 
 class RoundedAllGather(ExactAllGather):
-    """Gathers encoded weights where the schedule encodes, else exact ones.
+    """Gathers encoded weights in phases that encode, else exact ones.
 
     Args:
         flat: the weights.
-        schedule: the model's.
-        codec: of the messages.
+        schedule: the phase of the model's compression.
+        codec: format of the messages.
     """
 
     has_finish = True
@@ -137,14 +139,14 @@ class RoundedAllGather(ExactAllGather):
 
 
 class DeltaAllGather(ExactAllGather):
-    """Sends encoded deltas to weights that ranks have kept from the gather before, where the schedule encodes.
+    """Sends encoded deltas to the weights that every rank kept from the gather before, in phases that encode.
 
     Weights in an overflow buffer, which has no scratch, are gathered exactly.
 
     Args:
-        flat: the weights, which stay in their buffer between forwards.
-        schedule: the model's.
-        codec: of the messages.
+        flat: the weights, which remain in their buffer between forwards.
+        schedule: the phase of the model's compression.
+        codec: format of the messages.
     """
 
     has_finish = True
@@ -156,24 +158,25 @@ class DeltaAllGather(ExactAllGather):
         self.schedule = schedule
         self.steps = StepTracker()
         self.always_exact = False
-        """Whether weights are gathered exactly from now on."""
+        """Whether ``CodecFallback`` has ended deltas: every gather is exact."""
         self.compression_error: CompressionError | None = None
-        """Observes messages while it is there."""
+        """Observer of messages while compression errors are measured; else None."""
         self._codec = codec
         unit = 5 * codec.block  # ternary packs five blocks together
         most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
         self._part = max(most // unit, 1) * unit
-        """Elements of a part."""
+        """Elements of a part, one message of its own."""
         self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
-        """Whether operations on fp32 and kept weights would allocate."""
+        """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; then a scratch buffer holds
+        it."""
         self._resumed: tuple[Tensor, int] | None = None
-        """Kept weights of a checkpoint [chunk] and their version, to be gathered before the next delta."""
+        """Kept weights of a checkpoint [chunk] and their version, gathered before the next delta; else None."""
         self._sends_delta = False
         layout, rank = flat.layout, flat.rank
         begin, chunk = layout.starts[rank], layout.chunks[rank]
         spans = ((max(first - begin, 0), last - begin) for first, last in layout.gaps)
         self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
-        """Padding within this rank's chunk: there is nothing to send of it."""
+        """Ranges of padding within this rank's chunk, whose difference is zero."""
         self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
 
     def bind(self, context: CommContext) -> None:
@@ -210,7 +213,7 @@ class DeltaAllGather(ExactAllGather):
             self._resumed = None
             if has_resumed := self._can_start_from(version):
                 comm, held = self.context.comm, version
-                if own.is_cuda:  # made on another stream
+                if own.is_cuda:  # its memory was allocated on another stream
                     own.record_stream(torch.cuda.current_stream(own.device))
                 chunks = self.flat.layout.uneven_chunks
                 works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
@@ -231,7 +234,7 @@ class DeltaAllGather(ExactAllGather):
         self.steps.add(before, after)
 
     def _can_start_from(self, version: int) -> bool:
-        """Return whether weights of this version need no exact gather."""
+        """Return whether a rank that holds weights of ``version`` needs no exact gather."""
         if self.always_exact or not self.schedule.phase.encodes_weights:
             return False
         return version == self.flat.version or self.steps.connects(version, self.flat.version)
@@ -274,13 +277,13 @@ class DeltaAllGather(ExactAllGather):
                     kept.add_(decoded)
 
     def _in_fp32(self, kept: Tensor) -> Tensor:
-        """Return kept weights in fp32, or as they are where operations on both allocate nothing."""
+        """Return kept weights in fp32, or unchanged where torch mixes the dtypes without allocating."""
         if not self._casts:
             return kept
         return self.context.scratch.take(_CAST, kept.numel(), torch.float32).view(kept.shape).copy_(kept)
 
     def _parts(self, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield of each part of a chunk: its first element and their number, its first byte and their number."""
+        """Yield (first element, elements, first byte, bytes) of each part of a chunk."""
         offset = 0
         for start in range(0, chunk, self._part):
             count = min(self._part, chunk - start)
@@ -291,11 +294,12 @@ class DeltaAllGather(ExactAllGather):
     # In checkpoints ------------------------------------------------------------------------------------------------
 
     def kept_state(self) -> tuple[Tensor, bool] | None:
-        """Return this rank's chunk of the kept weights, and whether optimizer steps since are still to be sent.
+        """Return this rank's chunk of the kept weights, and whether they lack optimizer steps that are still to be
+        sent.
 
-        None where the next forward sees the shards' own values. Waits for gathers.
+        None if the next forward uses the shards' own values. Waits for gathers.
         """
-        if self.steps.last == _UNKNOWN:  # there was no step
+        if self.steps.last == _UNKNOWN:  # no optimizer step was seen
             return None
         if self._resumed is not None:
             own, version = self._resumed
@@ -308,11 +312,11 @@ class DeltaAllGather(ExactAllGather):
     @torch.inference_mode(False)
     @torch.no_grad()
     def resume(self, own: Tensor, behind: bool) -> None:
-        """Go on from what ``kept_state`` once returned, on all ranks: the next gather into the buffer begins with it.
+        """Load what ``kept_state`` returned, on all ranks: the next gather into the buffer begins with these weights.
 
         Args:
             own: [chunk], this rank's part of the kept weights.
-            behind: whether the shard has been through steps since.
+            behind: whether the shard has had optimizer steps that the kept weights lack.
         """
         version = _BEHIND if behind else self.flat.version
         self.steps = StepTracker(version, self.flat.version)
@@ -321,26 +325,29 @@ class DeltaAllGather(ExactAllGather):
 
 @dataclass
 class StepTracker:
-    """Knows which versions of a shard optimizer steps alone have led between: the longest run of them up to now.
+    """The versions of a shard between which only optimizer steps have changed it: the longest such run up to the
+    present.
 
         version    3 ──step──► 4 ──step──► 5 ──load_state_dict──► 9 ──step──► 10
                    └──────── steps ────────┘                      └── steps ──┘
 
     Weights that were unsharded at version 3 are near those of 5, as steps are small, and few bits encode their
-    difference well; weights that were loaded since are anywhere. All ranks run the same program, so all find the same.
+    difference well; weights that were loaded in between may differ by any amount. All ranks run the same program, so
+    the tracker is the same on all.
 
-    Only ``torch.optim.Optimizer`` reports its steps. What another one changes counts as anything else does.
+    Only ``torch.optim.Optimizer`` reports its steps. A change by any other optimizer ends the run.
     """
 
     first: int = 0
     last: int = _UNKNOWN
 
     def add(self, before: int, after: int) -> None:
-        """Take in that an optimizer step has led from one version to another."""
-        if not self.first <= before <= self.last:  # something else has come between; else a step within a step
+        """Record that an optimizer step has changed the shard from version ``before`` to ``after``."""
+        # something else changed the shard in between; else ``before`` is of a step within a step
+        if not self.first <= before <= self.last:
             self.first = before
         self.last = after
 
     def connects(self, before: int, now: int) -> bool:
-        """Return whether steps alone have led from version ``before`` to ``now``, the present one."""
+        """Return whether steps alone have led from version ``before`` to ``now``, the present version."""
         return self.first <= before and now == self.last

@@ -96,7 +96,8 @@ class CompressedAllReduce(CompressedSum, AllReduce):
                 self.exact_mean.add_(self._before)
 
     def unsent(self) -> Tensor:
-        """Return what this rank has not sent yet, and its part of what is carried over, [chunk] fp32."""
+        """Return what this rank has not sent yet, [chunk] fp32: its residual, and its share of carried-over
+        gradients."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
         if self.residual is not None and self.estimate is None:
             total += self.residual.load()[0]
@@ -120,7 +121,7 @@ class SharedMessages(CodecEncoder):
         return self._size * (self.context.comm.world - 1)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        if not self.chunk:  # all replicas' ranks of this number own nothing
+        if not self.chunk:  # the ranks of this number own no element in any replica
             return ()
         messages = self._received()
         own = messages.narrow(0, self.context.comm.rank, 1)
@@ -147,13 +148,13 @@ class SharedMessages(CodecEncoder):
 
 
 class CompressedMean:
-    """Averages whole buffers of one size over ranks, encoded on the way there and on the way back.
+    """Averages whole buffers of one size over ranks, encoded in both directions.
 
     Args:
         group: the ranks.
-        device: of the buffers.
-        codec: of the messages, both ways.
-        layout: of a buffer, a chunk for each rank; it is zero in gaps.
+        device: device of the buffers.
+        codec: format of the messages in both directions.
+        layout: layout of a buffer, one chunk for each rank; padding is zero.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, codec: Codec, layout: Layout) -> None:
@@ -176,7 +177,7 @@ class CompressedMean:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends to others in a call."""
+        """Bytes that this rank sends to others in one ``average``."""
         return 2 * (self.world - 1) * self._sent[0].nbytes
 
     @torch.no_grad()
@@ -185,7 +186,7 @@ class CompressedMean:
         chunks, codec, counts = buffer.view(self.world, -1), self._codec, self._counts
         error_feedback.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
         dist.all_to_all_single(self._received.view(-1), self._sent.view(-1), group=self._group)
-        # Not in parts, so that a codec without native kernels can do it too.
+        # One call for all elements: only native kernels can decode in parts.
         error_feedback.decode_sum(codec, self._received, self.chunk, None, 0, self._total[0])
         self._total.div_(self.world)
         first = self.rank * self.chunk
@@ -203,13 +204,13 @@ class CompressedMean:
 
     @torch.no_grad()
     def unsent(self) -> Tensor:
-        """Return by how much means have fallen short of exact ones, summed over calls, [numel] fp32. A collective."""
+        """Return the exact means minus the compressed ones, summed over calls, [numel] fp32. A collective."""
         left = self.worker.load()
         left[self.rank].add_(self.server.load()[0], alpha=self.world)
         dist.all_reduce(left, group=self._group)
         return left.view(-1).div_(self.world)
 
     def carry_over(self, unsent: Tensor) -> None:
-        """Let every rank send ``unsent`` [numel], the same on all of them, in place of what it had not sent before."""
+        """Replace all residuals by ``unsent`` [numel], the same on all ranks."""
         self.server.clear()
         self.worker.store(unsent.view(self.world, -1))

@@ -1,9 +1,9 @@
-"""Choose the gradient codecs of ``compression="auto"``: only reduces that are exposed are worth compressing.
+"""Chooses the gradient codecs of ``compression="auto"``: only exposed reduces are worth compressing.
 
 Optimizer steps 3, 12, 48, 98, ... are each followed by a tuning, before the next forward. Ranks have timed their
-backwards; they time the network and the codecs, and agree on the slowest of each in one all-reduce. Then every rank
-solves the same problem (``queue_model``): the least compression error with which a backward is at most 1% of a step
-longer than it has to be.
+backwards before; a tuning times the network and the codecs, and one all-reduce finds the slowest rank's time of each.
+Then every rank solves the same problem (``queue_model``): the codecs of least compression error with which a backward
+is at most 1% of a step longer than the shortest possible.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 FIRST, PERIOD = 3, 50
-"""Optimizer steps before the first tuning, and between later ones: fewer while there are few measurements."""
+"""Optimizer steps before the first tuning, and the largest number between later ones; the first intervals are shorter.
+"""
 SAMPLES = 8
-"""Backwards and steps before a tuning that are timed."""
+"""Number of backwards and steps before a tuning that are timed."""
 TOLERANCE = 0.01
-"""Share of a step that may stay exposed if that lowers the error; timings are no more exact."""
+"""Share of a step that a reduce may stay exposed for less error; timings are no more exact than this."""
 
 _log = logging.getLogger("yafsdp_cc")
 
 
 class LinkCost(NamedTuple):
-    """Time to send from every rank at once."""
+    """Time that an exchange takes while every rank sends."""
 
     latency: float
     """Seconds of an exchange of empty messages."""
@@ -59,14 +60,14 @@ class LinkCost(NamedTuple):
 
 
 _TRIAL = 1 << 20
-"""Bytes that a rank sends in a trial, at most: a tenth of a second at 100 Mbit/s."""
+"""Bytes that a rank sends in one trial exchange, at most: a tenth of a second at 100 Mbit/s."""
 _SMALL = 64
 _MOST = 8
-"""Exchanges in a row, where messages are small: the burst that a switch lets through must not look like its rate."""
+"""Number of small exchanges in a row: a switch lets a first burst through faster than its rate."""
 
 
 def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
-    """Time all-to-alls of messages up to ``message_bytes``; return what they cost the slowest rank.
+    """Time all-to-alls of messages up to ``message_bytes``; return the slowest rank's times.
 
     A collective; nothing else may be in flight.
     """
@@ -75,7 +76,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
     repeats = min(max(_TRIAL // (peers * size), 1), _MOST)
 
     def exchange(size: int, repeats: int) -> float:
-        """Return the best of three: other work of the machine can only slow one down."""
+        """Return the best of three times: other work of the machine can only slow an exchange down."""
         for name in (RECEIVED, SENT):
             context.scratch.reserve(name, peers * size)
         received, sent = (
@@ -99,7 +100,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
 
 
 def _seconds(device: torch.device, *runs: Callable[[], object]) -> float:
-    """Time ``runs``, with what they enqueue on the device."""
+    """Time ``runs`` in seconds, the work that they enqueue on the device included."""
     synchronize = torch.get_device_module(device).synchronize
     synchronize(device)
     start = time.perf_counter()
@@ -110,22 +111,23 @@ def _seconds(device: torch.device, *runs: Callable[[], object]) -> float:
 
 
 class BackwardTimer(CompressionObserver):
-    """Measure how long backwards compute before each reduce: by the clock on a CPU, by events on CUDA.
+    """Measures how long backwards compute before each reduce: by the clock on a CPU, by events on CUDA.
 
-    Recording a CUDA event synchronizes nothing; ``medians`` alone wants the device synchronized.
+    Recording a CUDA event does not synchronize; only ``medians`` needs the device synchronized.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.enabled = False
-        """Whether backwards that start from now on are timed."""
+        """Whether the next backwards are timed."""
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
-        """Of each backward its groups, with starts and ends (``_now``) of the computation before each."""
+        """For each finished backward its groups, each with (start, end) of the computation before its reduce, from
+        ``_now``."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
-        """The same of the backward under way; None where it is not timed."""
+        """Groups of the backward under way, as in ``_finished``; None while it is not timed."""
         self._spans: list[tuple[Any, Any]] = []
         self._start: Any = None
-        """Start of the computation under way; None while there is a reduce or a wait."""
+        """Start of the computation under way; None during a reduce or a wait."""
         self._waits = False
 
     def assembled(self, state: object) -> None:
@@ -134,7 +136,7 @@ class BackwardTimer(CompressionObserver):
         self._current = None
 
     def before_backward(self) -> None:
-        """Start to time a backward. One that ``after_backward`` has not ended, for an exception perhaps, is dropped."""
+        """Start to time a backward, and drop one that an exception ended before ``after_backward``."""
         self._current, self._spans = [] if self.enabled else None, []
         self._go_on()
 
@@ -145,7 +147,7 @@ class BackwardTimer(CompressionObserver):
             self._spans = []
 
     def after_reduce(self, group: str) -> None:
-        self._go_on()  # what issuing it took, to encode for instance, is no computation of a backward
+        self._go_on()  # issuing the reduce took time, for encoding perhaps, that is not computation of the backward
 
     def before_wait(self) -> None:
         self._waits |= self._stop()
@@ -166,11 +168,11 @@ class BackwardTimer(CompressionObserver):
     def medians(self) -> list[tuple[str, float]]:
         """Return groups and seconds of computation before each, in the order of the last backward.
 
-        Those are medians over the backwards that had the same order.
+        The seconds are medians over the backwards that had the same order.
         """
         order = [group for group, _ in self._finished[-1]] if self._finished else []
         same = [each for each in self._finished if [group for group, _ in each] == order]
-        same = same[1:] if len(same) > 2 else same  # caches were cold in the first
+        same = same[1:] if len(same) > 2 else same  # caches were cold in the first backward
         return [
             (group, median(sum(_between(*span) for span in each[index][1]) for each in same))
             for index, group in enumerate(order)
@@ -203,11 +205,11 @@ def _between(start: Any, end: Any) -> float:
 
 
 class Measurement(NamedTuple):
-    """What codecs are chosen by, the same on all ranks."""
+    """Times and errors that the choice of codecs is based on, the same on all ranks."""
 
     groups: tuple[ParamGroup, ...]
     costs: tuple[GroupCosts, ...]
-    """Of each group, in the order of the backward."""
+    """Costs of each group, in the order of the backward."""
     step: float
     """Seconds from one optimizer step to the next."""
     link: LinkCost
@@ -217,29 +219,29 @@ class Measurement(NamedTuple):
 
 
 class CodecAutotuner(CompressionObserver):
-    """Change the codecs of a model's parameter groups between optimizer steps, by what its backwards take.
+    """Changes the codecs of a model's parameter groups between optimizer steps, by the times of its backwards.
 
-    Only ``before_forward`` communicates, and only while no reduce is in flight. Every assembly of the engine starts the
-    measurements anew.
+    Only ``before_forward`` communicates, and only while no reduce is in flight. Every assembly of the engine restarts
+    the measurements.
     """
 
     def __init__(self, schedule: CompressionSchedule) -> None:
         super().__init__()
         self.timer = BackwardTimer()
         self.steps = 0
-        """Optimizer steps since the engine was assembled."""
+        """Number of optimizer steps since the engine was assembled."""
         self.next_tuning = FIRST
-        """The optimizer step after which codecs are chosen next."""
+        """Number of the optimizer step after which codecs are chosen next."""
         self.last: Measurement | None = None
-        """What codecs were chosen by last."""
+        """The measurement that the present codecs were chosen by."""
         self.summary = ""
-        """The present codecs, for the plan and the log."""
+        """Text about the present codecs, for the plan and the log."""
         self._schedule = schedule
         self._config = schedule.config
         self._candidates = [self._config.make(name) for name in self._config.candidates]
         self._errors = {EXACT: 0.0, **{codec.name: lost_share(codec.name, codec.block) for codec in self._candidates}}
         self._work: dict[str, float] = {}
-        """Seconds per element to encode, decode and sum, once they are measured; exact sums count as none."""
+        """Seconds per element to encode, decode and sum, by codec, once measured; 0 for exact sums."""
         self._stepped = 0.0
         self._step_seconds: deque[float] = deque(maxlen=SAMPLES)
 
@@ -251,7 +253,7 @@ class CodecAutotuner(CompressionObserver):
         self._step_seconds.clear()
 
     def before_forward(self) -> None:
-        """Count an optimizer step if parameters have changed, and tune when that is due. A collective then."""
+        """Count an optimizer step if parameters have changed, and tune when that is due, which is a collective."""
         if self.state.context.gather.comm.world == 1:
             return
         is_step, now = self.weights_have_changed(), time.perf_counter()
@@ -261,7 +263,8 @@ class CodecAutotuner(CompressionObserver):
             self.steps += 1
             self._step_seconds.append(now - self._stepped)
         self._stepped = now
-        # Residuals of micro-batches that are not reduced yet hold gradients. All ranks see the same.
+        # Deferred gradients of micro-batches are in residuals: no codec may change then. ``is_idle`` is the same on all
+        # ranks.
         if self.steps >= self.next_tuning and self.state.is_idle:
             with span("choice"):
                 self.tune()
@@ -269,10 +272,10 @@ class CodecAutotuner(CompressionObserver):
         self.timer.enabled = self.steps >= self.next_tuning - SAMPLES
 
     def tune(self) -> None:
-        """Measure, choose codecs and switch to them. A collective, with nothing in flight."""
+        """Measure, choose codecs and switch to them. A collective; no reduce may be in flight."""
         found = self.measure()
         if found is None:
-            return  # no backward was timed yet: after the next step
+            return  # no backward was timed yet: tune after the next step
         self.timer.clear()
         self.next_tuning = self.steps + min(PERIOD, 3 * self.steps)
         limits = TOLERANCE * found.step, self._config.error_budget or float("inf")
@@ -292,14 +295,15 @@ class CodecAutotuner(CompressionObserver):
             _log.info("compression='auto' after %d steps: %s; %s", self.steps, why, self.summary)
 
     def set_codecs(self, codecs: Mapping[ParamGroup, str]) -> None:
-        """Reduce the gradients of each of these groups with its codec from now on. A collective, nothing in flight."""
+        """Reduce the gradients of each of these groups with its codec from now on. A collective; no reduce may be in
+        flight."""
         chosen = {group: codecs.get(group, _codec_of(group)) for group in self.state.groups if _tuned(group)}
         set_codecs(self.state, {flat: codec for group, codec in chosen.items() for flat in _tuned(group)})
         self.summary = _summary({group.name: codec for group, codec in chosen.items()})
 
     @torch.no_grad()
     def measure(self) -> Measurement | None:
-        """Return what all ranks have measured, by the slowest; None before the first step. A collective."""
+        """Return the slowest rank's measurements; None before the first step. A collective."""
         state = self.state
         torch.get_device_module(state.context.device).synchronize(state.context.device)
         times = self.timer.medians()
@@ -310,7 +314,7 @@ class CodecAutotuner(CompressionObserver):
         link = measure_link(state.context.reduce, max(each.message_room for each in tuned.values()))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]
-        # Errors, too: those are of random numbers, of which another processor may compute another last bit.
+        # Errors are reduced, too: another processor may compute another last bit from the same random numbers.
         numbers = (link, [median(self._step_seconds)], self._work.values(), self._errors.values(), computes)
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
@@ -332,7 +336,8 @@ class CodecAutotuner(CompressionObserver):
         """Return the seconds per element that a rank needs to encode, decode and sum a reduce-scatter, by codec."""
         config, device, peers = self._config, self.state.context.device, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
-        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)  # of all shards but the own
+        # the shards of all other ranks
+        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)
         total = torch.zeros(chunk, device=device)
         found = {EXACT: 0.0}
         for codec in self._candidates:
@@ -347,14 +352,14 @@ class CodecAutotuner(CompressionObserver):
     def _costs(
         self, group: ParamGroup, link: LinkCost, codecs: Sequence[tuple[str, float, float]]
     ) -> tuple[CodecCost, ...]:
-        """Return the cost of exact sums, and of each codec that sends fewer bytes than those of less error.
+        """Return the cost of exact sums, and of each codec that sends fewer bytes than all codecs of less error.
 
-        ``codecs`` are their names, seconds of work per element, and errors: exact sums first, and by error.
+        ``codecs`` holds names, seconds of work per element, and errors, sorted by error: exact sums first.
         """
         tuned = _tuned(group)
         others = [flat for flat in group.flats if flat.trainable and flat not in tuned]
         fixed = sum(flat.reduce_scatter.planned_bytes() for flat in others)
-        if group in regathered(self.state):  # its weights are all-gathered for its backward
+        if group in regathered(self.state):  # the group's weights are all-gathered for its backward
             fixed += sum(flat.all_gather.planned_bytes() for flat in group.flats)
         elements = sum(flat.layout.numel for flat in tuned)
         costs: list[CodecCost] = []
@@ -365,7 +370,7 @@ class CodecAutotuner(CompressionObserver):
                 continue
             fewest = sent
             host, network = elements * work, link.latency + link.per_byte * (fixed + sent)
-            if self.state.context.device.type == "cuda":  # the stream of reduces encodes, too
+            if self.state.context.device.type == "cuda":  # the stream of the reduces encodes, not the host
                 host, network = 0.0, network + host
             costs.append(CodecCost(name, network, host, elements * error))
         return tuple(costs)
@@ -382,8 +387,8 @@ def _codec_of(group: ParamGroup) -> str:
 
 
 def _buffer_waits(state: FSDPState, groups: Sequence[ParamGroup]) -> list[int]:
-    """Return of each group the index of the last one before it with the same gradient buffer; -1: there is none."""
-    if not state.context.reduce_stream.is_ordered:  # on a CPU a reduce is finished before the next one is issued
+    """Return, for each group, the index of the last group before it with the same gradient buffer, or -1."""
+    if not state.context.reduce_stream.is_ordered:  # on a CPU a reduce finishes before the next one is issued
         return [max(index - 2, -1) for index in range(len(groups))]
     last: dict[int, int] = {}
     waits = []
@@ -408,7 +413,7 @@ def _explain(found: Measurement, before: Sequence[int], after: Sequence[int]) ->
 
 
 def _summary(chosen: Mapping[str, str]) -> str:
-    """Return for instance ``int4 for blocks.0, tokens; exact sums for the other 5``."""
+    """Describe the codecs in words, as in ``int4 for blocks.0, tokens; exact sums for the other 5``."""
     names: dict[str, list[str]] = {}
     for name, codec in chosen.items():
         names.setdefault(codec, []).append(name or "the root")

@@ -1,15 +1,15 @@
-"""Codecs: how a chunk of numbers becomes fewer bytes, and back. Those that are built in are in ``codecs``; a user's own
-is a subclass in a file of the user's (docs/compression.md, "A codec of your own").
+"""Codecs encode a chunk of numbers in fewer bytes and decode it. The built-in ones are in ``codecs``; a user's own
+codec is a subclass of ``Codec`` in any file (docs/compression.md, "A codec of your own").
 
     values    [messages, n] fp32        n is a multiple of the block
     message   [messages, bytes] uint8   one row for each rank that is sent one
 
 A codec's ``encode`` and ``decode`` are plain torch and define its format to the byte; native kernels give the same
-bytes and bits (``error_feedback``). Nothing here communicates, and nothing knows of error feedback.
+bytes and bits (``error_feedback``). Codecs neither communicate nor know of error feedback.
 
 Formats are little-endian, of version ``FORMAT``, and of a size known from ``n`` alone. A codec with scales has one fp32
-for each block, all of them first. A block whose statistic is not finite gets the scale NaN, which decodes to NaN
-throughout the block.
+scale for each block, all before the payload. A block whose statistic is not finite gets the scale NaN, which decodes to
+NaN throughout the block.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 """The sizes that a block may have."""
 
 _ROW = 64
-"""Bytes: every message is padded to a multiple."""
+"""Bytes: every message is padded to a multiple of this."""
 
 _LANES = 64
-"""Running sums that a block's sum is made of: part of the format, so that every machine adds in one order."""
+"""Number of running sums that ``block_sum`` adds a block in: part of the format, so that every machine adds in one
+order."""
 
 ELSEWHERE = ("powersgd", "auto")
-"""Stand in place of a codec's name for gradients without being one: one needs whole matrices, one is a choice."""
+"""Values that gradients may have in place of a codec: "powersgd" encodes whole matrices, "auto" chooses a codec."""
 
 _codecs: dict[str, type[Codec]] = {}
 
 
 class Noise(NamedTuple):
-    """Random numbers of stochastic rounding, from a counter rather than a generator with a state."""
+    """Random numbers for stochastic rounding, computed from a counter, without a generator's state."""
 
     seed: int
-    """32 bits: of the parameters' name, the rank and the number of the message."""
+    """32 bits, a hash of the parameters' name, the rank and the number of the message."""
     first: int = 0
     """Index of the first element in the whole buffer."""
 
@@ -76,22 +77,22 @@ def hashed(words: Tensor) -> Tensor:
 
 
 class Codec(ABC):
-    """A format of numbers in fewer bytes.
+    """A format that encodes numbers in fewer bytes.
 
-    A subclass with a ``name`` registers itself, and is then found by it. Messages of another size are not decoded.
+    A subclass with a ``name`` registers itself under it. ``decode`` refuses messages of another size.
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
 
     Raises:
-        ValueError: ``block`` is not.
+        ValueError: ``block`` is something else.
     """
 
     name: ClassVar[str]
     rounds_randomly: ClassVar[bool] = False
-    """Whether ``encode`` takes noise, and then is right on average."""
+    """Whether ``encode`` takes noise, with which the decoded values are right on average."""
     needs_feedback: ClassVar[bool] = False
-    """Whether what a message loses is a large part of the gradient, and wrong in the same way every time."""
+    """Whether a message loses a large part of the gradient, and in the same direction every time."""
 
     def __init__(self, block: int = BLOCK) -> None:
         if block not in BLOCKS:
@@ -103,7 +104,7 @@ class Codec(ABC):
             cls.decode = _of_its_size(cls.decode)  # type: ignore[method-assign, assignment]
         if "name" in cls.__dict__:
             known = _codecs.get(cls.name)
-            # The same class again is a module that is loaded again.
+            # A module that is loaded again defines the same class again.
             if cls.name in ELSEWHERE or (known is not None and _path(known) != _path(cls)):
                 raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
             _codecs[cls.name] = cls
@@ -125,7 +126,7 @@ class Codec(ABC):
         """Write ``values`` into ``message``.
 
         Args:
-            values: [messages, n] fp32; zero where there is no element.
+            values: [messages, n] fp32; zero in padding.
             counts: [messages, blocks] int32, how many elements each block has (its first ones); None: all.
             message: [messages, message_bytes(n)] uint8.
             noise: for stochastic rounding, if ``rounds_randomly``; None: to nearest.
@@ -137,9 +138,10 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, message: Tensor, n: int) -> Tensor:
-        """Return [messages, blocks] bool: whether a message holds a block, which had nothing in it but finite numbers.
+        """Return [messages, blocks] bool: whether all elements of each block were finite, so that the message holds
+        them.
 
-        A block that is not held decodes to NaN somewhere, and error feedback leaves its residual as it was.
+        A block that was not finite decodes to NaN somewhere, and error feedback leaves its residual unchanged.
         """
 
 
@@ -158,10 +160,10 @@ def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any
 
 
 def kind_of(name: str) -> type[Codec]:
-    """Return the class of the codec of a name.
+    """Return the class of the codec ``name``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such codec.
     """
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
@@ -169,10 +171,10 @@ def kind_of(name: str) -> type[Codec]:
 
 
 def codec_of(name: str, block: int = BLOCK) -> Codec:
-    """Return the codec of a name.
+    """Make the codec ``name``.
 
     Raises:
-        ValueError: there is none, or it cannot have this block.
+        ValueError: there is no such codec, or it cannot have blocks of this size.
     """
     return kind_of(name)(block)
 
@@ -219,7 +221,7 @@ def block_sum(magnitudes: Tensor) -> Tensor:
 
 
 def sizes(blocks: Tensor, counts: Tensor | None) -> Tensor:
-    """Return how many elements each block has, as fp32, at least 1."""
+    """Return the number of elements of each block as fp32, at least 1."""
     if counts is None:
         return blocks.new_full(blocks.shape[:-1], float(blocks.shape[-1]))
     return counts.clamp(min=1).to(torch.float32)
@@ -229,19 +231,20 @@ _SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
 def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
-    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 where it would be denormal."""
+    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 where the scale would be
+    denormal."""
     scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32, device="cpu")
     scale = torch.where(scale < _SMALLEST, 0.0, scale)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
 def largest_of(blocks: Tensor) -> Tensor:
-    """Return the largest magnitude of each block; not finite if one of them is not."""
+    """Return the largest magnitude of each block; it is not finite if any element is not."""
     return blocks.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(-1).view(torch.float32)
 
 
 def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and codes as they are to be sent: NaN and zeros where the scale is not finite."""
+    """Return scale and codes for the message: NaN and zeros where the scale is not finite."""
     bad = scale.isfinite().logical_not_()
     return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
 
@@ -249,8 +252,8 @@ def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 def split_bits(codes: Tensor, bits: int) -> Tensor:
     """Return the lowest ``bits`` of ``codes`` [..., block] uint8 as [..., block · bits / 8] uint8.
 
-    They are cut into planes of 8, 4, 2 and 1 bits, as many of each as there is room for, the lowest first. A plane of w
-    bits has block · w / 8 bytes; in its byte j, bits w·k to w·k + w - 1 are those of element k · block · w / 8 + j.
+    The codes are cut into planes of 8, 4, 2 and 1 bits, each at most once, the lowest bits first. A plane of w bits has
+    block · w / 8 bytes; in its byte j, bits w·k to w·k + w - 1 belong to element k · block · w / 8 + j.
     """
     planes = []
     for low, width in _planes(bits):
@@ -277,21 +280,21 @@ def _planes(bits: int) -> list[tuple[int, int]]:
 
 
 def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | None = None) -> Tensor | None:
-    """Return how many elements of parameters each block of equal chunks has.
+    """Return how many elements of parameters, not padding, each block of equal chunks has.
 
     Args:
-        layout: of the buffer.
+        layout: layout of the buffer.
         block: elements of a block.
-        device: of the result.
-        ranks: neighbours whose chunks are equally long; None: all.
+        device: device of the result.
+        ranks: adjacent ranks whose chunks are equally long; None: all.
 
     Returns:
-        [ranks, blocks of a chunk] int32; None: each is full.
+        [ranks, blocks of a chunk] int32; None if every block is full.
     """
     ranks = range(layout.world) if ranks is None else ranks
     starts = torch.arange(layout.starts[ranks.start], layout.starts[ranks.stop], block, device="cpu")
     counts = torch.zeros_like(starts)
-    for extent in layout.extents:  # each begins with a block of its own
+    for extent in layout.extents:  # the first block of an extent holds nothing of the extent before
         inside = (starts >= extent.offset) & (starts < extent.end)
         counts += inside * (extent.end - starts).clamp(max=block)
     return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(len(ranks), -1)

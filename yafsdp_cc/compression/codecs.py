@@ -1,7 +1,7 @@
-"""The codecs that are built in, each a class; its docstring gives the layout of its messages to the byte.
+"""The built-in codecs, a class each, whose docstring gives the layout of its messages to the byte.
 
-Plain torch, which defines what native kernels give. Messages of a ``Scaled`` codec begin with 4 bytes for each block:
-its scale.
+They are plain torch, and define the bits that native kernels give. Messages of a ``Scaled`` codec begin with 4 bytes
+for each block: its scale.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Whole(Scaled):
         scales, payload = self.parts(message, values.shape[1])
         codes = joined_bits(payload.unflatten(1, (scales.shape[1], -1)), self.bits).view(torch.int8)
         unused = 8 - self.bits
-        codes = codes << unused >> unused  # the sign's bit into those above it
+        codes = codes << unused >> unused  # extend the sign bit
         self.blocks(values).copy_(codes.to(torch.float32) * scales.unsqueeze(-1))
 
 
@@ -90,18 +90,19 @@ class Int4(_Whole):
 
 
 class _Odd(Scaled):
-    """``bits`` for each element: the odd multiples of the scale, as many to either side of zero.
+    """``bits`` for each element: odd multiples of the scale, as many below zero as above.
 
-    To nearest: the scale is that share of the block's mean magnitude with which numbers of a normal distribution lose
-    least (Max, "Quantizing for Minimum Distortion", 1960, table II). With noise: the largest magnitude is the last
-    level, and of the two levels next to an element one is drawn, so that it is right on average.
+    To nearest: the scale is the ``share`` of the block's mean magnitude that loses least of normally distributed
+    numbers (Max, "Quantizing for Minimum Distortion", 1960, table II). With noise: the largest magnitude is the last
+    level, and each element is rounded up or down at random, so that its mean is exact.
 
     payload  each block's codes as ``split_bits`` divides them, 0 for the lowest level
     """
 
     bits: ClassVar[int]
     share: ClassVar[float]
-    """Of the mean magnitude. Half of Max's step, over 0.7979, the mean magnitude of his numbers."""
+    """Scale over the block's mean magnitude: half of Max's step, divided by the mean magnitude of normal numbers,
+    0.7979."""
     rounds_randomly = True
 
     def payload_bytes(self, n: int) -> int:
@@ -179,9 +180,9 @@ class FP8(Scaled):
 class Ternary(Scaled):
     """-scale, 0 or scale.
 
-    To nearest: what is larger than 0.7 of the block's mean magnitude is kept, and the scale is the mean of what is kept
+    To nearest: elements above 0.7 of the block's mean magnitude are kept, and the scale is the mean of their magnitudes
     (Li et al., "Ternary Weight Networks", 2016, section 2.2). With noise: the scale is the largest magnitude, and an
-    element is kept as often as it is near it (Wen et al., "TernGrad", 2017, section 3.1).
+    element is kept with the probability magnitude / scale (Wen et al., "TernGrad", 2017, section 3.1).
 
     payload  block bytes for each five blocks (the last five filled up with blocks of zeros): byte j is
              d0 + 3·d1 + 9·d2 + 27·d3 + 81·d4, where dk is element j of the k-th of the five, 0 for -scale, 1 for 0, 2
@@ -227,10 +228,10 @@ class Ternary(Scaled):
 
 
 class OneBit(Scaled):
-    """The sign, scale = the block's mean magnitude, which no other scale brings nearer in squared distance.
+    """The sign of each element; the scale is the block's mean magnitude, which minimizes the squared error.
 
-    (The minimum: ‖x − s·sgn x‖² is least at s = ‖x‖₁/n, for every x. Seide et al., "1-Bit Stochastic Gradient Descent",
-    2014, have two means for each column.)
+    (‖x − s·sgn x‖² is least at s = ‖x‖₁/n, for every x. Seide et al., "1-Bit Stochastic Gradient Descent", 2014, have
+    two means for each column.)
 
     payload  bit j of byte i: sign bit of element 8i + j, 1 for negative ones and -0.0
     """
@@ -258,7 +259,8 @@ class OneBit(Scaled):
 
 
 class _Float(Codec):
-    """The numbers themselves, or rounded to nearest even; of all NaN the positive quiet one without a payload.
+    """The numbers unchanged (fp32) or rounded to nearest even (bf16); every NaN becomes the positive quiet one without
+    a payload.
 
     byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i
     """
@@ -272,7 +274,7 @@ class _Float(Codec):
         return message[:, : self.body_bytes(n)].view(self.dtype)
 
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
-        # Conversions disagree on what a NaN becomes, within one tensor too.
+        # Conversions disagree on the bits of a NaN, even within one tensor.
         self._numbers(message, values.shape[1]).copy_(values).masked_fill_(values.isnan(), float("nan"))
 
     def decode(self, message: Tensor, values: Tensor) -> None:
@@ -296,7 +298,7 @@ _TILE = 65_536
 _SHARE = 100
 _BUCKETS, _SHIFT = 2_048, 20
 _TOO_LARGE = 2_039
-"""The last bucket of finite numbers."""
+"""Index of the last bucket of finite numbers."""
 
 
 class TopK(Codec):
@@ -305,19 +307,20 @@ class TopK(Codec):
     For each tile, k = a hundredth of its elements, rounded up:
 
         2k bytes: positions within the tile, ascending, unsigned
-        2k bytes: values, bf16, rounded to nearest even, of zeros the positive one
+        2k bytes: values, bf16, rounded to nearest even, -0.0 as 0.0
 
-    Magnitudes are compared by the exponent and the upper three bits of the mantissa; of those alike in these, the first
-    ones in the tile are taken. So one count of 2,048 buckets finds the threshold. A tile with something in it that is
-    not finite, or might not be once it is rounded (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), has NaN at
-    its first k positions.
+    Magnitudes are compared by the exponent and the upper three bits of the mantissa, so that one count of 2,048 buckets
+    finds the threshold; of equal ones the first in the tile are taken. A tile with an element that is not finite, or
+    might not be after rounding (from 1.875 · 2¹²⁷ on: the last bucket of finite numbers), has NaN at its first k
+    positions.
     """
 
     name = "topk"
     needs_feedback = True
 
     def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
-        """Return for each tile: its first element, its end, how many of it are kept, and the byte where it begins."""
+        """Return for each tile: its first element, its end, the number of elements kept, and the byte where it
+        begins."""
         found, byte = [], 0
         for start in range(0, n, _TILE):
             end = min(start + _TILE, n)
@@ -347,7 +350,8 @@ class TopK(Codec):
     def decode(self, message: Tensor, values: Tensor) -> None:
         for start, end, kept, byte in self.tiles(values.shape[1]):
             positions, numbers = self._places(message, kept, byte)
-            places = positions.to(torch.int64).clamp_(max=end - start)  # a damaged message may name others: left out
+            # positions beyond the tile, in a damaged message, are dropped
+            places = positions.to(torch.int64).clamp_(max=end - start)
             tile = values.new_zeros(len(values), end - start + 1).scatter_(1, places, numbers.to(torch.float32))
             values[:, start:end].copy_(tile[:, :-1])
 
@@ -367,7 +371,7 @@ class TopK(Codec):
 def _largest(buckets: Tensor, kept: int) -> Tensor:
     """Return the positions of the ``kept`` largest elements, ascending."""
     of_each = torch.bincount(buckets, minlength=_BUCKETS)
-    above = of_each.flip(0).cumsum(0).flip(0)  # how many are in this bucket or in a higher one
+    above = of_each.flip(0).cumsum(0).flip(0)  # elements in each bucket and those above it
     threshold = int((above >= kept).nonzero()[-1])
     larger, alike = buckets > threshold, buckets == threshold
     room = kept - int(larger.sum())

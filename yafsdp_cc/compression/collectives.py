@@ -1,4 +1,4 @@
-"""The factory that gives the engine compressed collectives, and the ways in to what hangs on them."""
+"""The factory that gives the engine compressed collectives, with the schedule, fallback and autotuner of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompressedCollectives(Collectives):
 
     Args:
         config: the user's settings.
-        mesh: that the model is sharded across.
+        mesh: the mesh that the model is sharded on.
 
     Raises:
         ValueError: the settings do not fit the mesh.
@@ -55,7 +55,7 @@ class CompressedCollectives(Collectives):
             )
         self.config = config
         self._ranks = mesh.size(0 if over_replicas else mesh.ndim - 1)
-        """Of each encoded sum."""
+        """Number of ranks of each encoded sum."""
         self.alignment = max(Collectives.alignment, config.block)
         self.schedule = CompressionSchedule(config, over_replicas=over_replicas)
         self.fallback = CodecFallback(self.schedule) if config.fallback else None
@@ -92,7 +92,7 @@ class CompressedCollectives(Collectives):
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):
             known.schedule = self.schedule
-            return known  # it knows which steps have led to the present weights
+            return known  # it has recorded which steps led to the present weights
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
         return kind(flat, self.schedule, self.config.make(name))
 
@@ -121,7 +121,7 @@ class CompressedCollectives(Collectives):
         return "" if self.autotuner is None else self.autotuner.summary
 
     def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
-        """Return what it would cost to encode the gradients of all ``flats`` with a codec."""
+        """Return the bytes and residuals of encoding the gradients of all ``flats`` with ``codec``."""
         messages = 1 if self.schedule.over_replicas else self._ranks - 1
         kept = messages * sum(flat.layout.chunks[flat.rank] for flat in flats)
         if codec == LOW_RANK:
@@ -149,7 +149,7 @@ class CompressedCollectives(Collectives):
         """Return the codec of the gradients of ``flat``.
 
         Raises:
-            ValueError: ``flat`` was laid out when its parameters had other names, by which one codec fit them all.
+            ValueError: by the names that its parameters have now, ``overrides`` give them different codecs.
         """
         codecs = {param.spec.name: self.config.codec_for(param.spec.name) for param in flat.params}
         (first, codec), *others = codecs.items()

@@ -16,24 +16,24 @@ from yafsdp_cc.compression.codec import Codec, Scaled, codec_of, kind_of
 from yafsdp_cc.config import CompressionFields, run_settings
 
 EF21 = "ef21"
-"""A form of error feedback: messages hold differences to what they have held so far (``error_feedback``)."""
+"""A form of error feedback (EF21): a message holds the difference to what messages held before (``error_feedback``)."""
 
 EXACT = "fp32"
-"""Stands for no codec at all; the engine sums in fp32."""
+"""The name for no codec: the engine sums in fp32."""
 
 LOW_RANK = "powersgd"
-"""Names no codec but a collective of its own (``compression.powersgd``)."""
+"""The name of low rank, which is no codec but a collective of its own (``compression.powersgd``)."""
 
 AUTO = "auto"
-"""Names the least lossy of some codecs, or none, that hides the reduce (``compression.autotune``)."""
+"""The name for the least lossy codec, or none, with which a reduce is hidden (``compression.autotune``)."""
 ROUNDING = ("int8", "fp8")
-"""Codecs precise enough for weights themselves; others encode only how weights have changed."""
+"""Codecs precise enough for weights themselves; other codecs encode only how weights have changed."""
 
 _T = TypeVar("_T")
 
 
 def _in_plain_words(kind: type[_T]) -> type[_T]:
-    """Let a class raise a ``ValueError`` of one line without pydantic's words."""
+    """Make a pydantic dataclass raise a ``ValueError`` of one line, without pydantic's own words."""
     init = kind.__init__
 
     @wraps(init)
@@ -48,7 +48,7 @@ def _in_plain_words(kind: type[_T]) -> type[_T]:
 
 
 def _line_of(kind: type, error: Any) -> str:
-    names = [each.name for each in fields(kind)]  # pydantic gives the number of what came by position
+    names = [each.name for each in fields(kind)]  # pydantic gives the index of a positional argument
     where = [names[each] if index == 0 and isinstance(each, int) else each for index, each in enumerate(error["loc"])]
     name = ".".join(map(str, where))
     if error["type"] == "unexpected_keyword_argument":
@@ -134,7 +134,7 @@ class Compression(CompressionFields):
         return self
 
     def _check_differences(self) -> None:
-        """Raise a ``ValueError`` where messages of differences cannot work."""
+        """Raise a ``ValueError`` where messages of differences (EF21) cannot work."""
         if self.residual != "fp32":
             raise ValueError(
                 f"feedback='ef21' with residual={self.residual!r}: residuals are what was sent so far, and what "
@@ -160,12 +160,12 @@ class Compression(CompressionFields):
 
     @property
     def named(self) -> frozenset[str]:
-        """The codecs of gradients as the user named them, ``"auto"`` by this name."""
+        """The codecs of gradients as the user named them, ``"auto"`` included."""
         return frozenset((self.gradients, *self.overrides.values()))
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """All codecs that gradients may be encoded with: candidates in the place of ``"auto"``."""
+        """All codecs that gradients may be encoded with: the candidates in place of ``"auto"``."""
         names = (self.gradients, *self.overrides.values())
         return tuple(dict.fromkeys(each for name in names for each in (self.candidates if name == AUTO else (name,))))
 
@@ -191,11 +191,11 @@ class Compression(CompressionFields):
             undecided -= fitting
 
     def bits(self, codec: str) -> float:
-        """Return the bits per element of a large gradient; 0 for ``"powersgd"``, which goes by the shape."""
+        """Return the bits per element of a large gradient; 0 for ``"powersgd"``, whose size depends on the shape."""
         return 0.0 if codec == LOW_RANK else 8 * self.make(codec).message_bytes(1 << 20) / (1 << 20)
 
     def make(self, codec: str) -> Codec:
-        """Make the codec of a name other than ``"powersgd"`` and ``"auto"``, with this block."""
+        """Make the codec of a name other than ``"powersgd"`` and ``"auto"``, with blocks of ``block`` elements."""
         return codec_of(codec, self.block)
 
 
@@ -220,7 +220,8 @@ def check_name(name: str, argument: str) -> None:
 
 
 def compression_of_run() -> Compression | None:
-    """Return the compression that the run's settings ask for, which the script may leave out; None for none."""
+    """Return the compression that the run's settings ask for, which the script may leave out; None if they name
+    none."""
     mine = {name: one for name, one in run_settings().items() if name.startswith("compression.")}
     try:
         return Compression(**{name.partition(".")[2]: one.value for name, one in mine.items()}) if mine else None
@@ -230,10 +231,10 @@ def compression_of_run() -> Compression | None:
 
 
 def compression_of(value: Compression | str | None) -> Compression | None:
-    """Return the ``Compression`` that an argument of this name stands for; None for none.
+    """Return the ``Compression`` that the argument ``compression`` stands for; None for None.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``value`` is of another type.
         ValueError: it names no codec.
     """
     if isinstance(value, str):

@@ -1,6 +1,6 @@
 """Compression for torch's DDP: ``ddp.register_comm_hook(CompressionHookState("int8"), encoded_mean)``."""
 
-# DDP reads the hook's annotations, and wants them to be the types themselves: no import of annotations here.
+# DDP compares the hook's annotations with types: postponed annotations, which are strings, would be refused.
 
 from typing import Any
 
@@ -17,13 +17,13 @@ class CompressionHookState(CompressedCommunication):
     """State of the DDP communication hook ``encoded_mean``.
 
     Args:
-        compression: as of ``shard``; of gradients alone, all by one codec. Steps of a warm-up are backwards that
-            reduce gradients, here.
+        compression: as of ``shard``, for gradients alone, one codec. ``warmup_steps`` counts backwards that reduce
+            gradients.
         group: the ranks of the DDP; None: all.
 
     Raises:
-        ValueError: the compression asks for what cannot be done here.
-        TypeError: ``compression`` is none.
+        ValueError: the compression has a setting that a hook of DDP cannot serve.
+        TypeError: ``compression`` is None or of another type.
     """
 
     def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:
@@ -45,20 +45,20 @@ class CompressionHookState(CompressedCommunication):
         assert ranks is not None
         self.group = ranks
         self.sums = self._all_reduces
-        """The sums of buckets, by the parameters of each in its order."""
+        """Sums of buckets, by the ids of a bucket's parameters in its order."""
         self.steps = 0
-        """Backwards that have begun."""
+        """Number of backwards that have begun."""
         self.stream: CommStream | None = None
-        """Where buckets are averaged, from the first one on."""
+        """Stream that averages buckets, made at the first one."""
         self.handle: CommHandle
-        """The last average."""
+        """Handle of the last average."""
 
 
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by encoded messages that every rank sends to all others: a DDP communication hook.
 
-    Buckets are put together anew after the first step; residuals start then. On CUDA all of this is on a side stream,
-    and the backward goes on meanwhile.
+    DDP rebuilds its buckets after the first step, and residuals start then. On CUDA messages are encoded and exchanged
+    on a side stream beside the backward.
     """
     total, parameters = bucket.buffer(), bucket.parameters()
     index, key = bucket.index(), tuple(map(id, parameters))
@@ -77,7 +77,8 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
                 places.append((start, parameter.shape))
                 start += parameter.numel()
             state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)
-        future.set_result(total)  # records an event on this stream, for DDP to wait for at the end of the backward
+        # for CUDA this records an event on the side stream, which DDP waits for at the end of the backward
+        future.set_result(total)
         return ()
 
     if state.stream is None:

@@ -10,18 +10,18 @@ LoCo (Xie et al., 2024, equation 4) with E in place of its e / (1 − β); a = 1
 (``reduce_scatter``).
 
 b = 0 is EF21 (Richtárik et al., 2021, algorithm 2): −E = ΣD(m) is an estimate of g that sender and receiver both keep,
-and a message holds by how much the gradient differs from it. What the receiver uses is the estimate, not the message:
-the less gradients change from one message to the next, the nearer it is to them.
+and a message holds by how much the gradient differs from it. The receiver uses the estimate, not the message: the less
+gradients change from one message to the next, the nearer the estimate is to them.
 
-E is in the units of one rank's gradient of its own mean loss: no world size. A block that a message
-could not hold, because something in it was not finite, keeps the E that it had.
+E has the unit of one rank's gradient of its own mean loss, not scaled by the number of ranks. A block with a non-finite
+element leaves its E unchanged.
 
-``encode``, ``accumulate``, ``decode_sum`` and ``decode`` do this in one pass by native kernels where there are any;
-what follows in each is the definition in plain torch, of the same bits. The native extension is ``_native.so`` beside
-this file, built from ``csrc`` by ``setup.py``; it registers operators as ``torch.ops.yafsdp_cc``, for CPU and CUDA.
-Kernels for CUDA are compiled when they are first launched, by the NVRTC that comes with torch. ``YAFSDP_CC_NATIVE=0``
-chooses plain torch; ``1`` raises where the extension is not built, or cannot compile for a GPU; ``auto``, the default,
-logs a warning there, once.
+``encode``, ``accumulate``, ``decode_sum`` and ``decode`` run one native kernel where the extension has one; the torch
+code below the kernel call in each function defines the same bits. The native extension is ``_native.so`` beside this
+file, built from ``csrc`` by ``setup.py``; it registers operators as ``torch.ops.yafsdp_cc``, for CPU and CUDA. Kernels
+for CUDA are compiled when they are first launched, by the NVRTC that comes with torch. ``YAFSDP_CC_NATIVE=0`` chooses
+plain torch; ``1`` raises where the extension is not built, or cannot compile for a GPU; ``auto``, the default, falls
+back to plain torch and logs one warning.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
 
 PART = 327_680
-"""Elements that ``decode_sum`` may start at multiples of: whole tiles, and whole fives of blocks, of every codec."""
+"""Elements: ``start`` of ``decode_sum`` is a multiple of this, whole tiles and whole fives of blocks of every codec."""
 
 
 class Recursion(NamedTuple):
-    """The numbers of the recursion."""
+    """The three coefficients of the error-feedback recursion."""
 
     carry: float = 1.0
-    """η, how much of the residual a message should hold."""
+    """η, the share of the residual that is added to the gradient before encoding."""
     taken: float = 1.0
-    """a, how much of a message is taken off the residual."""
+    """a, the share of a decoded message that is subtracted from the residual."""
     added: float = 1.0
-    """b, how much of a gradient is added to the residual."""
+    """b, the share of a gradient that is added to the residual."""
 
 
 CLASSIC = Recursion()
@@ -70,18 +70,18 @@ EF21 = Recursion(added=0.0)
 
 
 class Residual(NamedTuple):
-    """What messages have lost so far."""
+    """The gradients that messages of one buffer have lost so far."""
 
     values: Tensor
     """[messages, n] in fp32, bf16 or int8; n is a multiple of ``block``."""
     scales: Tensor
-    """[messages, blocks] fp32 of int8, else [messages, 0]."""
+    """[messages, blocks] fp32, the scales of int8 values; else [messages, 0]."""
     block: int
     """Elements that share a scale."""
 
     @classmethod
     def zeros(cls, messages: int, n: int, dtype: torch.dtype, block: int, device: torch.device) -> Residual:
-        """Return an empty one."""
+        """Return a residual of zeros."""
         values = torch.zeros(messages, n, dtype=dtype, device=device)
         blocks = n // block if dtype == torch.int8 else 0
         scales = torch.zeros(messages, blocks, dtype=torch.float32, device=device)
@@ -96,9 +96,10 @@ class Residual(NamedTuple):
         return Residual(self.values[first:last], self.scales[first:last], self.block)
 
     def span(self, first: int, messages: int, n: int) -> Residual:
-        """Return a view of ``messages`` of ``n`` elements, ``first`` elements after the first message's first.
+        """Return a view of ``messages`` rows of ``n`` elements, beginning ``first`` elements after the residual's
+        first.
 
-        Messages of one residual need not be equally long; then its own shape means nothing.
+        Messages of one residual may differ in length: then only such views have a meaningful shape.
         """
         values = self.values.view(-1)[first : first + messages * n].view(messages, n)
         start, blocks = (first // self.block, n // self.block) if self.scales.numel() else (0, 0)
@@ -106,7 +107,7 @@ class Residual(NamedTuple):
         return Residual(values, scales, self.block)
 
     def of(self, chunks: PeerChunks) -> Residual:
-        """Return a view of what is kept of ``chunks``."""
+        """Return a view of the residual of ``chunks``."""
         return self.span(chunks.before, *chunks.values.shape)
 
     def columns(self, first: int, last: int) -> Residual:
@@ -115,13 +116,14 @@ class Residual(NamedTuple):
         return Residual(self.values[:, first:last], self.scales[:, blocks], self.block)
 
     def load(self) -> Tensor:
-        """Return a copy of it in fp32."""
+        """Return a copy of the residual in fp32."""
         if self.values.dtype != torch.int8:
             return self.values.to(torch.float32, copy=True)
         return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite it with ``fresh`` [messages, n] fp32; with ``where`` [messages, blocks] bool, in those blocks."""
+        """Overwrite the residual with ``fresh`` [messages, n] fp32; given ``where`` [messages, blocks] bool, only those
+        blocks."""
         blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)
@@ -133,12 +135,12 @@ class Residual(NamedTuple):
         self.values.copy_(stored.flatten(1))
 
     def clear(self) -> None:
-        """Set it to zero."""
+        """Set the residual to zero."""
         self.values.zero_()
         self.scales.zero_()
 
     def multiply(self, factor: float) -> None:
-        """Change the unit that it is in; exact for powers of two."""
+        """Multiply the residual by ``factor``, as its unit changes; exact for powers of two."""
         (self.scales if self.values.dtype == torch.int8 else self.values).mul_(factor)
 
     def _blocks(self, values: Tensor) -> Tensor:
@@ -156,17 +158,17 @@ def encode(
     scale: float = 1.0,
     noise: Noise | None = None,
 ) -> None:
-    """Encode ``gradients`` in ``message``, and keep in ``residual`` what is lost.
+    """Encode ``gradients`` into ``message``, and store in ``residual`` what the message loses.
 
     Args:
-        codec: of the messages.
-        gradients: [messages, n], floating-point; zero where there is no element.
+        codec: format of the messages.
+        gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
         counts: [messages, blocks] int32, how many elements each block has; None: all.
         residual: None: without error feedback.
-        recursion: how the residual is carried.
-        scale: what gradients are multiplied by at first, one over the loss scale.
-        noise: for stochastic rounding, without a residual.
+        recursion: coefficients of the error feedback.
+        scale: factor that gradients are multiplied by first: one over the loss scale.
+        noise: random numbers for stochastic rounding, without a residual.
     """
     if (ops := ops_for(message.device, codec)) is not None:
         number, values = _NUMBERS[codec.name], _readable(gradients)
@@ -201,17 +203,19 @@ def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> 
 def decode_sum(
     codec: Codec, messages: Tensor, n: int, own: Tensor | None, place: int, total: Tensor, start: int = 0
 ) -> None:
-    """Sum messages in order, and ``own`` at ``place`` among them, into ``total``: all elements, or some of them.
+    """Sum decoded messages in order, with ``own`` added before message ``place``, into ``total``: all elements, or a
+    range.
 
     Args:
-        codec: of the messages.
+        codec: format of the messages.
         messages: [messages, bytes] uint8.
         n: elements of each message.
-        own: as long as ``total``, floating-point: this rank's part, which was not encoded; None: there is none. It may
-            be ``total`` where ``place`` is 0.
-        place: before which message ``own`` is added.
-        total: fp32, overwritten with as many elements of the sum as it has.
-        start: the first of them, a multiple of ``PART``; without a native kernel it has to be 0, and ``total`` [n].
+        own: as long as ``total``, floating-point: this rank's gradients, which were not encoded; None for none. It may
+            be ``total`` itself where ``place`` is 0.
+        place: index of the message before which ``own`` is added.
+        total: fp32, overwritten with ``total.numel()`` elements of the sum.
+        start: index of the first of these elements, a multiple of ``PART``; without a native kernel it must be 0, and
+            ``total`` [n].
     """
     own = None if own is None else _readable(own)
     if (ops := ops_for(messages.device, codec)) is not None:
@@ -229,18 +233,19 @@ def decode_sum(
 
 
 def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor, total: Tensor, start: int = 0) -> None:
-    """Add messages of differences (EF21) to ``estimate``, and fill ``total`` with it: all elements, or some of them.
+    """Add messages of differences (EF21) to ``estimate``, and write the new estimate to ``total``: all elements, or a
+    range.
 
-    Senders keep the residual of a block that a message could not hold as it was. ``estimate`` leaves that message out
-    of that block, too, so that it stays the sum of what they keep; in ``total`` the block is not finite.
+    A sender leaves the residual of a non-finite block unchanged. ``estimate`` leaves out that block of the message,
+    too, so that it stays the sum of the senders' residuals; in ``total`` the block is not finite.
 
     Args:
         codec, messages, n, start: as of ``decode_sum``.
-        estimate: fp32, these elements of the sum over senders of what their messages have held so far; overwritten.
+        estimate: fp32, the elements from ``start`` on of the sum over senders of all messages so far; overwritten.
         total: as long, fp32; overwritten.
     """
     decode_sum(codec, messages, n, estimate, 0, total, start)
-    if total.is_cpu and isfinite(total.sum().item()):  # on a GPU, to ask would be to wait
+    if total.is_cpu and isfinite(total.sum().item()):  # only on a CPU: reading the sum would synchronize a GPU
         estimate.copy_(total)
         return
     part = torch.empty_like(total)
@@ -269,7 +274,7 @@ def _readable(values: Tensor) -> Tensor:
 
 
 def _stream(tensor: Tensor) -> int:
-    """Return the current stream of the tensor's device, as the number that CUDA knows it by; 0 on a CPU."""
+    """Return the handle of the current CUDA stream of the tensor's device; 0 on a CPU."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
@@ -291,51 +296,52 @@ def lost_share(codec: str, block: int) -> float:
 
 SUMS = 3
 SAMPLES = 16
-"""Parts of messages, of ``PART`` elements, that are measured at once."""
+"""Number of parts of messages, each of ``PART`` elements, that one measurement decodes."""
 _GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples are spread evenly between whole numbers, however many there are."""
+"""The golden ratio's fraction: its multiples modulo 1 are evenly spread, however many there are."""
 
 
 class CompressionError:
-    """Measures how well a codec suits what it is given: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
+    """Measures how well a codec suits the gradients it encodes: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
 
-    h is what is due and D(m) what is decoded. After a message its residual is E = h − (1 − b)·g − a·D(m), so both
-    come from the residual, the message and, in EF21, the gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
+    h is the value to encode and D(m) the decoded message. After a message its residual is E = h − (1 − b)·g − a·D(m),
+    so both come from the residual, the message and, in EF21, the gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
 
     A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
     al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
-    than about δ²/4 of what is due. ``least`` is that for half the δ that a codec has of normal noise, as real gradients
-    are far from alike. They are further from it where residuals are momentum (a < 1), in which noise averages out: by
-    about √a.
+    than about δ²/4 of h. ``least`` is this bound for half the δ that the codec has on normal noise, because the
+    elements of real gradients differ far more in size; where residuals are momentum (a < 1), in which noise averages
+    out, it is lower by another √a.
 
     Args:
-        device: of the messages.
-        kept: the share of noise that messages keep.
-        recursion: of their residuals.
-        rank: of the sender; ranks take their samples from different parts of the gradients.
+        device: device of the messages.
+        kept: the share of normal noise that the codec's messages keep.
+        recursion: coefficients of the error feedback.
+        rank: rank of the sender; ranks take their samples from different parts of the gradients.
     """
 
     def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC, rank: int = 0) -> None:
         self.recursion = recursion
         self._shift = rank * _GOLDEN % 1
         self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
-        """The share that messages have to keep for residuals not to grow."""
+        """The share that messages must keep, or residuals grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
-        """Squares of what was lost, of what was due, and of what was decoded."""
+        """[3] fp64, the sums of squares of h − D(m), of h, and of D(m)."""
         self.seen = False
-        """Whether there has been a message."""
+        """Whether a message was observed."""
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
-        """Take in ``messages`` [messages, bytes] just written of ``gradients``, and what ``residual`` then is.
+        """Add ``messages`` [messages, bytes], just encoded from ``gradients``, and the ``residual`` that they left to
+        ``sums``.
 
-        Of more than ``SAMPLES`` parts of messages a sample, always the same one, whose sums stand for those of all:
-        each part takes a kernel to decode, and there are as many messages as ranks.
+        Of more than ``SAMPLES`` parts a fixed sample is decoded, scaled up to all: each part takes a kernel launch, and
+        there are as many messages as ranks.
         """
         n, block = residual.values.shape[1], residual.block
         step = n if ops_for(messages.device, codec) is None else min(PART, n)
         parts = [(row, start, min(start + step, n)) for row in range(len(messages)) for start in range(0, n, step)]
-        count = max(1, SAMPLES * PART // max(step, PART))  # without native kernels parts are whole messages
+        count = max(1, SAMPLES * PART // max(step, PART))  # without native kernels a part is a whole message
         if len(parts) > count:
             parts = [parts[int((place + self._shift) * len(parts) / count)] for place in range(count)]
         taken = [residual.rows(row, row + 1).columns(start, end) for row, start, end in parts]
@@ -355,7 +361,7 @@ class CompressionError:
 
     @torch.no_grad()
     def add(self, *parts: Tensor, share: float = 1.0) -> None:
-        """Take in what was lost, what was due, and what was decoded, in a ``share`` of the elements."""
+        """Add the squares of h − D(m), h and D(m) to ``sums``; the tensors hold a ``share`` of all elements."""
         self.seen = True
         norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
         self.sums.addcmul_(norms, norms, value=1 / share)
@@ -364,7 +370,7 @@ class CompressionError:
 # Encoders of whole buffers -----------------------------------------------------------------------------------------
 
 SENT, RECEIVED, SUM = "sent messages", "received messages", "decoded sum"
-"""Scratch buffers, shared by all sums of a stream."""
+"""Names of the scratch buffers that all sums of a stream share."""
 
 
 @dataclass(frozen=True)
@@ -387,57 +393,58 @@ SummedBuffer: TypeAlias = "FlatParam | PlainBuffer"
 
 
 class Feedback(NamedTuple):
-    """How an ``Encoder`` feeds back what is lost, in one ``start``."""
+    """The error feedback that one ``start`` of an ``Encoder`` applies."""
 
     residual: Residual | None
     recursion: Recursion
     noise: Noise | None
-    """For stochastic rounding, where there is no residual."""
+    """Random numbers for stochastic rounding, where there is no residual."""
     error: CompressionError | None
-    """Observes messages."""
+    """Observer of the messages, if any."""
 
 
 class Encoder(ABC):
-    """Makes messages of a buffer's values, exchanges them, and decodes their sum. Keeps nothing but its settings.
+    """Makes messages of a buffer's values, exchanges them, and decodes their sum. It has settings and no state.
 
-    One serves one ``reduce_scatter.CompressedSum``. There is one for codecs and one for low rank (``powersgd``), each
-    of a reduce-scatter and of an all-reduce.
+    Each serves one ``reduce_scatter.CompressedSum``. There are four: codecs or low rank (``powersgd``), for a
+    reduce-scatter or an all-reduce.
     """
 
     context: CommContext
     step: int
-    """Elements that ``decode`` fills at once; their starts are multiples of it."""
+    """Elements that one ``decode`` fills; each ``start`` is a multiple."""
     nbytes = 0
-    """Bytes of its own buffers, which are not scratch."""
+    """Bytes of the encoder's own buffers, scratch buffers not counted."""
 
     def bind(self, context: CommContext) -> None:
-        """Use this communicator, and reserve scratch buffers for messages."""
+        """Bind to the communicator of ``context``, and reserve scratch buffers for messages."""
         self.context = context
 
     @property
     @abstractmethod
     def kept(self) -> float:
-        """The share of noise that messages keep, between 0 and 1."""
+        """The share of normal noise that messages keep, between 0 and 1."""
 
     @abstractmethod
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        """Encode ``values``, keep what is lost in the residual, and start the exchange."""
+        """Encode ``values``, store what the messages lose in the residual, and start the exchange."""
 
     @abstractmethod
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
         """Fill ``total`` fp32 with elements from ``start`` on of the sum of all messages.
 
         Args:
-            own: of a reduce-scatter, those elements of this rank's own chunk, which was not encoded.
+            own: these elements of this rank's own chunk of a reduce-scatter, not encoded; None for an all-reduce.
             start: a multiple of ``step``.
             total: overwritten.
         """
 
     def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
-        """Add what messages hold to ``estimate``, and fill ``total`` with it, as ``error_feedback.decode_differences``.
+        """Add messages of differences to ``estimate``, and write the new estimate to ``total`` (``decode_differences``
+        above).
 
         Args:
-            estimate: elements from ``start`` on of the sum over senders of what messages have held before; overwritten.
+            estimate: elements from ``start`` on of the sum over senders of all messages so far; overwritten.
             start: a multiple of ``step``.
             total: as long; overwritten.
         """
@@ -452,26 +459,26 @@ class Encoder(ABC):
         return self.sent_bytes()
 
     def restart(self) -> None:
-        """Drop what an interrupted exchange may have left different on some ranks."""
+        """Drop state that an interrupted exchange may have left different on some ranks."""
 
 
 class PeerChunks(NamedTuple):
-    """Chunks of other ranks in a buffer that lie side by side and are equally long."""
+    """A run of other ranks' chunks in a buffer, adjacent and equally long."""
 
     ranks: range
     values: Tensor
     """[ranks, chunk], a view."""
     before: int
-    """Elements of all other ranks' chunks before them."""
+    """Number of elements of other ranks' chunks before this run."""
 
 
 def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
     """Return the chunks of other ranks in ``buffer``: those below and those above ``rank``, where all are equally long.
 
     Args:
-        buffer: laid out by ``layout``, or one element for each block of it.
-        layout: of the chunks.
-        rank: whose chunk is left out.
+        buffer: laid out by ``layout``, or with one element for each of its blocks.
+        layout: places of the chunks.
+        rank: the rank whose chunk is left out.
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []
@@ -487,12 +494,12 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
 LIBRARY = Path(__file__).with_name("_native.so")
 MODES = ("0", "1", "auto")
 NVRTC = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
-"""The library by which torch itself finds NVRTC and CUDA's driver; of a torch without CUDA there is none."""
+"""The library by which torch itself finds NVRTC and CUDA's driver; it does not exist in a torch without CUDA."""
 OPERATORS = ("encode", "accumulate", "decode_sum", "decode", "update", "update_lamb")
 
 _NUMBERS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4, "ternary": 5, "onebit": 6, "topk": 7}
 _NUMBERS |= {"int6": 8, "int3": 9, "int2": 10}
-"""The codecs that native kernels know, by number."""
+"""Number by which native kernels know each codec."""
 _BUILD = (
     "to build: YAFSDP_CC_NATIVE=1 pip install --no-build-isolation --force-reinstall --no-deps yafsdp_cc, "
     "or --editable ."
@@ -531,7 +538,7 @@ def _ops_for(device: torch.device, mode: str) -> Any:
 
 @cache
 def _load() -> str:
-    """Load the library; return why not and what to do about it, or nothing."""
+    """Load the library; return why that failed and how to mend it, or ""."""
     if not LIBRARY.exists():
         return f"the native extension is not built; {_BUILD}"
     try:
@@ -551,7 +558,7 @@ def _load() -> str:
 
 
 def _lacks(device: torch.device) -> str:
-    """Return why the loaded library does not serve a device, or nothing; of a GPU, after it has compiled for it."""
+    """Return why the loaded library cannot serve ``device``, or ""; for a GPU it compiles the kernels first."""
     if device.type == "cpu":
         return ""
     if device.type != "cuda":

@@ -1,16 +1,16 @@
-"""Falls back to more bits where few do harm: in a parameter group whose messages keep too little of the gradients, or
-grow as gradients do in a run that diverges; and everywhere if losses rise.
+"""Switches a parameter group to a codec of more bits where its messages keep too little of the gradients or grow as in
+a diverging run, and all groups where losses rise.
 
     forwards   ... 9 | 10 | 11 ... 19 | 20 | 21 ...
-           measure __|    |__ judge     |    |__ judge: what fails twice in a row falls back
+           measure __|    |__ judge     |    |__ judge: a group that fails twice in a row falls back
 
-A message that is further from the gradients than an empty one makes residuals grow from step to step, so there once is
-enough.
+A message that is further from the gradients than an empty one makes residuals grow from step to step: then one failure
+is enough.
 
-What is measured is summed over all ranks, so all judge alike and fall back together. Gradients go on in int4 if they
-had fewer than 4 bits, and else in bf16; residuals do not depend on the codec and stay. Weights that were gathered by
-deltas are gathered exactly from then on. All switch there and then: assembling the engine anew might wait for a graph
-that one rank alone still holds.
+Measurements are summed over all ranks, so all ranks judge alike and fall back together. Gradients of fewer than 4 bits
+change to int4, others to bf16; residuals do not depend on the codec and remain. Weights that were gathered by deltas
+are gathered exactly. The switch is immediate: assembling the engine anew might wait for a graph that one rank alone
+still holds.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam
 
 FIRST, PERIOD = (2, 5), 10
-"""Forwards after the warm-up at which messages are measured, and the distance of later ones."""
+"""Forwards after the warm-up in which messages are measured, and the interval of later measurements."""
 STRIKES = 2
-"""Faults in a row before anything is done."""
+"""Faults in a row before a group falls back."""
 RISE, GROWTH = 0.1, 10.0
-"""How far losses have to be above their best, in proportion, and how many times messages above their smallest."""
+"""Rise of losses above their best, in proportion, and growth of messages' norms above their smallest that are faults.
+"""
 FEW, MORE = "int4", "bf16"
-"""Codecs to fall back to, one after the other."""
+"""Codecs that gradients fall back to, one after the other."""
 
 _log = logging.getLogger("yafsdp_cc")
 
@@ -70,10 +71,10 @@ def name_of(flat: FlatParam, collective: CompressedSum | DeltaAllGather) -> str:
 
 
 class CodecFallback(CompressionObserver):
-    """The fallback of one model.
+    """Measures, judges and replaces the codecs of one model.
 
     Args:
-        schedule: of the model.
+        schedule: the phase of the model's compression.
     """
 
     def __init__(self, schedule: CompressionSchedule) -> None:
@@ -81,29 +82,29 @@ class CodecFallback(CompressionObserver):
         self._schedule = schedule
         self._config = schedule.config
         self._forwards = 0
-        """Forwards that count: of micro-batches that are summed together, the first."""
+        """Number of forwards so far that began a step; further micro-batches of a step do not count."""
         self._has_reduced = True
-        """Whether a reduce was issued since the last of them."""
+        """Whether a reduce was issued since the last counted forward."""
         self._measured: list[Measured] = []
-        """What is measured, until it is judged."""
+        """Messages under measurement, until they are judged."""
         self._scale = 1.0
-        """The loss scale that it is measured with."""
+        """Loss scale of the gradients under measurement."""
         self._past: list[Measured] = []
-        """What was measured before: a stream may still write to its sums."""
+        """The measurement before the present one, referenced because a stream may still write to its sums."""
         self._names: list[str] = []
         self._readback: PinnedReadback
-        """Of the sums of ``_names``."""
+        """Reads the sums of the messages ``_names`` back from the device."""
         self._codecs: dict[str, str] = {}
-        """What messages have fallen back to."""
+        """Codec that each message has fallen back to."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
-        """The smallest norms that were measured."""
+        """Smallest norm measured of each message."""
         self._best, self._rises = float("inf"), 0
         self._loss: Tensor | float = 0.0
         self._losses = 0
 
     def add_loss(self, loss: Tensor | float) -> None:
-        """Take in a loss of this rank; nothing waits for its value."""
+        """Add a loss of this rank to the running sum, without waiting for its value."""
         if isinstance(loss, torch.Tensor):
             loss = loss.detach().to(torch.float64).reshape(())
         self._loss = self._loss + loss
@@ -115,7 +116,8 @@ class CodecFallback(CompressionObserver):
         self._has_reduced = True
 
     def before_forward(self) -> None:
-        """Judge what was measured, and measure anew when that is due. Ranks run one program, so all do at once."""
+        """Judge the last measurement, and begin one when it is due. All ranks run one program, so all do so
+        together."""
         if not torch.is_grad_enabled():
             return
         self.judge()
@@ -130,7 +132,7 @@ class CodecFallback(CompressionObserver):
             self._scale = self._schedule.loss_scale
 
     def judge(self) -> None:
-        """Judge what was measured, unless its messages are still in flight or to come. A collective."""
+        """Judge the measurement unless its messages are still in flight or to come. A collective."""
         state = self.state
         if not self._measured or not state.is_idle:
             return
@@ -139,11 +141,12 @@ class CodecFallback(CompressionObserver):
             return
         self._past = measured = self._stop_measuring()
         for each in measured:
-            if isinstance(each.collective, DeltaAllGather):  # nobody may have waited for an all-gather of a prefetch
+            if isinstance(each.collective, DeltaAllGather):  # a prefetched all-gather may not have been waited for
                 each.flat.group.gathered(each.flat)
-        # By the scale that they were measured with: on CUDA, what is read below is of an earlier measurement.
+        # Divided by the scale they were measured with: on CUDA, the numbers read below are of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
-        loss = sums[0].new_zeros(1) + self._loss  # to copy a number to a GPU would wait; a kernel takes it along
+        # a kernel takes the number as an argument; copying it to a GPU would synchronize
+        loss = sums[0].new_zeros(1) + self._loss
         found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
         state.context.fingerprint.record("fallback", "messages")
@@ -151,19 +154,20 @@ class CodecFallback(CompressionObserver):
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedReadback(len(found), torch.float64, state.context.device)
-        numbers = self._readback.receive(found)  # on CUDA those of the call before, so as not to wait for these
+        # on CUDA the numbers of the previous judgement, as reading these would synchronize
+        numbers = self._readback.receive(found)
         if numbers is not None:
             self._act(measured, numbers)
 
     def _stop_measuring(self) -> list[Measured]:
-        """Observe messages no longer; return whose were."""
+        """Stop observing messages; return the measurement."""
         for each in self._measured:
             each.collective.compression_error = None
         measured, self._measured = self._measured, []
         return measured
 
     def _can_fall_back(self, compressed: CompressedSum) -> bool:
-        """Return whether a sum has fewer bits than it could fall back to, and none that ``"auto"`` chooses."""
+        """Return whether a sum has a codec of fewer than 16 bits that ``CodecAutotuner`` did not choose."""
         return not compressed.is_tuned and self._config.bits(compressed.codec_name) < 16
 
     def _act(self, measured: Sequence[Measured], numbers: Sequence[float]) -> None:
@@ -172,7 +176,8 @@ class CodecFallback(CompressionObserver):
         for index, each in enumerate(measured):
             lost, due, sent = sums[SUMS * index : SUMS * (index + 1)]
             fault = ""
-            if due and isfinite(lost / due):  # nothing is due of exact sums; found_inf reports what is not finite
+            # nothing was encoded in exact sums; found_inf reports non-finite gradients
+            if due and isfinite(lost / due):
                 kept = 1 - lost / due
                 fault = self._fault(each, kept, sqrt(sent))
                 self._strikes[each.name] = self._strikes.get(each.name, 0) + 1 if fault else 0
@@ -182,11 +187,13 @@ class CodecFallback(CompressionObserver):
                 self._fall_back(each, fault or risen)
 
     def _fault(self, measured: Measured, kept: float, norm: float) -> str:
-        """Return what is wrong with messages that keep this share of what is due, and have this norm."""
+        """Return the fault of messages that keep the share ``kept`` of what they encode and have this norm; "" if
+        none."""
         least = measured.error.least
         if kept < least or kept < 0:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"
-        # Residuals are empty at first, and so messages small; for longer where residuals are a momentum.
+        # Ignore the first forwards: residuals start at zero, so norms still grow (for about 1 / (1 - beta) forwards in
+        # the momentum form).
         is_early = self._forwards * (1 - self._schedule.beta) < 1 or self._forwards < PERIOD
         if is_early or isinstance(measured.collective, DeltaAllGather):
             return ""
@@ -196,7 +203,7 @@ class CodecFallback(CompressionObserver):
         return ""
 
     def _risen(self, loss: float) -> str:
-        """Return what is wrong if losses have been above their best for a while."""
+        """Return the fault if losses have been above their best for ``STRIKES`` judgements, else ""."""
         if loss <= self._best + RISE * abs(self._best):
             self._best, self._rises = min(self._best, loss), 0
             return ""
@@ -229,7 +236,7 @@ class CodecFallback(CompressionObserver):
     # In checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later judgements depend on, alike on all ranks but for losses."""
+        """Return the state that later judgements depend on; it is alike on all ranks except for losses."""
         return {
             "passes": self._forwards,
             "codecs": dict(self._codecs),
@@ -240,7 +247,7 @@ class CodecFallback(CompressionObserver):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Load what ``state_dict`` returned."""
         state = self.state
         self._forwards = saved["passes"]
         self._codecs, self._strikes, self._smallest = (dict(saved[name]) for name in ("codecs", "strikes", "least"))
@@ -251,7 +258,7 @@ class CodecFallback(CompressionObserver):
             name, codec = name_of(flat, compressed), self._config.codec_for(flat.name)
             fallen = self._codecs.get(name, codec)
             if AUTO in (codec, fallen) or self._config.bits(fallen) <= self._config.bits(codec):
-                self._codecs.pop(name, None)  # this run was given as many bits, or goes by the network
+                self._codecs.pop(name, None)  # this run's own codec has as many bits, or is chosen by the autotuner
                 fallen = codec
             if fallen not in (AUTO, compressed.codec_name):
                 set_codecs(state, {flat: fallen})

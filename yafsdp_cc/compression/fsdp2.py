@@ -3,8 +3,8 @@
     compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every all-gather
 
 A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
-hooks: they live as long as these, and start empty. Hooks see numbers and not whose they are: where some parameters of a
-group go unused, residuals are told apart by how many numbers there are.
+hooks, live as long, and start at zero. A hook sees a buffer and not its parameters: where some parameters of a group
+are unused, residuals are told apart by the size of the buffer.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def compress(
     Models of this package take a ``compression`` when they are sharded.
 
     Args:
-        model: with modules that ``fully_shard`` was called on.
-        compression: as of ``shard``; left out, that of the run file. ``overrides`` are not for this: a group's
-            parameters are sent together. Steps of a warm-up are backwards that reduce gradients, here.
-        replicas: a group over which gradients are averaged besides, encoded: the ranks that hold the same shard, of a
-            model that ``fully_shard`` was given the mesh of one replica only. Reduce-scatters are exact then.
+        model: a model with modules that ``fully_shard`` was called on.
+        compression: as of ``shard``; left out, that of the run file. ``overrides`` are refused: a group's parameters
+            are sent together. ``warmup_steps`` counts backwards that reduce gradients.
+        replicas: the group of ranks that hold the same shard, where ``fully_shard`` was given the mesh of one replica
+            only: gradients are averaged over it, encoded. Reduce-scatters are exact then.
 
     Raises:
-        ValueError: nothing in the model is sharded, it is compressed already, or the compression asks for what cannot
-            be done here.
+        ValueError: nothing in the model is sharded, it is compressed already, or the compression has a setting that
+            FSDP2's hooks cannot serve.
         TypeError: an argument is of the wrong type.
     """
     config = compression_of(compression) or compression_of_run()
@@ -106,7 +106,7 @@ def compress(
 
 
 _compressed: WeakKeyDictionary[nn.Module, CompressedCommunication] = WeakKeyDictionary()
-"""What each module has been given."""
+"""The ``CompressedCommunication`` that compresses each module."""
 
 
 def _check(config: Compression) -> None:
@@ -130,7 +130,7 @@ def _check(config: Compression) -> None:
 
 
 def _has_replicas(module: nn.Module) -> bool:
-    """Return whether parameters are the same along the first dimension of a mesh and sharded across another."""
+    """Return whether parameters are replicated along the first dimension of a mesh and sharded along another."""
     return any(
         isinstance(each, DTensor) and each.device_mesh.ndim > 1 and each.placements[0].is_replicate()
         for each in module.parameters()
@@ -138,9 +138,10 @@ def _has_replicas(module: nn.Module) -> bool:
 
 
 class CompressedCommunication:
-    """What ``compress`` returns: the bytes that were sent through it, and the way back.
+    """The result of ``compress``: counts the bytes that were sent, and can be removed.
 
-    Also the compressed sums of the hooks of a model, FSDP2's or DDP's: each is made at first use, and keeps a residual.
+    It also holds the compressed sums of all hooks of a model, FSDP2's or DDP's; each is made at first use and has a
+    residual.
 
     Args:
         config: the user's settings.
@@ -149,29 +150,30 @@ class CompressedCommunication:
     def __init__(self, config: Compression) -> None:
         self.config = config
         self.sent_bytes = 0
-        """Bytes that this rank has sent through it so far."""
+        """Number of bytes that this rank has sent in encoded collectives so far."""
         self.removed = False
         """Whether ``remove`` has been called."""
-        self._schedule = CompressionSchedule(replace(config, warmup_steps=0))  # hooks count steps of the warm-up
+        # the hooks themselves count warm-up steps
+        self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
         self._all_reduces: dict[Any, CompressedAllReduce] = {}
         self._reduce_scatters: dict[str, CompressedReduceScatter] = {}
         self._contexts: dict[dist.ProcessGroup, CommContext] = {}
 
     def remove(self) -> None:
-        """Let torch's own collectives do it from now on. Residuals are dropped."""
+        """Use torch's own collectives from now on. Residuals are dropped."""
         self.removed = True
         self._all_reduces.clear()
         self._reduce_scatters.clear()
         self._contexts.clear()
 
     def is_exact(self, backward: int) -> bool:
-        """Return whether this backward, counted from 1, is to be exact: one of the warm-up, or after ``remove``."""
+        """Return whether the backward of this number, from 1, sums exactly: in the warm-up, or after ``remove``."""
         return self.removed or backward <= self.config.warmup_steps
 
     def context(self, group: dist.ProcessGroup, device: torch.device) -> CommContext:
         """Return the communicator of ``group``, and the scratch buffers that all of its collectives share."""
         if group not in self._contexts:
-            # Only the engine has a fingerprint of its collectives.
+            # Only the engine keeps a fingerprint of its collectives.
             context = CommContext(Communicator(group, device), ScratchBuffers(device), lambda kind, name: None)
             self._contexts[group] = context
         return self._contexts[group]
@@ -185,7 +187,7 @@ class CompressedCommunication:
             output: overwritten.
             grads: floating-point.
             group: the ranks.
-            name: of the residual, and for random numbers.
+            name: name of the residual, and seed of random numbers.
             is_mean: whether to divide by the number of ranks.
         """
         world, n, device = group.size(), output.numel(), grads.device
@@ -221,13 +223,13 @@ class CompressedCommunication:
         Args:
             total: of any floating-point dtype.
             group: the ranks.
-            name: for random numbers.
-            key: of the residual.
-            places: where each tensor in it begins, and its shape; needed for low rank.
+            name: seed of random numbers.
+            key: identifies the residual.
+            places: where each tensor in ``total`` begins, and its shape; needed for low rank.
         """
         world, n, device = group.size(), total.numel(), total.device
         if key not in self._all_reduces:
-            if self.config.gradients != LOW_RANK:  # tensors need not begin at blocks of their own
+            if self.config.gradients != LOW_RANK:  # only low rank needs tensors that begin at blocks of their own
                 places = [(0, (n,))]
             extents = tuple(Extent(tuple(shape), start, torch.Size(shape).numel()) for start, shape in places)
             layout = Layout(extents, (align(n, self.config.block),))
@@ -254,7 +256,7 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class _Hook:
-    """What the hooks of a module have."""
+    """Base of the hooks of a module."""
 
     def __init__(self, shared: CompressedCommunication, name: str) -> None:
         self._shared = shared
@@ -262,7 +264,7 @@ class _Hook:
         self._calls = 0
 
     def _is_exact(self) -> bool:
-        """Return whether this call, a further one, is exact."""
+        """Count this call and return whether it is exact."""
         self._calls += 1
         return self._shared.is_exact(self._calls)
 
@@ -271,7 +273,7 @@ class _Hook:
 
 
 class _ReduceScatterHook(_Hook, ReduceScatter):
-    """One group's reduce-scatter."""
+    """The reduce-scatter of one group."""
 
     def __call__(
         self,
@@ -289,13 +291,14 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
                 f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
                 "that FSDP2 divides outside of it"
             )
-        name = f"{self._name}/{output_tensor.numel()}"  # FSDP2 sends those parameters of a group that have gradients
+        # FSDP2 sends only those parameters of a group that have gradients
+        name = f"{self._name}/{output_tensor.numel()}"
         self._shared.reduce_scatter(output_tensor, input_tensor, group, name, is_mean=op == dist.ReduceOp.AVG)
         return None
 
 
 class _AllReduceHook(_Hook):
-    """One group's mean over replicas, after its reduce-scatter."""
+    """The mean over replicas of one group, after its reduce-scatter."""
 
     def __init__(self, shared: CompressedCommunication, name: str, replicas: dist.ProcessGroup) -> None:
         super().__init__(shared, name)
@@ -309,7 +312,7 @@ class _AllReduceHook(_Hook):
 
 
 class _AllGatherHook(_Hook, AllGather):
-    """One group's all-gather of rounded weights."""
+    """The all-gather of one group's rounded weights."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -1,4 +1,4 @@
-"""Low rank: the gradient of a matrix as a product of two thin factors, of which each message is one.
+"""Low rank: the gradient of a matrix as a product of two thin factors; each message is one of the factors.
 
     M = G + E                     [n, m], what a message should hold
     message 0, 2, …    P = M·Q    [n, r], Q orthonormal, made of the message before
@@ -6,19 +6,19 @@
     E = M − P·Qᵀ                  the residual
 
 All ranks share the factor that is not sent, so the sum of their messages is the message of their sum: one all-reduce.
-This is PowerSGD (Vogels et al., 2019, algorithm 1) with the halves of its power iteration taken in turns (ACP-SGD,
-Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023), and each rank
-keeps as residual what its own message has lost, not what the mean has.
+This is PowerSGD (Vogels et al., 2019, algorithm 1) with the two halves of its power iteration in alternate messages
+(ACP-SGD, Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023), and
+each rank's residual is what its own message has lost, not what the mean of messages has.
 
     message    P or Q of every matrix, row by row | elements that are in no matrix         fp32
 
-A matrix with something in it that is not finite is sent as NaN, and keeps the E that it had.
+A matrix with a non-finite element is sent as NaN, and its E is unchanged.
 
     gradients + residual ──► P (or Q) of each matrix, and the rest ── all-reduce ──► sum
                                                                                      │
     reduce-scatter, rank 0: own chunk, exact, and the product of the sum less its own message, of that chunk
 
-Over replicas, whose sums have to be alike, nothing stays exact.
+Over replicas, whose sums must be equal, this rank's own gradients go through the factors, too.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ class Matrix(NamedTuple):
         return self.offset + self.rows * self.columns
 
     def thin(self, is_right: bool, rank: int) -> int:
-        """Return the elements of one of its factors."""
+        """Return the number of elements of one factor: Q if ``is_right``, else P."""
         return rank * (self.columns if is_right else self.rows)
 
     def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of its elements in ``first`` to ``last`` of the buffer; bounds of an empty one are equal."""
+        """Return the range of the matrix's own elements that lie in ``first`` to ``last`` of the buffer, empty if none
+        do."""
         start = min(max(self.offset, first), self.end) - self.offset
         return start, max(min(self.end, last) - self.offset, start)
 
 
 def fold(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor as a matrix: its first dimensions by its last, as square as can be."""
+    """Return rows and columns of a tensor as a matrix, as square as possible: leading dimensions by the remaining
+    ones."""
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(len(shape) + 1)]
     return min(cuts, key=sum)
 
@@ -73,12 +75,12 @@ def fold(shape: Sequence[int]) -> tuple[int, int]:
 def matrices_of(
     extents: Iterable[tuple[int, Sequence[int]]], rank: int, first: int, last: int
 ) -> tuple[tuple[Matrix, ...], tuple[tuple[int, int], ...]]:
-    """Return what of a buffer is sent as factors of ``rank``, and which ranges of it are sent as they are.
+    """Return the matrices of a buffer that are sent as factors, and the ranges of it that are sent unchanged.
 
     Args:
         extents: where each tensor begins, and its shape.
-        rank: r; a matrix whose factors are more than half of it is sent as it is.
-        first, last: the range of the buffer to send; of a matrix that extends beyond it, the whole rows within.
+        rank: r; a matrix whose factors are more than half of its size is sent unchanged.
+        first, last: the range of the buffer to send; a matrix that extends beyond it is cut to the whole rows within.
     """
     matrices, rest = [], []
     for offset, shape in extents:
@@ -98,19 +100,19 @@ def matrices_of(
 
 
 def numel_of(matrices: Iterable[Matrix], rest: Iterable[tuple[int, int]], rank: int, is_right: bool) -> int:
-    """Return the elements of a message of P, or of Q."""
+    """Return the elements of a message of Q if ``is_right``, else of P."""
     thin = sum(matrix.thin(is_right, rank) for matrix in matrices)
     return thin + sum(last - first for first, last in rest)
 
 
 class LowRank:
-    """The factors of one buffer, which all ranks hold alike, and which of the two is sent next.
+    """The factors of one buffer, equal on all ranks, and which of the two is sent next.
 
     Args:
-        matrices, rest: of ``matrices_of``.
+        matrices, rest: results of ``matrices_of``.
         rank: r.
-        name: of the buffer, for the random factors of the first message.
-        device: of the buffer.
+        name: name of the buffer, which seeds the random factors of the first message.
+        device: device of the buffer.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class LowRank:
         self._name = name
         sizes = [size for matrix in self.matrices for size in (matrix.thin(False, rank), matrix.thin(True, rank))]
         self.factors = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        """P and Q of one matrix after another, orthonormal, fp32."""
+        """[elements] fp32, orthonormal P and Q of one matrix after another."""
         parts = [part.view(-1, rank) for part in self.factors.split(sizes)]
         self._pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sends_right = False
@@ -135,7 +137,7 @@ class LowRank:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the factors of the beginning."""
+        """Set the factors to the random ones of the first message."""
         draws = torch.Generator("cpu").manual_seed(zlib.crc32(self._name.encode()))
         for pair in self._pairs:
             for factor in pair:
@@ -144,11 +146,11 @@ class LowRank:
         self.sends_right = False
 
     def numel(self, is_right: bool) -> int:
-        """Return the elements of a message of P, or of Q."""
+        """Return the elements of a message of Q if ``is_right``, else of P."""
         return numel_of(self.matrices, self.rest, self.rank, is_right)
 
     def encode(self, due: Tensor, message: Tensor) -> None:
-        """Write the next message of ``due``, the whole buffer in fp32."""
+        """Write the next message of ``due``, gradients and residuals of the whole buffer in fp32."""
         for matrix, sent, held in self._parts(message):
             whole = due[matrix.offset : matrix.end].view(matrix.rows, matrix.columns)
             torch.mm(whole.t() if self.sends_right else whole, held, out=sent)
@@ -157,9 +159,9 @@ class LowRank:
             sent.copy_(due[first:last])
 
     def subtract(self, due: Tensor, message: Tensor, taken: float, is_finite: Tensor, block: int) -> None:
-        """Subtract ``taken`` times what ``message`` decodes to from ``due``.
+        """Subtract ``taken`` times the decoded ``message`` from ``due``.
 
-        Writes to ``is_finite`` [blocks] bool which blocks of the buffer the message holds.
+        Also write to ``is_finite`` [blocks] bool which blocks of the buffer the message holds.
         """
         is_finite.fill_(True)
         for matrix, sent, held in self._parts(message):
@@ -172,7 +174,8 @@ class LowRank:
             is_finite[first // block : -(-last // block)] &= sent.isfinite().all()
 
     def add(self, message: Tensor, total: Tensor, first: int) -> None:
-        """Add to ``total`` what ``message`` decodes to, as many elements of the buffer from ``first`` on."""
+        """Add the decoded ``message`` to ``total``: the buffer's elements from ``first`` on, as many as ``total``
+        has."""
         last = first + total.numel()
         for matrix, sent, held in self._parts(message):
             start, end = matrix.within(first, last)
@@ -186,7 +189,8 @@ class LowRank:
                 total[low - first : high - first].add_(sent[low - start : high - start])
 
     def advance(self, total: Tensor) -> None:
-        """Make the factor that the next message holds fixed of the sum of all messages, unless it is not finite."""
+        """Orthonormalize the sum of all messages into the factor that the next message does not send, unless not
+        finite."""
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
             finite = sent[0, 0].isfinite()
@@ -195,21 +199,22 @@ class LowRank:
         self.sends_right = not self.sends_right
 
     def _parts(self, message: Tensor) -> list[tuple[Matrix, Tensor, Tensor]]:
-        """Return for every matrix the factor that a message sends, and the one that ranks hold."""
+        """Return for every matrix the factor in the message, and the other one, which every rank has."""
         sizes = [matrix.thin(self.sends_right, self.rank) for matrix in self.matrices]
         sent = [part.view(-1, self.rank) for part in message[: sum(sizes)].split(sizes)]
         held = [pair[not self.sends_right] for pair in self._pairs]
         return list(zip(self.matrices, sent, held, strict=True))
 
     def _tail(self, message: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return what a message sends as it is, in parts, and where each lies in the buffer."""
+        """Return the ranges that a message sends unchanged, and where each lies in the buffer."""
         place = sum(matrix.thin(self.sends_right, self.rank) for matrix in self.matrices)
         parts = message[place:].split([last - first for first, last in self.rest])
         return list(zip(parts, self.rest, strict=True))
 
 
 def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:
-    """Add elements ``start`` to ``end`` of ``left · rightᵀ``: the end of a row, whole rows, and the start of one."""
+    """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: the end of a row, whole rows, the start of
+    one."""
     columns = right.shape[0]
     top, bottom = -(-start // columns), end // columns
     if top > bottom:  # within one row
@@ -225,13 +230,13 @@ def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor
 
 
 class FactorEncoder(Encoder):
-    """Encodes elements ``first`` to ``last`` of a buffer as the factors of the matrices in it.
+    """Encodes elements ``first`` to ``last`` of a buffer as the factors of the matrices among them.
 
     Args:
         flat: the buffer.
         config: the user's settings.
-        first, last: what is summed of it.
-        name: for the random factors of the first message.
+        first, last: the range that is summed.
+        name: seed of the random factors of the first message.
     """
 
     def __init__(self, flat: SummedBuffer, config: Compression, first: int, last: int, name: str) -> None:
@@ -261,7 +266,7 @@ class FactorEncoder(Encoder):
         return sum(comm.all_reduce_bytes(4 * low_rank.numel(is_right)) for is_right in (False, True)) // 2
 
     def restart(self) -> None:
-        self.low_rank.restart()  # some ranks may have made the next factors already
+        self.low_rank.restart()  # some ranks may have advanced their factors already
 
     @property
     def _message_numel(self) -> int:
@@ -272,10 +277,11 @@ class FactorEncoder(Encoder):
 
     @abstractmethod
     def _rows(self, buffer: Tensor) -> list[PeerChunks]:
-        """Return what of a whole buffer has a residual."""
+        """Return the parts of a whole buffer that have a residual."""
 
     def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
-        """Write ``message`` of gradients ``due`` fp32, which is used up, and keep what is lost in the residual."""
+        """Write ``message`` of the gradients ``due`` fp32, which is overwritten, and store what it loses in the
+        residual."""
         residual, recursion = feedback.residual, feedback.recursion
         assert residual is not None
         parts = [(residual.of(chunks), chunks.values) for chunks in self._rows(due)]
@@ -291,13 +297,13 @@ class FactorEncoder(Encoder):
             kept.store(rows, finite.values)
         if feedback.error is not None and before is not None:
             for (_, left), was in zip(parts, self._rows(before), strict=True):
-                # h − D(m), h and D(m), where E = h − a·D(m) is ``left`` of what ``was`` due
+                # h is ``was``, and ``left`` is the residual E = h − a·D(m): ``add`` takes h − D(m), h and D(m)
                 decoded = (was.values - left) / recursion.taken
                 feedback.error.add(was.values - decoded, was.values, decoded)
 
 
 class ChunkFactors(FactorEncoder):
-    """Encodes the gradients of a reduce-scatter: of the product of summed factors, each rank takes its own chunk."""
+    """Encodes the gradients of a reduce-scatter: each rank decodes its own chunk of the product of summed factors."""
 
     def __init__(self, flat: SummedBuffer, config: Compression) -> None:
         super().__init__(flat, config, 0, flat.layout.numel, flat.name)
@@ -327,7 +333,7 @@ class ChunkFactors(FactorEncoder):
 
 
 class SharedFactors(FactorEncoder):
-    """Encodes the partial sums of an all-reduce: all ranks make the same product of the same summed factors."""
+    """Encodes the partial sums of an all-reduce: every rank decodes the same product of the same summed factors."""
 
     def __init__(self, flat: SummedBuffer, config: Compression) -> None:
         first, last = flat.layout.starts[flat.rank : flat.rank + 2]
@@ -335,7 +341,8 @@ class SharedFactors(FactorEncoder):
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
-        self._encode(values.to(torch.float32), message, feedback)  # fp32, as it nearly always is, in place
+        # overwritten in place where it is fp32, as it nearly always is
+        self._encode(values.to(torch.float32), message, feedback)
         return self.context.comm.all_reduce(message, async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:

@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SLACK = 0.1
-"""A codec stays if it is the right one for a network that is faster or slower by this share."""
+"""A codec is kept if it is also right for a network that is faster or slower by this share."""
 _ROUNDING = 1e-9
-"""Times that differ by less, in proportion, are equal."""
+"""Relative difference below which two times count as equal."""
 
 
 class CodecCost(NamedTuple):
-    """What it costs to reduce the gradients of one group with one codec."""
+    """Seconds and error of reducing the gradients of one group with one codec."""
 
     codec: str
     network: float
-    """Seconds on the network, together with the weights that are all-gathered meanwhile."""
+    """Seconds on the network, all-gathers of weights between this reduce and the next included."""
     host: float = 0.0
-    """Seconds of the thread that computes, to encode, decode and sum. On CUDA those are part of ``network``."""
+    """Seconds in which the computing thread encodes, decodes and sums. On CUDA they are part of ``network``."""
     error: float = 0.0
     """Relative squared error of a message, times the group's share of all elements."""
 
 
 class GroupCosts(NamedTuple):
-    """One parameter group, in the order in which a backward issues the reduces."""
+    """Costs of one parameter group, in the order in which a backward issues the reduces."""
 
     compute: float
-    """Seconds of computation before its reduce is issued and after that of the group before."""
+    """Seconds of computation between the group before issuing its reduce and this group issuing its own."""
     codecs: tuple[CodecCost, ...]
-    """The first is exact; each later one has a larger error and takes less of the network."""
+    """Costs of each codec: the first is exact, each later one has a larger error and takes less of the network."""
     waits_for: int = -1
     """Index of the group whose reduce must have finished before this computation starts; -1: none."""
 
@@ -51,11 +51,11 @@ class GroupCosts(NamedTuple):
 def backward_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
     """Return how long a backward takes, the end of its last reduce included.
 
-    The network carries one reduce at a time. A thread that encodes (``host``) waits for the reduce before first.
+    The network carries one reduce at a time. A thread that encodes (``host``) first waits for the reduce before.
 
     Args:
-        groups: in the order of the backward.
-        picks: of each group, the index of its codec in ``codecs``.
+        groups: costs in the order of the backward.
+        picks: for each group, the index of its codec in ``codecs``.
     """
     return _simulate(groups, picks).seconds
 
@@ -76,8 +76,8 @@ def choose_codecs(
     """Return the picks of least error with which a backward is at most ``tolerance`` seconds above the shortest.
 
     Greedy. While the backward is longer, one of the reduces on its critical path takes the codec that adds the least
-    error per second saved; of equals the last one in the backward, which delays no other. Afterwards groups return to
-    codecs of less error where that keeps the backward within the limit, the largest error first.
+    error per second saved; among equals the last one in the backward, which delays no other reduce. Afterwards groups
+    return to codecs of less error where that keeps the backward within the limit, the largest error first.
 
     Args:
         groups: in the order of the backward.
@@ -102,7 +102,8 @@ def choose_codecs(
 def adjust_codecs(
     groups: Sequence[GroupCosts], current: Sequence[int], tolerance: float = 0.0, error_budget: float = float("inf")
 ) -> list[int]:
-    """Return the same, but keep picks of ``current`` that are right for a network faster or slower by ``SLACK``."""
+    """Return picks as ``choose_codecs``, but keep those of ``current`` that are right for a network off by
+    ``SLACK``."""
     fast, slow = (choose_codecs(_scaled(groups, 1 + sign * SLACK), tolerance, error_budget) for sign in (-1, 1))
     kept = [min(max(pick, min(ends)), max(ends)) for pick, *ends in zip(current, fast, slow, strict=True)]
     return kept if total_error(groups, kept) <= error_budget else choose_codecs(groups, tolerance, error_budget)
@@ -113,14 +114,14 @@ class _Moment(NamedTuple):
 
     seconds: float
     path: tuple[int, ...] = ()
-    """The reduces on its critical path."""
+    """Indices of the reduces on the critical path to this time."""
 
     def plus(self, seconds: float) -> _Moment:
         return _Moment(self.seconds + seconds, self.path)
 
 
 def _simulate(groups: Sequence[GroupCosts], picks: Sequence[int]) -> _Moment:
-    """Return the end of a backward."""
+    """Return the time at which a backward ends."""
     computed = reduced = _Moment(0.0)
     ends: list[_Moment] = []
     for index, (group, pick) in enumerate(zip(groups, picks, strict=True)):
@@ -140,7 +141,8 @@ def _later(reduced: _Moment, computed: _Moment) -> _Moment:
 
 
 def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tuple[float, list[int]]]:
-    """Yield seconds and picks, from all exact on, one group changed at a time, while that can shorten a backward."""
+    """Yield seconds and picks, from all exact on, with one group changed at a time, while that can shorten the
+    backward."""
     picks, error = [0] * len(groups), 0.0
     while True:
         end = _simulate(groups, picks)
@@ -160,7 +162,7 @@ def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tu
 
 
 def _scaled(groups: Sequence[GroupCosts], factor: float) -> list[GroupCosts]:
-    """Return the same groups on a network that is slower by ``factor``."""
+    """Return the groups' costs on a network that is slower by ``factor``."""
     return [
         group._replace(codecs=tuple(cost._replace(network=factor * cost.network) for cost in group.codecs))
         for group in groups
@@ -168,5 +170,5 @@ def _scaled(groups: Sequence[GroupCosts], factor: float) -> list[GroupCosts]:
 
 
 def _rounded(value: float) -> float:
-    """Drop the digits in which the same sum differs when its terms are added in another order."""
+    """Round to 9 digits: the same sum differs in later ones when its terms are added in another order."""
     return float(f"{value:.9g}")

@@ -8,15 +8,17 @@
                      ▼                   ▼
     rank 0: message of 1, of 2, and its own chunk, decoded and added in fp32 in rank order
 
-Sums are as those of the exact reduce-scatter: fp32, and nobody divides on the way.
+The sum has the form of the exact reduce-scatter's: fp32, and not divided by the number of ranks.
 
 A ``CompressedSum`` belongs to one flat buffer. Its ``Encoder`` makes messages of gradients, exchanges them and decodes
-their sum. What outlives a codec is kept here: the residual, what is carried over to the next sum, the optimizer's
-momentum, and the counter of random numbers. Each ``start`` goes by the phase of the ``CompressionSchedule``:
+their sum. State that outlives a change of codec is an attribute of the ``CompressedSum``: the residual, gradients
+carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The phase of the
+``CompressionSchedule`` decides what each ``start`` sends:
 
     phase      what is sent                 sum              exact_mean
     EXACT      gradients                    exact            -
-    KEPT       gradients                    exact            its mean
+    KEPT       gradients                    exact            mean of the sum
+    LEARNING   gradients                    exact            mean of the sum
     ENCODED    messages                     decoded          -
     BOTH       messages, and gradients      decoded          mean of the exact sum
 
@@ -24,16 +26,16 @@ momentum, and the counter of random numbers. Each ``start`` goes by the phase of
 
     h = M + g_w;   m = C(h);   M ← h − (1 − β)·D(m);   the owner's update: (1 − β)/N · Σ D(m)
 
-M becomes β(M + g_w) and the update (1 − β)/N · Σ(M + g_w) where C is exact: residual and Adam's first moment are one
+Where C is exact, M becomes β(M + g_w) and the update (1 − β)/N · Σ(M + g_w): residual and Adam's first moment are one
 buffer (Ahn et al., "Dion", 2025, algorithm 1, whose C is of low rank; Karimireddy et al., 2019, for the feedback). The
-owner's own part crosses no network and so is exact. It lies where the optimizer keeps its first moment,
-e ← β·e + (1 − β)/N · g, and is a part of the update as β·e: a first moment that was learned before from exact sums
-goes on from there, and fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share``
-of 1 in place of 1 − β. Messages and residuals are the same; the update is multiplied by ``share``.
+owner's own gradient crosses no network and so is exact. It is added to the optimizer's first moment, e ← β·e + (1 −
+β)/N · g, and β·e is a term of the update: a first moment learned from exact sums during the warm-up continues, and
+fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · g, with a ``share`` of 1 in place of 1 − β.
+Messages and residuals are the same; the update is multiplied by ``share``.
 
 **Differences** (EF21, ``error_feedback``). A residual is minus the estimate that others have of this rank's gradients.
 Their owner keeps the sum of the estimates of all other ranks, adds what messages hold, and uses it in place of a
-decoded sum; its own part is exact. Estimates are fp32: what rounding took from one would stay in all later sums.
+decoded sum; its own part is exact. Estimates are fp32: a rounding error in an estimate would stay in all later sums.
 """
 
 from __future__ import annotations
@@ -81,11 +83,11 @@ _OWN = "own chunk"
 
 
 class CompressedSum(Collective):
-    """A sum over ranks of one buffer: exact, or by encoded messages, as the schedule has it.
+    """A sum over ranks of one buffer, exact or by encoded messages: the phase of ``schedule`` decides.
 
     Args:
         flat: the buffer.
-        schedule: the model's; one for all its sums.
+        schedule: the phase and settings that all sums of the model share.
         codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: exact until ``set_codec``, with
             scratch buffers that all candidates of the configuration fit in.
     """
@@ -94,22 +96,23 @@ class CompressedSum(Collective):
     _exact: Collective
     """The exact sum of the same buffer."""
     _rows: int
-    """Messages that have a residual each."""
+    """Number of messages that have a residual each."""
     _residual_shape: tuple[int, int]
-    """Of the residual's values: messages and their elements."""
+    """Shape of the residual's values: messages, and elements of each."""
 
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
         self.flat = flat
         self.chunk = flat.layout.chunks[flat.rank]
         self.schedule = schedule
         self.is_tuned = codec == AUTO
-        """Whether the codec is chosen as training goes."""
+        """Whether ``CodecAutotuner`` chooses the codec during training."""
         self.codec_name = EXACT if self.is_tuned else codec
         self.residual: Residual | None = None
-        """Made when it is bound for training; None while sums are exact, or without error feedback."""
+        """What messages have lost, made when the engine is assembled for training; None while sums are exact, or
+        without error feedback."""
         self.carried_over: Tensor | None = None
-        """[chunk] fp32, added to the next encoded sum (the next of all, once a tuned sum is exact): what residuals held
-        before the codec, or the number of ranks, was another one."""
+        """[chunk] fp32, what residuals held before the codec or the number of ranks changed. It is added to the next
+        encoded sum (to the next sum of any kind after a tuned codec became exact)."""
         self.momentum: Tensor | None = None
         """[chunk] fp32, the optimizer's first moment: a mean over ranks, without a loss scale. Used in the momentum
         form, where the schedule has a ``beta``."""
@@ -118,15 +121,16 @@ class CompressedSum(Collective):
         self.estimate: Tensor | None = None
         """[chunk] fp32, the sum over senders of what messages have held so far; None unless they hold differences."""
         self.compression_error: CompressionError | None = None
-        """Observes messages while it is there."""
+        """Observer of messages while compression errors are measured; else None."""
         self._is_decoded = True
-        """Whether what was encoded last has come to the estimate."""
+        """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
         self._added: Tensor | None = None
-        """What the last sum has added of ``carried_over``: until the next one, as the stream may still read it."""
+        """The ``carried_over`` that the last sum added, kept until the next sum because the stream may still read it.
+        """
         self.rounded = 0
-        """Sums so far whose messages were rounded at random, by which their random numbers are drawn."""
+        """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)
 
     def encoding(self) -> str:
@@ -134,17 +138,17 @@ class CompressedSum(Collective):
 
     @abstractmethod
     def _make_encoder(self, codec: str) -> Encoder:
-        """Return what encodes by this codec."""
+        """Build the encoder for ``codec``: messages of a codec, or factors for ``powersgd``."""
 
     @abstractmethod
     def unsent(self) -> Tensor:
-        """Return, in fp32, what this rank has not sent yet: residuals, and what is added to the next sum."""
+        """Return what this rank has not sent yet, fp32: residuals, and gradients carried over to the next sum."""
 
     @abstractmethod
     def _hand_over(self, residual: Residual) -> Tensor:
-        """Return the sum over ranks [chunk] of what their residuals hold for this rank. A collective."""
+        """Return the sum over ranks [chunk] of the residuals that they have for this rank's chunk. A collective."""
 
-    @torch.inference_mode(False)  # backwards write to what is made here
+    @torch.inference_mode(False)  # buffers made here are written in backwards: they must not be inference tensors
     def bind(self, context: CommContext) -> None:
         super().bind(context)
         self.schedule.reserve_norm(self.flat.name, self.flat.device)
@@ -159,7 +163,7 @@ class CompressedSum(Collective):
 
     @torch.inference_mode(False)
     def bind_exact(self) -> None:
-        """Prepare for exact sums before the next assembly does. Nothing is in flight."""
+        """Prepare exact sums without waiting for the next assembly. No reduce may be in flight."""
         self.schedule.reserve_norm(self.flat.name, self.flat.device)
         if hasattr(self, "context"):
             self._exact.bind(self.context)
@@ -174,10 +178,10 @@ class CompressedSum(Collective):
     @torch.inference_mode(False)
     @torch.no_grad()
     def set_codec(self, codec: str) -> None:
-        """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. Nothing is in flight.
+        """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. No reduce may be in flight.
 
-        From one codec to another the residual stays. On the way to exact sums, which is a collective, it is sent to the
-        owners of the chunks at once, who add it to the next sum: nothing is lost. Estimates are forgotten.
+        From one codec to another the residual stays. A change to exact sums is a collective: each residual is sent to
+        the owners of its chunks, who add it to the next sum, so no gradient is lost. Estimates (EF21) are dropped.
         """
         if codec == self.codec_name:
             return
@@ -194,9 +198,9 @@ class CompressedSum(Collective):
             self._make_residual()
 
     def reserve_exact_mean(self) -> None:
-        """Make ``exact_mean`` unless it is there; the schedule does before a reduce is issued.
+        """Make ``exact_mean`` unless it exists; the schedule calls this before a reduce is issued.
 
-        On CUDA its memory is to be that of the caller's stream: the optimizer frees it there.
+        On CUDA its memory must belong to the caller's stream, because the optimizer frees it there.
         """
         if self.exact_mean is None:
             self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
@@ -210,7 +214,7 @@ class CompressedSum(Collective):
 
     @property
     def senders(self) -> int:
-        """How many ranks' messages are summed."""
+        """Number of ranks whose messages are summed."""
         return self.flat.layout.world - 1
 
     @property
@@ -220,20 +224,21 @@ class CompressedSum(Collective):
 
     @property
     def not_in_residual(self) -> Tensor | None:
-        """[chunk], what is added to the next sum and is in no residual; None: nothing."""
+        """[chunk], gradients that the next sum adds and no residual holds; None if there are none."""
         return self.carried_over
 
     def reset(self) -> None:
-        """Drop deferred gradients that are in no residual, and what an interrupted sum has left."""
+        """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
         if self._encoder is not None:
             self._encoder.restart()
         if not self._is_decoded:
-            # What a sender has counted as sent may have come to no estimate: all begin anew, or fingerprints differ.
+            # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear both. The
+            # record lets the fingerprint reveal a rank that did not.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 
     def clear(self) -> None:
-        """Forget what messages have lost, or held, so far. On all ranks; nothing is in flight."""
+        """Clear residual and estimate. On all ranks, with no reduce in flight."""
         self._is_decoded = True
         if self.residual is not None:
             self.residual.clear()
@@ -241,7 +246,7 @@ class CompressedSum(Collective):
             self.estimate.zero_()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all that is still to be sent: losses are scaled by ``factor`` times as much as before."""
+        """Multiply residual, carried-over gradients and estimate by ``factor``, the change of the loss scale."""
         if self.residual is not None:
             self.residual.multiply(factor)
         if self.carried_over is not None:
@@ -259,7 +264,7 @@ class CompressedSum(Collective):
     # Within one sum ------------------------------------------------------------------------------------------------
 
     def _latch(self, grads: Tensor) -> None:
-        """Choose what this sum is, and clip gradients that no loop can clip any more."""
+        """Latch the phase for this sum, and clip its gradients: once encoded, no training loop can clip them."""
         schedule = self.schedule
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
@@ -293,13 +298,13 @@ class CompressedSum(Collective):
         return Feedback(self.residual, self.schedule.recursion, noise, self.compression_error)
 
     def _complete(self, total: Tensor, start: int) -> None:
-        """Add to elements from ``start`` on of the sum what came in no message."""
+        """Add carried-over gradients and the momentum's term to the sum's elements from ``start`` on."""
         if self._adds_carried and self.carried_over is not None:
             total.add_(self.carried_over.narrow(0, start, total.numel()))
         if self._is_momentum and self.momentum is not None:
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
-            # Divided by that and then, in the engine, by a power of two, it is rounded once, as if by both at a time.
+            # Dividing by 1 / share here and by a power of two in the engine rounds once, as one division by both would.
             total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
@@ -313,17 +318,18 @@ class CompressedSum(Collective):
                 self._add_to_momentum(self.momentum, own, self.schedule.share)
 
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
-        """Add gradients [chunk] of this rank to the first moment, but for blocks that are not finite."""
+        """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
         stored = Residual(momentum.unsqueeze(0), momentum.new_empty(1, 0), self.schedule.config.block)
         error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self._units)
 
     @property
     def _units(self) -> float:
-        """What sums are divided by for a mean of unscaled losses: the number of ranks, times the loss scale."""
+        """Divisor that turns a sum into the mean gradient of unscaled losses: the number of ranks, times the loss
+        scale."""
         return self.schedule.units(self.flat.divisor.factor)
 
     def _keep_exact(self, total: Tensor, start: int) -> None:
-        """Keep the mean of elements from ``start`` on of an exact sum."""
+        """Store the mean of an exact sum's elements from ``start`` on in ``exact_mean``."""
         assert self.exact_mean is not None
         kept = self.exact_mean.narrow(0, start, total.numel())
         if self._adds_exact:
@@ -341,8 +347,8 @@ def _inverse(share: float, device: torch.device) -> Tensor:
 class CompressedReduceScatter(CompressedSum, ReduceScatter):
     """Sums the gradients of a buffer by encoded messages, each chunk at its owner, with error feedback.
 
-    Messages to each other rank have a residual as long as its chunk; this rank's own chunk crosses no network and is
-    exact.
+    The message to each other rank has a residual as long as that rank's chunk. This rank's own chunk crosses no network
+    and is exact.
     """
 
     _exact: ExactReduceScatter
@@ -354,10 +360,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         others = layout.numel - layout.chunks[flat.rank]
         self._residual_shape = (1, others) if layout.uneven_chunks else (self._rows, layout.chunks[0])
         self._pending: Tensor | None = None
-        """[chunk] fp32, deferred gradients of the own chunk."""
+        """[chunk] fp32, deferred gradients of this rank's own chunk."""
         self._has_deferred = False
         self._poison: Tensor | None = None
-        """0-d, NaN where deferred gradients were not finite, which no residual takes in; else zero."""
+        """0-d, NaN if deferred gradients were not finite (residuals leave such blocks out), else zero."""
         super().__init__(flat, schedule, codec)
 
     def _make_encoder(self, codec: str) -> Encoder:
@@ -374,7 +380,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     @property
     def message_room(self) -> int:
-        """Bytes that each message may have, where the codec is chosen as training goes."""
+        """Bytes reserved for each message where ``CodecAutotuner`` chooses the codec: enough for every candidate."""
         config = self.schedule.config
         longest = max(self.flat.layout.chunks)
         return max(4 * config.block, *(config.make(name).message_bytes(longest) for name in config.candidates))
@@ -404,7 +410,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         self._has_deferred = True
 
     def _defer_own(self, own: Tensor) -> None:
-        if self.momentum is not None and self.schedule.beta > 0:  # it decays with the step's last one
+        # a deferred gradient is added before the next sum multiplies the momentum by beta, so divide by beta here
+        if self.momentum is not None and self.schedule.beta > 0:
             self._add_to_momentum(self.momentum, own, self.schedule.share / self.schedule.beta)
             return
         if self._pending is None:
@@ -425,12 +432,13 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if comm.world > 1:
             if self._has_deferred and self._poison is not None:
                 for chunks in other_chunks(grads, self.flat.layout, -1):
-                    chunks.values[:, 0].add_(self._poison)  # all ranks are to see it
+                    chunks.values[:, 0].add_(self._poison)  # a NaN in every message tells all ranks of it
             self.sent_bytes = encoder.sent_bytes()
             works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
             return works
-        if comm.reduces_in_place:  # over the own chunk, which is decoded into the other sum later
+        # the exact reduce-scatter overwrites the own chunk, which ``_decode`` still needs: copy it
+        if comm.reduces_in_place:
             self._own_chunk().copy_(self._own_chunk_of(grads))
         works = [*works, *self._exact.start(grads, async_op)]
         self.sent_bytes += self._exact.sent_bytes
@@ -451,10 +459,11 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 self._keep_exact(part, start)
 
     def _decode(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield what messages, this rank's own chunk and what was deferred of it sum up to, as ``finish`` does."""
+        """Yield this rank's chunk of the sum in parts, as ``finish`` does: messages, its own gradients, and those
+        deferred."""
         encoder = self._encoder
         assert encoder is not None
-        # A rank that owns nothing decodes once, too: all are to make the same next factors of low rank.
+        # A rank that owns no element decodes once, too: every rank must make the same next factors of ``powersgd``.
         for start in range(0, self.chunk or 1, encoder.step or 1):
             total = self.context.scratch.take(SUM, min(encoder.step, self.chunk - start), torch.float32)
             mine = own.narrow(0, start, total.numel())
@@ -479,7 +488,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def not_in_residual(self) -> Tensor | None:
         pending = self._pending if self._has_deferred else None
-        if pending is not None and pending.is_cuda:  # memory of the stream of the reduces
+        if pending is not None and pending.is_cuda:  # its memory belongs to the stream of the reduces
             pending.record_stream(torch.cuda.current_stream(pending.device))
         if self.carried_over is None or pending is None:
             return self.carried_over if pending is None else pending
@@ -490,9 +499,9 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         self._has_deferred = False
 
     def unsent(self) -> Tensor:
-        """Return what this rank has not sent yet to each rank, laid out as the gradients, fp32.
+        """Return what this rank has not sent yet to each rank, laid out like the gradients, fp32.
 
-        In its own chunk: what it adds to the next sum of that.
+        This rank's own chunk holds what it adds to the next sum of that chunk itself.
         """
         whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
         if self.residual is not None and self.estimate is None:
@@ -542,7 +551,7 @@ class CodecEncoder(Encoder):
 
     Args:
         flat: the buffer.
-        codec: of the messages.
+        codec: format of the messages.
     """
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
@@ -551,7 +560,7 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk) if self.chunk else 0
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """By ranks whose chunks are equally long: [ranks, blocks], the elements of each block; None: all are full."""
+        """Maps ranks with chunks of equal length to [ranks, blocks], the elements of each block; None: all are full."""
 
     @property
     def kept(self) -> float:
@@ -572,9 +581,9 @@ class ChunkMessages(CodecEncoder):
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         super().__init__(flat, codec)
         self._sizes = message_sizes(flat.layout, codec)
-        """Bytes of the message to each rank, this one counted."""
+        """Bytes of the message to each rank, its own entry included."""
         if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
-            self.step = min(PART, self.chunk)  # what stays in the processor's cache
+            self.step = min(PART, self.chunk)  # one step fits in the processor's cache
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)

@@ -1,7 +1,7 @@
 """When gradients are summed exactly and when encoded: warm-up, or the phases that an optimizer sets.
 
-Also what all compressed sums of a model share: the momentum form of an optimizer, clipping before they are sent, and
-the loss scale. One ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine.
+A ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine. It also has what all compressed
+sums of the model share: the momentum form of an optimizer, clipping before encoding, and the loss scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 _FEW_BITS = 4
-"""Bits per element below which other optimizers than those of the 1-bit family learn less well."""
+"""Bits per element below which optimizers outside of the 1-bit family learn less well."""
 
 
 class Phase(Enum):
@@ -35,12 +35,12 @@ class Phase(Enum):
 
     EXACT = "exact"
     KEPT = "kept"
-    """Exactly, and their mean is kept in ``exact_mean`` as it was before anybody clips it."""
+    """Sums are exact, and their mean is stored in ``exact_mean`` before anybody clips it."""
     LEARNING = "learning"
-    """As in KEPT, where ENCODED or BOTH is due and no limit is known to clip by. All-gathers are encoded."""
+    """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no limits yet. All-gathers are encoded."""
     ENCODED = "encoded"
     BOTH = "both"
-    """Encoded, and exactly besides, into ``exact_mean``."""
+    """Sums are encoded, and exact sums besides go into ``exact_mean``."""
 
     @property
     def encodes(self) -> bool:
@@ -48,7 +48,8 @@ class Phase(Enum):
 
     @property
     def encodes_weights(self) -> bool:
-        """Whether all-gathers that have a codec encode: one exact step would have forwards jump to other weights."""
+        """Whether all-gathers that have a codec are encoded. In LEARNING, too: weights would jump for one exact
+        step."""
         return self.encodes or self is Phase.LEARNING
 
     @property
@@ -62,14 +63,14 @@ class PhaseController(Protocol):
 
     @property
     def decay(self) -> tuple[float, float]:
-        """``beta`` and ``share`` of the schedule."""
+        """``beta`` and ``share`` of ``CompressionSchedule``."""
 
     def update_phase(self) -> None:
-        """Set the phase again, as what clips gradients has changed."""
+        """Set the phase again after the limits that clip gradients have changed."""
 
 
 class ScheduledSum(Protocol):
-    """A compressed sum, as far as its schedule knows it."""
+    """The part of a compressed sum that ``CompressionSchedule`` uses."""
 
     schedule: CompressionSchedule
 
@@ -77,11 +78,11 @@ class ScheduledSum(Protocol):
         """Make the buffer of the exact mean gradient."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply all gradients that it keeps for later sums."""
+        """Multiply all gradients that the sum holds back for later messages."""
 
 
 class CompressionObserver(Observer):
-    """An observer that knows the engine that calls it, and outlives its assemblies."""
+    """An observer that knows the engine that calls it, and outlives the assemblies of that engine."""
 
     def __init__(self) -> None:
         self._state: weakref.ref[FSDPState] | None = None
@@ -97,22 +98,22 @@ class CompressionObserver(Observer):
 
     @property
     def state(self) -> FSDPState:
-        """The present assembly."""
+        """The engine of the present assembly."""
         state = None if self._state is None else self._state()
         assert state is not None, "the engine calls its observers"
         return state
 
     def weights_have_changed(self) -> bool:
-        """Return whether they have since the last call: by an optimizer step, most likely."""
+        """Return whether the weights' versions have changed since the last call, most likely by an optimizer step."""
         before, self._versions = self._versions, tuple([group.versions() for group in self.state.groups])
         return before not in ((), self._versions)
 
 
 class CompressionSchedule(CompressionObserver):
-    """The phase of one model's compressed sums, and what they share.
+    """The phase of one model's compressed sums, and settings that they share.
 
-    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded from then
-    on. A forward counts a step where weights have changed since the forward before.
+    Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded
+    afterwards. A step is counted in the first forward that finds changed weights.
 
     Args:
         config: the user's settings.
@@ -124,23 +125,23 @@ class CompressionSchedule(CompressionObserver):
         self.config = config
         self.over_replicas = over_replicas
         self.phase = Phase.EXACT if config.warmup_steps else Phase.ENCODED
-        """Of the next backward; latched by the ``start`` of each sum."""
+        """Phase of the next backward; each sum latches it in ``start``."""
         self.steps = 0
-        """Optimizer steps of the warm-up so far; not counted once it is over."""
+        """Number of warm-up optimizer steps so far; the count stops when the warm-up is over."""
         self.controller: weakref.ref[PhaseController] | None = None
-        """Sets ``phase`` for an optimizer; None: there never was one."""
+        """Weak reference to the optimizer that sets ``phase``; None if no optimizer ever did."""
         self.beta = 0.0
-        """Decay of the momentum that residuals are besides; 0: they are not (gradient form)."""
+        """Decay of the momentum that residuals serve as; 0 in the gradient form, where they do not."""
         self.share = 1.0
-        """Share of a gradient that the momentum takes in: 1 - beta of an average, 1 of a sum."""
+        """Share of a gradient that enters the momentum: 1 - beta for an average, 1 for a sum."""
         self.clip: LocalClip | None = None
-        """Clips gradients before they are encoded, in the momentum form."""
+        """Clips gradients before they are encoded, in the momentum form only."""
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._has_warned = False
         self._sums: weakref.WeakValueDictionary[int, ScheduledSum] = weakref.WeakValueDictionary()
-        """By id."""
+        """The compressed sums of the model by their ``id``."""
 
     @property
     def is_controlled(self) -> bool:
@@ -149,17 +150,17 @@ class CompressionSchedule(CompressionObserver):
 
     @property
     def may_be_exact(self) -> bool:
-        """Whether a later backward may sum exactly what has a codec."""
+        """Whether a later backward may sum gradients exactly that have a codec."""
         return self.is_controlled or not self.phase.encodes
 
     @property
     def recursion(self) -> Recursion:
-        """The recursion of residuals."""
+        """Coefficients of the error feedback."""
         return Recursion(self.config.carry, taken=1 - self.beta, added=0.0 if self.config.sends_differences else 1.0)
 
     @property
     def follows_scaler(self) -> bool:
-        """Whether ``loss_scale`` is that of a ``GradScaler``."""
+        """Whether ``loss_scale`` is read from a ``GradScaler``."""
         return self._scaler is not None
 
     def units(self, divisor_factor: float) -> float:
@@ -167,22 +168,22 @@ class CompressionSchedule(CompressionObserver):
         return divisor_factor * self.loss_scale
 
     def adopt(self, compressed: ScheduledSum) -> None:
-        """Become the schedule of a compressed sum."""
+        """Make this the schedule of a compressed sum."""
         compressed.schedule = self
         self._sums[id(compressed)] = compressed
 
     def join(self, other: CompressionSchedule) -> None:
-        """Take over the compressed sums of ``other``: of a part of the model that has run by itself before."""
+        """Adopt the compressed sums of ``other``, the schedule of a part of the model that ran by itself before."""
         for compressed in other._sums.values():
             compressed.rescale(self.loss_scale / other.loss_scale)
             self.adopt(compressed)
         other._sums.clear()
 
     def set_controller(self, controller: PhaseController, max_grad_norm: float | None) -> None:
-        """Let an optimizer set the phase from now on. The engine must be assembled anew: exact sums need scratch.
+        """Let an optimizer set the phase. The engine must be assembled anew, as exact sums need scratch buffers.
 
         Args:
-            controller: kept weakly.
+            controller: the optimizer, referenced weakly.
             max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
         """
         self.controller, self.phase = weakref.ref(controller), Phase.EXACT
@@ -191,9 +192,10 @@ class CompressionSchedule(CompressionObserver):
 
     @torch.no_grad()
     def follow_decay(self) -> None:
-        """Let residuals decay as the optimizer's momentum does by now. Nothing may be in flight.
+        """Make residuals follow the optimizer's present momentum decay. No reduce may be in flight.
 
-        After a message a residual is beta / share of this rank's momentum, and is to be that of the new ones.
+        After a message a residual is beta / share times this rank's momentum, so it is rescaled to the new beta /
+        share.
         """
         controller = None if self.controller is None else self.controller()
         if controller is None or (decay := controller.decay) == (self.beta, self.share):
@@ -204,12 +206,13 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(self.beta / self.share / before)
 
     def resume_decay(self, decay: Sequence[float] | None) -> None:
-        """Take residuals that are loaded next for those of this ``beta`` and ``share``; None: the optimizer's."""
+        """Take the residuals that are loaded next as made with ``decay`` (beta, share); None: with the optimizer's
+        present one."""
         if decay is not None and self.is_controlled:
             self.beta, self.share = decay
 
     def reserve_norm(self, name: str, device: torch.device) -> None:
-        """Prepare to clip the gradients of the flat parameter ``name``."""
+        """Reserve what ``clip`` needs for the gradients of the flat parameter ``name``."""
         if self.clip is not None:
             self.clip.reserve(name, device)
 
@@ -236,12 +239,13 @@ class CompressionSchedule(CompressionObserver):
                     compressed.reserve_exact_mean()
 
     def count_step(self) -> None:
-        """Count a step of the warm-up if weights have changed since the last call."""
+        """Count a warm-up step if weights have changed since the last call."""
         if not self.is_controlled and not self.phase.encodes and self.weights_have_changed():
             self._set_steps(self.steps + 1)
 
     def resume(self, steps: int) -> None:
-        """Go on after so many optimizer steps, with weights that were loaded and so are no step's."""
+        """Resume after ``steps`` optimizer steps; the weights that were just loaded do not count as changed by a
+        step."""
         self._versions = ()
         self._set_steps(steps)
 
@@ -251,7 +255,7 @@ class CompressionSchedule(CompressionObserver):
             self.phase = Phase.ENCODED if steps >= self.config.warmup_steps else Phase.EXACT
 
     def resume_clip(self, state: Mapping[str, float] | None, device: torch.device) -> None:
-        """Go on with a state of ``clip``; None: learn the limits anew."""
+        """Load the limits of ``clip``; None: measure them again in exact steps."""
         controller = None if self.controller is None else self.controller()
         if self.clip is not None and controller is not None:
             self.clip.load_state(state, device)
@@ -260,13 +264,13 @@ class CompressionSchedule(CompressionObserver):
     # The loss scale
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
-        """Take the loss scale from ``scaler``, now and before each forward. The scaler is kept weakly."""
+        """Read the loss scale from ``scaler`` now and before each forward. The scaler is referenced weakly."""
         self._scaler = weakref.ref(scaler)
         self._follow_scaler()
 
     @torch.no_grad()
     def _follow_scaler(self) -> None:
-        """Rescale residuals where the scale has changed, exactly for powers of two. Nothing may be in flight."""
+        """Rescale residuals if the loss scale has changed; exact for powers of two. No reduce may be in flight."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and (scale := scaler.get_scale()) != self.loss_scale:
             factor, self.loss_scale = scale / self.loss_scale, scale
@@ -274,7 +278,8 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(factor)
 
     def _warn_of_few_bits(self) -> None:
-        """Warn once, at the first forward with a graph, where an optimizer is to learn from too few bits."""
+        """Warn once, at the first forward with a graph, if an optimizer outside of the 1-bit family gets very few
+        bits."""
         if self._has_warned or self.is_controlled:
             return
         self._has_warned = True
@@ -298,12 +303,12 @@ class CompressionSchedule(CompressionObserver):
 def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """Rescale the residuals of ``model`` whenever the scale of its losses changes. A collective.
 
-    Call it once, before the first scaled backward. Without it, residuals count by the new scale after each change. Each
-    forward that is to be trained reads ``scaler.get_scale()``, which waits for the device on a GPU.
+    Call it once, before the first scaled backward. Without it, residuals keep the old scale beside gradients of the new
+    one. Each forward in training reads ``scaler.get_scale()``, which synchronizes a GPU.
 
     Args:
         model: sharded with a compression.
-        scaler: of its losses; it is not changed, and kept weakly.
+        scaler: the scaler of its losses; it is not changed, and referenced weakly.
 
     Raises:
         ValueError: ``model`` is sharded without a compression.
@@ -317,41 +322,41 @@ def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 # Clipping ----------------------------------------------------------------------------------------------------------
 
 _LEARNING_RATE = 0.3
-"""Weight of the last exact step in the average that kappa is."""
+"""Weight of the newest exact step in the running average kappa."""
 
 
 class LocalClip:
-    """Clip gradients on each rank before they are encoded, in the momentum form.
+    """Clips gradients on each rank before they are encoded, in the momentum form.
 
-    There no training loop can clip gradients any more: what it sees is the momentum. So every rank clips its own
-    gradient g_w of each flat parameter to its usual share of the limit c, by the norm of the whole model's mean
+    In the momentum form no training loop can clip gradients, because ``.grad`` is the momentum. So every rank clips its
+    own gradient g_w of each flat parameter to its usual share of the limit c, by the norm of the whole model's mean
     gradient:
 
         kappa = E |g_w| / |g|
         g_w  <- g_w * min(1, c * kappa / |g_w|)
 
-    A step whose gradients are k times the limit everywhere is divided by k, as clipping the mean by its norm would; one
-    that is far off in a single flat parameter or rank is clipped there alone. kappa is learned in exact steps.
+    A step whose gradients are k times the limit everywhere is divided by k, as clipping the mean by its norm would do;
+    a single flat parameter or rank with far too large gradients is clipped alone. kappa is measured in exact steps.
 
     Args:
-        limit: c, of the norm of the mean gradient of an unscaled loss.
+        limit: c, limit of the norm of the mean gradient of an unscaled loss.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._norms: dict[str, Tensor] = {}
-        """Of what this rank has sent since it learned last, fp32, by flat parameter; 0: nothing. The communication
-        stream writes them, so each tensor stays."""
+        """Norm of the gradients that this rank has sent since the last ``learn``, fp32, by flat parameter; 0 if it sent
+        none. The communication stream writes to these tensors, so they are never replaced."""
         self._shares: dict[str, Tensor] = {}
-        """kappa of each flat parameter."""
+        """kappa by flat parameter."""
         self.is_blind = True
-        """Whether no kappa is known, and nothing is clipped; the same on all ranks."""
+        """Whether no kappa is known, so that nothing is clipped; the same on all ranks."""
 
     @torch.inference_mode(False)
     def reserve(self, name: str, device: torch.device) -> None:
-        """Make what the norm of the flat parameter ``name`` is kept in, unless it is there.
+        """Allocate the norm of the flat parameter ``name`` unless it exists.
 
-        On CUDA its memory is to be that of the caller's stream, where ``learn`` writes to it and the host frees it.
+        On CUDA its memory must belong to the caller's stream, where ``learn`` writes to it and the host frees it.
         """
         if name not in self._norms:
             self._norms[name] = torch.zeros((), dtype=torch.float32, device=device)
@@ -364,20 +369,20 @@ class LocalClip:
         norm = torch.linalg.vector_norm(grads, dtype=wide).to(torch.float32)
         if (share := self._shares.get(name)) is not None:
             factor = (self._limit * loss_scale * share / norm).clamp_(max=1.0)
-            factor.masked_fill_(~norm.isfinite(), 1.0)  # the codec deals with non-finite blocks one by one
+            factor.masked_fill_(~norm.isfinite(), 1.0)  # ``encode`` handles non-finite blocks one by one
             if grads.device.type != "cpu" or float(factor) < 1:  # reading the factor would synchronize a GPU
                 grads.mul_(factor)
                 norm *= factor
         torch.div(norm, loss_scale, out=self._norms[name])
 
     def learn(self, total: float) -> None:
-        """Learn from the last step, in which the mean gradient had the norm ``total``."""
+        """Update kappa from the last step, in which the mean gradient had the norm ``total``."""
         if not 0 < total < torch.inf:
             return
         self.is_blind = False
         for name, norm in self._norms.items():
             share, known = norm / total, self._shares.get(name)
-            fits = norm.isfinite() & (norm > 0)  # 0: not used in this step
+            fits = norm.isfinite() & (norm > 0)  # a norm of 0: the flat parameter was not used in this step
             if known is not None:
                 self._shares[name] = torch.where(fits, known.lerp(share, _LEARNING_RATE), known)
             elif fits:
@@ -385,11 +390,11 @@ class LocalClip:
             norm.zero_()
 
     def state(self) -> dict[str, float] | None:
-        """Return kappa by flat parameter, for a checkpoint of this rank; None while nothing is known."""
+        """Return kappa by flat parameter, for a checkpoint of this rank; None while no kappa is known."""
         return None if self.is_blind else {name: float(share) for name, share in self._shares.items()}
 
     def load_state(self, state: Mapping[str, float] | None, device: torch.device) -> None:
-        """Go on from what ``state`` returned."""
+        """Load what ``state`` returned."""
         self.is_blind = state is None
         self._shares = {name: torch.full((), share, device=device) for name, share in (state or {}).items()}
         for norm in self._norms.values():

@@ -1,4 +1,4 @@
-"""A codec of few large elements, two bits each: what replicas that meet rarely send (``replicas.outer``)."""
+"""A codec that keeps a few large elements in two bits each, for replicas that exchange rarely (``replicas.outer``)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Noise
 
 _SHARE = 64
-"""A block has so many elements for each one that is kept."""
+"""Elements of a block for each element that is kept."""
 _LEVELS = (0.92, 1.3)
-"""Magnitudes of the two levels, over the mean of what is kept."""
+"""Magnitudes of the two levels, divided by the mean magnitude of the kept elements."""
 
 
 class TopK2Bit(Codec):
     """The largest 64th of each block, as its sign and one of two magnitudes; the rest is zero.
 
-    A block of 4,096 takes 148 bytes, 0.036 for each element. The magnitudes are 0.92 and 1.3 times the mean m of those
-    that are kept: so the kept of Laplacian numbers lose least (1.2 % of their squares).
+    A block of 4,096 takes 148 bytes, 0.036 for each element. The magnitudes are 0.92 and 1.3 times the mean magnitude m
+    of the kept elements, which loses least of Laplacian numbers (1.2 % of their squares).
 
     For all blocks one after another, k = block / 64:
 
@@ -63,7 +63,7 @@ class TopK2Bit(Codec):
         kept = self.block // _SHARE
         chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
         magnitudes = blocks.gather(-1, chosen).abs()
-        is_zero = magnitudes == 0  # there is no level for it: the largest one is named once more in its place
+        is_zero = magnitudes == 0  # no level is zero: the largest element's position is repeated in place of a zero's
         count = (kept - is_zero.sum(-1)).clamp_(min=1)
         mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
         largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))
@@ -85,7 +85,8 @@ class TopK2Bit(Codec):
         levels = torch.tensor([low, -low, high, -high], dtype=torch.float32, device=codes.device)
         blocks = self.blocks(values)
         found = values.new_zeros(*blocks.shape[:-1], self.block + 1)
-        places = places.to(torch.int64).clamp_(max=self.block)  # a damaged message may name others: left out
+        # positions beyond the block, in a damaged message, are dropped
+        places = places.to(torch.int64).clamp_(max=self.block)
         blocks.copy_(found.scatter_(-1, places, levels[codes.to(torch.int64)] * means.unsqueeze(-1))[..., :-1])
 
     def is_finite(self, message: Tensor, n: int) -> Tensor:

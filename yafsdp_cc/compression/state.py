@@ -1,12 +1,12 @@
-"""Residuals and kept weights as state: sharded like the parameters, and, for the same number of ranks, as they are.
+"""Residuals and the weights that deltas build on as checkpoint state: sharded like the parameters.
 
-A residual is what one rank has still to send to another; its division among ranks means nothing. So what is saved is
-its sum over ranks at the owner of each element, divided by their number: a tensor sharded like the parameter. Whoever
-loads it starts with empty residuals and adds it to the next sum, multiplied by its own number of ranks: nothing is
-lost.
+A residual is what this rank has not sent yet to one other rank. Only its sum over ranks matters, so a checkpoint holds,
+at each element's owner, that sum divided by the number of ranks: a tensor sharded like the parameter. After loading,
+residuals are zero and the saved value, times the new number of ranks, is added to the next sum: no gradient is lost. On
+the same ranks each rank's residuals are saved and loaded as they are, too.
 
-With differences (EF21) a residual is what was sent, and nothing is owed. What is saved is the mean of the ranks'
-estimates, from which all ranks go on: their sum at the owner is what they hold together, as before.
+With differences (EF21) a residual is the estimate of what was sent, and nothing is unsent. The checkpoint holds the
+mean of the ranks' estimates, from which all ranks resume: the sum of estimates at each owner is the same as before.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 
 def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
-    """Return what sums the gradients of ``flat`` encoded: its reduce-scatter or its all-reduce; None where exact."""
+    """Return the collective that sums the gradients of ``flat`` encoded, its reduce-scatter or all-reduce; None if
+    exact."""
     collectives: tuple[object, ...] = (flat.reduce_scatter, flat.all_reduce)
     return next((each for each in collectives if isinstance(each, CompressedSum)), None)
 
 
 def compressed_sums(state: FSDPState) -> Iterator[tuple[FlatParam, CompressedSum]]:
-    """Yield the flat parameters whose gradients have a codec, in module order; not those that were never trained."""
-    state.context.wait_for_reduces()  # which write to the residuals; a backward waits for those it makes gradients of
+    """Yield the trained flat parameters whose gradients have a codec, in module order, with their sums."""
+    # reduces in flight write to residuals; a backward waits only for reduces of gradients it makes itself
+    state.context.wait_for_reduces()
     for flat in state.flats:
         compressed = compressed_sum_of(flat)
         if compressed is not None and flat.sharded_grad is not None:
@@ -54,11 +56,12 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
             yield flat, flat.all_gather
 
 
-@torch.inference_mode(False)  # buffers that are made here are trained with
+@torch.inference_mode(False)  # buffers made here are written in training: they must not be inference tensors
 def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
-    """Encode the gradients of these flat parameters by their codecs from now on. A collective, nothing is in flight."""
+    """Encode the gradients of these flat parameters by other codecs from now on. A collective; no reduce may be in
+    flight."""
     if state.context.device.type == "cuda":
-        torch.cuda.synchronize(state.context.device)  # scratch buffers for messages may be replaced by larger ones
+        torch.cuda.synchronize(state.context.device)  # a kernel may still read scratch buffers that larger ones replace
     for flat, codec in codecs.items():
         if (compressed := compressed_sum_of(flat)) is not None:
             compressed.set_codec(codec)
@@ -70,9 +73,9 @@ def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
 
 @torch.no_grad()
 def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
-    """Return by full names what all ranks have still to send of each parameter, per rank, fp32. A collective.
+    """Return by full name the sum of all ranks' unsent gradients divided by the number of ranks, fp32. A collective.
 
-    In units of gradients of an unscaled loss.
+    The unit is that of gradients of an unscaled loss.
     """
     found: dict[str, FlatDTensor] = {}
     for flat, compressed in compressed_sums(state):
@@ -93,14 +96,15 @@ def empty_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor]) -> None:
-    """Empty all residuals, and have what ``mean_residuals`` returned added to the next sums."""
+    """Empty all residuals, and add what ``mean_residuals`` returned to the next sums."""
     for flat, compressed in compressed_sums(state):
         compressed.reset()
         total, schedule = _chunk_of(flat, residuals, torch.float32), compressed.schedule
-        if compressed.momentum is not None and schedule.beta > 0:  # decays like the rest of it
+        if compressed.momentum is not None and schedule.beta > 0:  # the added part decays with the momentum
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
-            # Every replica adds its own to the sum over its shard, or all of them the same to the sum over all.
+            # A reduce-scatter adds each replica's own values to its sum, an all-reduce adds the same values once for
+            # all ranks.
             over_shard = isinstance(compressed, CompressedReduceScatter)
             ranks = state.context.gather.comm.world if over_shard else state.context.info.mesh.size()
             compressed.carried_over = total.mul_(ranks * schedule.loss_scale)
@@ -109,9 +113,9 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
 
 @torch.no_grad()
 def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
-    """Return by full names what messages have held so far of a rank's gradients, the mean over ranks, fp32 (EF21).
+    """Return by full name the mean over ranks of all that messages have held of a rank's gradients, fp32 (EF21).
 
-    In units of gradients of an unscaled loss. A collective.
+    The unit is that of gradients of an unscaled loss. A collective.
     """
     found: dict[str, FlatDTensor] = {}
     for flat, compressed in compressed_sums(state):
@@ -126,9 +130,9 @@ def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> None:
-    """Let all ranks go on from what ``mean_estimates`` returned, wherever it has all of a flat parameter. A collective.
+    """Load what ``mean_estimates`` returned into flat parameters all of whose names it has. A collective.
 
-    Their residuals are empty.
+    The residuals that it overwrites must be empty.
     """
     shard = all_groups(state.context.info.mesh)[0]
     for flat, compressed in compressed_sums(state):
@@ -157,7 +161,7 @@ def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
 
 
 def local_residuals(state: FSDPState) -> dict[str, Any]:
-    """Return this rank's residuals as they are, with what tells whether they fit, as plain data."""
+    """Return this rank's residuals unchanged as plain data, with the values that tell whether they fit on loading."""
     return {
         flat.name: {
             "fits": _form(state, flat, compressed),
@@ -175,9 +179,10 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
-    """Take what ``local_residuals`` returned on the same ranks; return whether it fits, else nothing is changed.
+    """Load what ``local_residuals`` returned on the same ranks. Return False, with nothing changed, if it does not fit.
 
-    Where codecs are tuned, those of the checkpoint may not be the present ones: it never fits, and is carried over.
+    With tuned codecs it never fits, as the checkpoint's codecs may not be the present ones: the mean residuals are
+    used.
     """
     if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
         return False
@@ -202,18 +207,18 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
 
 
 def rounded_sums(state: FSDPState) -> dict[str, int]:
-    """Return how many messages were rounded at random, by names of flat parameters."""
+    """Return how many sums were rounded at random, by names of flat parameters."""
     return {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
 
 
 def resume_rounding(state: FSDPState, rounded: Mapping[str, int]) -> None:
-    """Draw the random numbers that follow what ``rounded_sums`` returned."""
+    """Resume the random numbers after the counts that ``rounded_sums`` returned."""
     for flat, compressed in compressed_sums(state):
         compressed.rounded = rounded.get(flat.name, compressed.rounded)
 
 
 def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:
-    """Return what must be equal for a rank's residual to be loaded as it is."""
+    """Return the facts that must be equal for a rank's residual to be loaded unchanged."""
     ranks = [group.size() for group in all_groups(state.context.info.mesh)]
     residual, factors = compressed.residual, compressed.factors
     assert residual is not None
@@ -224,7 +229,7 @@ def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[
 
 
 def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
-    """Return the sum over all ranks of what they have still to send of this rank's chunk."""
+    """Return the sum over all ranks of their unsent gradients for this rank's chunk."""
     shard, *replicas = all_groups(state.context.info.mesh)
     total = compressed.unsent()
     if isinstance(compressed, CompressedReduceScatter):
@@ -242,9 +247,10 @@ def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
 
 @torch.no_grad()
 def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
-    """Return by full names the weights that all ranks keep and deltas build on, sharded like the parameters.
+    """Return by full name the weights that all ranks keep and that deltas build on, sharded like the parameters.
 
-    Also the names of those that are behind, of which the next forward brings deltas; they are alike on all ranks.
+    The second result names parameters whose kept weights lack optimizer steps that the next forward sends as a delta;
+    it is the same on all ranks.
     """
     found: dict[str, FlatDTensor] = {}
     behind: list[str] = []
@@ -269,7 +275,7 @@ def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_kept_weights(state: FSDPState, kept: Mapping[str, FlatDTensor], behind: Collection[str]) -> None:
-    """Keep what ``kept_weights`` returned, wherever it has all of a flat parameter."""
+    """Load what ``kept_weights`` returned into flat parameters all of whose names it has."""
     for flat, all_gather in delta_all_gathers(state):
         names = [param.spec.name for param in flat.params]
         if all(name in kept for name in names):
@@ -282,7 +288,7 @@ def _by_name(flat: FlatParam, chunk: Tensor) -> dict[str, FlatDTensor]:
 
 
 def _chunk_of(flat: FlatParam, tensors: Mapping[str, FlatDTensor], dtype: torch.dtype) -> Tensor:
-    """Return the chunk of ``flat`` that ``_by_name`` gives these for, zero between them."""
+    """Return the chunk of ``flat`` that ``_by_name`` cut into these tensors, with zeros in its padding."""
     chunk = torch.zeros(flat.layout.chunks[flat.rank], dtype=dtype, device=flat.device)
     for param in flat.params:
         param.local_range(chunk).copy_(tensors[param.spec.name].to_local())

@@ -1,14 +1,15 @@
-"""The two autograd functions that tell when a group's backward is over, and where its gradients go.
+"""The two autograd functions that tell when a group's backward is over and where its gradients go.
 
     root gate ──► group gate ──┬─► inputs ────► the module's own ops ─► outputs      (forward)
                                └─► Narrow w ─►
 
-``Narrow`` gives the forward a view of one parameter in the weight buffer, and its backward writes that parameter's
-gradient into the gradient buffer. All ``Narrow`` nodes of a group, and all consumers of its inputs, precede the group's
-gate in the backward; so autograd itself runs the gate's backward exactly when the group's last gradient is written,
-also when some gradients never come. Group gates in turn precede the root gate, which is the last node of all.
+[Note: gates] ``Narrow`` gives the forward a view of one parameter in the weight buffer; its backward writes the
+gradient into the gradient buffer. All ``Narrow`` nodes of a group, and all consumers of its inputs, come before the
+group's gate in the backward. So autograd itself runs the gate's backward exactly when the group's last gradient is
+written, also if some gradients never come: no hook counts gradients. Group gates come before the root gate, the last
+node of all.
 
-Below them: maps over the tensors in a module's arguments and outputs.
+The rest of the file maps functions over the tensors in a module's arguments and outputs.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ if TYPE_CHECKING:
 
 
 class Gated(Protocol):
-    """What a gate reports to."""
+    """The object that a gate reports its backward to."""
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Handle that everything behind the gate has run; return those of the gated tensors' ``grads`` that flow on."""
+        """Handle the end of the backward of everything behind the gate; return the ``grads`` of the tensors to pass
+        on."""
 
 
 class AccumulatesGrad(Protocol):
-    """What ``Narrow`` hands a parameter's gradient to."""
+    """The object that ``Narrow`` hands a parameter's gradient to."""
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution."""
+        """Write one contribution to the gradient."""
 
 
 class GateGradFlow(torch.autograd.Function):
-    """Identity on an anchor and any number of tensors; its backward reports that everything behind it is over."""
+    """Identity on an anchor and any number of tensors; its backward reports that everything behind it has run."""
 
     @staticmethod
     def forward(ctx: Any, gated: Gated, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +58,7 @@ class GateGradFlow(torch.autograd.Function):
 
 
 class Narrow(torch.autograd.Function):
-    """One parameter as a view of the weight buffer; its backward writes the gradient and stops the flow."""
+    """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, param: AccumulatesGrad, view: Tensor) -> Tensor:
@@ -71,8 +73,8 @@ class Narrow(torch.autograd.Function):
         return None, None, None
 
 
-# Function.apply first looks for functorch's dead wrappers in its arguments; there are none here, and a step makes as
-# many calls as the model has parameters.
+# ``Function.apply`` first searches its arguments for functorch's dead wrappers. No argument of a gate is one, and a
+# step makes as many calls as the model has parameters: call the base class's ``apply``.
 gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
 """``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
 narrow: Callable[[Tensor, AccumulatesGrad, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
@@ -88,7 +90,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
-    output classes of Hugging Face models. Anything else is passed through unseen.
+    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too.
     """
     if isinstance(tree, Tensor):
         return change(tree)
@@ -102,11 +104,12 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return kind(changed)
     node = pytree.SUPPORTED_NODES.get(cast("Any", namedtuple) if pytree.is_namedtuple(tree) else kind)
     if node is not None:
-        # Not by tree_flatten with is_leaf: its recursion is a cycle that holds the tree until garbage is collected.
+        # ``tree_flatten`` with ``is_leaf`` recurses through a reference cycle, which would keep the tree alive until
+        # garbage is collected.
         leaves, spec = node.flatten_fn(tree)
         changed = [map_tensors(leaf, change) for leaf in leaves]
         if kind is PackedSequence:
-            changed[1] = leaves[1]  # sizes, which torch has on the CPU
+            changed[1] = leaves[1]  # ``PackedSequence`` requires its batch sizes on the CPU
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return tree
         return node.unflatten_fn(changed, spec)
@@ -127,12 +130,13 @@ def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return ``tree`` with tensors on ``device`` and floating-point ones in ``dtype``; None: as they are."""
+    """Return ``tree`` with tensors on ``device`` and floating-point tensors in ``dtype``; None leaves them
+    unchanged."""
     return tree if dtype is None and device is None else map_tensors(tree, lambda each: convert(each, dtype, device))
 
 
 def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None = None) -> Tensor:
-    """Return ``tensor`` on ``device``, and in ``dtype`` if it is a floating-point one; None: as it is."""
+    """Return ``tensor`` on ``device``, and in ``dtype`` if it is floating-point; None leaves it unchanged."""
     if device is not None and tensor.device != device:
         tensor = tensor.to(device, non_blocking=True)
     return tensor if dtype in (None, tensor.dtype) or not tensor.is_floating_point() else tensor.to(dtype)
@@ -141,8 +145,8 @@ def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | No
 def gate_tensors(
     through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in which every tensor that requires a gradient is replaced by what ``through`` makes of it."""
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # as most modules are called
+    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # most modules are called with one tensor
         gated = through([args[0]] if args[0].requires_grad else [])
         return (tuple(gated) or args), kwargs
     tensors: list[Tensor] = []

@@ -1,14 +1,17 @@
 """Preallocated buffers that parameter groups take in turn (double buffering).
 
-A buffer has one owner at a time. Its content is made by an operation of a stream (``handle``), and it may be filled
-again once its last user has left it (``last_use``). Groups of one role alternate over the buffers of one pool, so that
-group k computes in one buffer while group k + 1 is gathered into the other:
+Groups of one role alternate over the buffers of one pool, so that group k computes in one buffer while group k + 1 is
+gathered into the other:
 
     buffer 0   | all-gather 0 | forward 0    | all-gather 2 | forward 2    | …
     buffer 1                  | all-gather 1 | forward 1    | all-gather 3 | …
 
-Alternation makes it fast; the owner, checked at run time, makes it right. A group that finds its assigned buffer in use
-gets an overflow buffer of its own.
+[Note: buffer reuse] A buffer has one ``owner`` at a time, and ``versions`` says which values of the owner's shards it
+holds: a group that finds itself the owner with its present versions need not gather again. ``users`` counts forwards
+and backwards that read or write the content now; only a buffer without users is filled for another group. Even then a
+kernel on some CUDA stream may still read it, so a refill waits for ``last_use``, and compute waits for ``handle``, the
+last operation that filled the buffer or reads it. Alternation only makes this fast; the owner, checked at run time,
+makes it right.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
 
 _ALIGNMENT = 128
-"""Bytes: a multiple of it is where a ``FlatParam`` begins in a buffer."""
+"""Bytes: in a buffer each ``FlatParam`` begins at a multiple of this."""
 
 
 class Buffer:
-    """Memory for the unsharded weights or gradients of one group at a time, as of ``mesh.allocate``.
+    """Memory for the unsharded weights or gradients of one group at a time, allocated by ``mesh.allocate``.
 
-    Only ``ParamGroup`` and ``GroupContext`` write its attributes.
+    Only ``ParamGroup`` and ``GroupContext`` write its attributes. See [Note: buffer reuse].
     """
 
     def __init__(
@@ -45,26 +48,29 @@ class Buffer:
         self.data = allocate(nbytes, device, allocator)
         self.address = self.data.data_ptr()
         self.owner: object | None = None
-        """The group whose weights or gradients it holds or is about to hold; None: nobody's."""
+        """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
         self.versions: tuple[int, ...] = ()
-        """The owner's shard versions that were gathered; other ones make the content stale."""
+        """Shard versions of the owner's weights in the buffer; if a shard has another version now, the content is
+        stale."""
         self.fills = 0
-        """How often it was filled, by anybody."""
+        """Number of times that any group filled the buffer."""
         self.filled_in = 0
-        """``GroupContext.passes`` when it was filled last."""
+        """``GroupContext.passes`` at the last fill."""
         self.expired: Collection[object] = ()
-        """``FlatParam`` of the owner that are to be gathered anew though their versions are those in ``versions``."""
+        """Each ``FlatParam`` of the owner that must be gathered anew although its version is the one in
+        ``versions``."""
         self.users = 0
-        """Computations under way that read or write the content."""
+        """Number of forwards and backwards under way that read or write the content."""
         self.handle = stream.handle()
-        """The last operation that fills or reads it."""
+        """The last operation that fills or reads the buffer."""
         self.last_use: StreamEvent | None = None
-        """On CUDA: behind all uses so far, on whatever streams they were; a refill waits for it."""
+        """CUDA event behind all uses so far, on whatever streams; a refill waits for it. None on a CPU."""
         self._home = stream.caller()
 
     def __del__(self) -> None:
-        # The allocator hands it out again on the stream it was allocated on. That is to come after other users, and
-        # after a prefetch that nobody has waited for, which may still write here and read shards freed with the model.
+        # The allocator reuses the memory on the stream that allocated it. That stream must first wait for uses on other
+        # streams, and for a prefetch that nobody waited for, which may still write here and read shards freed with the
+        # model.
         if self._home is not None and not sys.is_finalizing():
             with torch.cuda.stream(self._home):
                 self.handle.wait()
@@ -80,10 +86,10 @@ class BufferPool:
     """The buffers of one role.
 
     Args:
-        count: buffers that groups take in turn.
-        dedicated: buffers that one group each has to itself.
-        nbytes: of each buffer.
-        allocator: the group whose memory they are; None: ordinary memory.
+        count: number of buffers that groups take in turn.
+        dedicated: number of buffers that one group each has to itself.
+        nbytes: bytes of each buffer.
+        allocator: process group whose registered memory the buffers use; None: ordinary memory.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class BufferPool:
         self.dedicated = [Buffer(nbytes, device, stream, allocator) for _ in range(dedicated)]
 
     def assigned(self, index: int) -> Buffer:
-        """Return the buffer of the ``index``-th group that shares."""
+        """Return the buffer of the ``index``-th group among those that share buffers."""
         return self.shared[index % len(self.shared)]
 
     @property
@@ -109,7 +115,8 @@ class BufferPool:
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where parts of so many bytes begin in a buffer, one after another, and where the last one ends."""
+    """Return the byte offsets of parts of these sizes, placed one after another in a buffer, and the end of the
+    last."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam
 
 _SUMMED_DTYPES = (torch.float32, torch.float64)
-"""Dtypes that are summed as they are; others are cast to fp32."""
+"""Dtypes that are summed without a cast; others are cast to fp32."""
 _SUM_PART = 1 << 19
-"""Elements of a sum that are summed at once on a CPU: 2 MiB of fp32, which stays in the processor's cache."""
+"""Elements of a part of a sum on a CPU: 2 MiB of fp32, which fits in the processor's cache."""
 _CAST_PART = 1 << 20
-"""Elements, those of all ranks together, that are cast to fp32 at once."""
+"""Elements that are cast to fp32 at once, of all ranks together."""
 
 
 def sum_scale(dtype: torch.dtype, world: int) -> int:
@@ -47,7 +47,7 @@ class ExactAllGather(AllGather):
         comm, chunks = self.context.comm, self.flat.layout.uneven_chunks
         own = comm.own_chunk(output, chunks)
         source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1 or bool(chunks))
-        self.sent_bytes = (comm.world - 1) * own.nbytes  # not planned_bytes: subclasses send less on average
+        self.sent_bytes = (comm.world - 1) * own.nbytes  # subclasses send less than ``planned_bytes`` on average
         return comm.all_gather(output, source, async_op, chunks)
 
 
@@ -56,9 +56,9 @@ class ExactReduceScatter(ReduceScatter):
 
     Args:
         numel: elements of the unsharded gradients, world * chunk.
-        dtype: of the unsharded gradients.
-        casts: whether ``finish`` yields fp32 where NCCL leaves bf16, which a CUDA device divides in fp32 as it is.
-        chunks: elements of each rank's chunk where these are not equal.
+        dtype: dtype of the unsharded gradients.
+        casts: whether ``finish`` casts NCCL's bf16 sums to fp32; CUDA can divide them in fp32 without a cast.
+        chunks: elements of each rank's chunk where they differ.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, casts: bool = True, chunks: Sequence[int] = ()) -> None:
@@ -68,7 +68,8 @@ class ExactReduceScatter(ReduceScatter):
         super().bind(context)
         comm = context.comm
         chunk = self._chunks[comm.rank] if self._chunks else self._numel // comm.world
-        self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1  # the sum in fp32
+        # a local sum is in fp32 and needs no scale
+        self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1
         self._received_numel = chunk if comm.world == 2 else chunk * comm.world
         self._planned_bytes = (self._numel - chunk) * self._dtype.itemsize
         if not comm.reduces_in_place:
@@ -98,35 +99,36 @@ class ExactReduceScatter(ReduceScatter):
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         first, others = self._summands(grads)
         chunk = first.numel()
-        for start in range(0, chunk, self._part or 1):  # a rank may own nothing
+        for start in range(0, chunk, self._part or 1):  # a rank may own no element
             numel = min(self._part, chunk - start)
             yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 
     def finish_whole(self, grads: Tensor) -> Tensor:
-        """Return the sum [chunk] in one part; of fp32 and fp64 alone."""
+        """Return the sum [chunk] in one part; for fp32 and fp64 only."""
         return self._sum(*self._summands(grads))
 
     def _received(self) -> Tensor:
         return self.context.scratch.take("received chunks", self._received_numel, self._dtype)
 
     def _summands(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chunk [n] of the first rank, and those [ranks - 1, n] of the others in rank order."""
+        """Return the first rank's chunk [n], and those of the other ranks [ranks - 1, n] in rank order."""
         comm = self.context.comm
         own = comm.own_chunk(grads, self._chunks)
         if comm.reduces_in_place or not own.numel():
             return own, own.view(1, -1).narrow(0, 0, 0)
         received = self._received().view(-1, own.numel())
-        return (own, received) if comm.world == 2 else (received[0], received[1:])  # of two, the order is the same
+        # of two summands the order makes no difference
+        return (own, received) if comm.world == 2 else (received[0], received[1:])
 
     def _sum(self, total: Tensor, others: Tensor) -> Tensor:
-        if not self._sums_as_sent:  # cast by hand: a mixed add would allocate
+        if not self._sums_as_sent:  # cast into scratch, as an addition of two dtypes would allocate
             ranks, numel = 1 + others.shape[0], total.numel()
             scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
             scratch[0].copy_(total)
             total, others = scratch[0], scratch[1:].copy_(others)
-        if others.shape[0] and total.is_cpu:  # row by row in one call; torch.sum has an order of its own
+        if others.shape[0] and total.is_cpu:  # one call adds row by row; ``torch.sum`` has an order of its own
             total.view(1, -1).index_add_(0, self._place, others)
-        else:  # on CUDA, over gloo, index_add_ would add in any order
+        else:  # ``index_add_`` on CUDA would add in any order
             for other in others:
                 total.add_(other)
         return total if self._scale == 1 else total.mul_(self._scale)

@@ -24,31 +24,31 @@ from torch._C._distributed_c10d import (
 from yafsdp_cc.engine.mesh import PythonGroup, allocate, backend_of, has_slow_link, is_python_group
 
 Works: TypeAlias = "Sequence[dist.Work]"
-"""Asynchronous operations to wait for; none where the current stream orders them."""
+"""Asynchronous operations to wait for; () where the current stream orders them."""
 
 _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes that every backend gathers; others travel as bytes."""
+"""Dtypes that every backend gathers; tensors of others are gathered as bytes."""
 _TWO_RANK_MESSAGE, _MANY_RANK_MESSAGE = 1 << 14, 1 << 17
-"""Bytes from which point-to-point messages are quicker over slow links than gloo's collectives, by number of ranks."""
+"""Bytes from which point-to-point messages beat gloo's collectives over slow links, for two ranks and for more."""
 _MOST_BROADCASTS = 16
 """Ranks of a gloo group up to which broadcasts take less processor time than gloo's all-gather."""
 _GATHER_TAG, _MESSAGE_TAG = 1, 2
 
 
 class Communicator:
-    """Collectives of one process group on one device, each by the way that is fastest on its backend.
+    """Collectives of one process group on one device, each in the fastest way of its backend.
 
-    They call the process group itself: the checks in ``torch.distributed``'s functions cost more than a small
-    collective, and every buffer here is checked once, when it is made.
+    They call the process group directly: the checks in ``torch.distributed``'s functions cost more than a small
+    collective, and every buffer of the engine is checked once, when it is made.
 
-    Over gloo an all-gather is a broadcast of every rank's chunk into its place: gloo's own receives into a buffer made
-    for the occasion and copies, which costs less than very many broadcasts alone. Two ranks swap chunks, which is one
-    operation where broadcasts are two. Gathers and sums must not share a gloo group then: an operation of a rank that
-    has lost step would meet one of another size, and gloo ends the process where it does. Over slow links
+    Over gloo an all-gather broadcasts every rank's chunk into its place: gloo's own all-gather receives into a
+    temporary buffer and copies, which is cheaper only than very many broadcasts. Two ranks swap chunks in one
+    all-to-all, where broadcasts would be two operations. Then gathers and sums must not share a gloo group: a rank that
+    has lost step would meet an operation of another size, at which gloo ends the process. Over slow links
     (``mesh.probe_links``) chunks are point-to-point messages.
 
-    Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps none: then an all-gather is broadcasts
-    on every backend, and an NCCL reduce-scatter a reduce to each rank.
+    Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on
+    every backend, and an NCCL reduce-scatter is a reduce to each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Communicator:
         backend = backend_of(group, device)
         self.is_gloo = backend == "gloo"
         self.reduces_in_place = self.world == 1 or backend == "nccl"
-        """Whether ``reduce_scatter`` is to be had; elsewhere a sum is an ``all_to_all`` and a local sum."""
+        """Whether ``reduce_scatter`` works on this backend; else a sum is an ``all_to_all`` and a local sum."""
         self._is_slow = has_slow_link(group)
         self._gather_options = AllgatherOptions()
         self._exchange_options = AllToAllOptions()
@@ -73,7 +73,7 @@ class Communicator:
         return buffer.split(chunks) if chunks else buffer.chunk(self.world)
 
     def own_chunk(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Tensor:
-        """Return this rank's chunk of ``buffer``; not by ``split``, which makes a view for every rank."""
+        """Return this rank's chunk of ``buffer``, without the views of all chunks that ``split`` makes."""
         numel = chunks[self.rank] if chunks else buffer.numel() // self.world
         return buffer.narrow(0, sum(chunks[: self.rank]) if chunks else self.rank * numel, numel)
 
@@ -114,9 +114,10 @@ class Communicator:
         return works
 
     def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
-        """Give every rank its chunk of ``sent``.
+        """Send every rank its chunk of ``sent``.
 
-        ``received`` is [world * n] in rank order for an own chunk of n; for two ranks [n], what the other one has sent.
+        ``received`` is [world * n] in rank order, where this rank's chunk has n elements; between two ranks [n], the
+        other's.
         """
         if self._is_slow and self._prefers_messages(sent.nbytes):
             parts = [received] * 2 if self.world == 2 else list(received.view(self.world, -1))
@@ -132,7 +133,7 @@ class Communicator:
     def exchange(self, received: Tensor, sent: Tensor, async_op: bool, sizes: Sequence[int] = ()) -> Works:
         """Send each other rank its message: ``sent`` and ``received`` are [world - 1, bytes] uint8, in rank order.
 
-        With ``sizes``, the bytes of each message to a rank, ``sent`` is [bytes], of one message after the other.
+        With ``sizes``, the bytes of the message to each rank, ``sent`` is [bytes], one message after the other.
         """
         sizes = sizes or [sent.shape[1]] * self.world
         ours, theirs = list(sizes), [sizes[self.rank]] * self.world
@@ -151,7 +152,7 @@ class Communicator:
         return _works(self.group.allreduce([tensor], self._reduce_options))
 
     def peer_bytes(self, nbytes: int) -> int:
-        """Return the bytes that this rank sends where ``nbytes`` of equal chunks are gathered, or summed by chunks."""
+        """Return the bytes that this rank sends to all-gather, or reduce-scatter, ``nbytes`` of equal chunks."""
         return nbytes // self.world * (self.world - 1)
 
     def all_reduce_bytes(self, nbytes: int) -> int:
@@ -160,16 +161,17 @@ class Communicator:
 
     def _prefers_messages(self, nbytes: int) -> bool:
         limit = _TWO_RANK_MESSAGE if self.world == 2 else _MANY_RANK_MESSAGE
-        return self.device.type == "cpu" and nbytes // self.world >= limit  # gloo sends no CUDA tensors so
+        # gloo cannot send CUDA tensors point to point
+        return self.device.type == "cpu" and nbytes // self.world >= limit
 
     def _send_messages(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
-        """Send each other rank its part of ``sent``, all at once; nothing where there is nothing for a rank."""
+        """Send each other rank its part of ``sent``, all at once; empty parts are skipped."""
         peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         works = [self.group.recv([received[peer]], peer, tag) for peer in reversed(peers) if received[peer].numel()]
         return works + [self.group.send([sent[peer]], peer, tag) for peer in peers if sent[peer].numel()]
 
     def _swap(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
-        """Exchange ``sent`` for ``received`` with the other one of two ranks."""
+        """Exchange ``sent`` for ``received`` with the other of two ranks."""
         theirs, ours = ([0, each.numel()] if self.rank == 0 else [each.numel(), 0] for each in (received, sent))
         self._exchange_options.asyncOp = async_op
         return _works(self.group.alltoall_base(received, sent, theirs, ours, self._exchange_options))
@@ -187,7 +189,7 @@ class ScratchBuffers:
         self._buffers: dict[str, Tensor] = {}
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Make the buffer ``name`` at least ``nbytes`` long. Nothing that uses it may be in flight."""
+        """Make the buffer ``name`` at least ``nbytes`` long. No operation that uses the buffer may be in flight."""
         known = self._buffers.get(name)
         if known is None or known.numel() < nbytes:
             self._buffers[name] = allocate(nbytes, *self._place)
@@ -202,7 +204,7 @@ class ScratchBuffers:
 
 
 class CommContext(NamedTuple):
-    """What an assembly gives the collectives of one stream."""
+    """Communicator, scratch buffers and fingerprint that an assembly gives the collectives of one stream."""
 
     comm: Communicator
     scratch: ScratchBuffers

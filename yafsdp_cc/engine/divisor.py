@@ -8,14 +8,15 @@ import torch
 
 
 class Divisor:
-    """What turns a sum over ranks into the mean: gradients are divided by it once, at the end (post-divide)."""
+    """The number that a sum over ranks is divided by, once, at the end, to give the mean (post-divide)."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = factor
         self.casts = device.type == "cuda"
-        """Whether a division casts in its own kernel; elsewhere it would allocate."""
+        """Whether ``div`` casts within its kernel, as on CUDA; on other devices a cast would allocate."""
         of = {dtype: torch.full((1,), factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
         self.of = of | {torch.bfloat16: of[torch.float32]}
-        """By the sum's dtype, [1]: a number would become a new tensor in every division, 0-d not have bf16 cast."""
+        """[1] tensor of ``factor`` by the sum's dtype. A Python number would become a new tensor in every division, and
+        a 0-d tensor would not cast bf16 sums to fp32."""
         self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
-        """Where multiplying by it is as exact as dividing."""
+        """1 / factor where multiplying by it gives the same bits as dividing (powers of two); else None."""

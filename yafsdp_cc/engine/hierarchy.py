@@ -1,16 +1,16 @@
 """Communication in two levels: sums over replicas (HSDP), and weights gathered among neighbouring ranks (hpZ).
 
-With replicas, what the ranks of a shard have summed is summed once more over those with the same shard:
+With replicas, the sum over a shard's ranks is summed once more over the ranks that have the same shard:
 
     gradient buffer ── reduce-scatter over the shard ──► partial sum ── all-reduce over replicas ──► divided, ``.grad``
 
-On CUDA the all-reduce has a stream of its own: the next reduce-scatters and all-gathers, and whoever takes the gradient
-buffer next, wait for the copy to the partial sum, and not for the network between replicas.
+On CUDA the all-reduce has a stream of its own: later reduce-scatters, all-gathers and users of the gradient buffer wait
+for the copy to the partial sum, but not for the network between replicas.
 
-Partial sums stay and grow until a backward that is to sum over replicas (``set_requires_all_reduce``), so that
-micro-batches before it cross the slow network once.
+Partial sums accumulate until a backward that sums over replicas (``set_requires_all_reduce``), so that several
+micro-batches cross the slow network once.
 
-A secondary shard of the weights lies within a few neighbouring ranks, so that later all-gathers stay among these:
+A secondary shard of the weights lies within a few neighbouring ranks, so that later all-gathers involve only these:
 
     first all-gather of a step, over all ranks    | a | b | c | d |   every rank then keeps half of it:   a b | c d
     every later one, over ranks 0, 1 or 2, 3      | a   b | c   d |
@@ -42,7 +42,7 @@ class ExactAllReduce(AllReduce):
     """The backend's all-reduce.
 
     Args:
-        nbytes: of what is summed.
+        nbytes: bytes of the tensor that is summed.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -64,21 +64,21 @@ class PartialReduceOutput:
         self.total = torch.zeros(flat.layout.chunks[flat.rank], dtype=flat.sum_dtype, device=flat.device)
         self.handle = replicas.stream.handle()
         self.used: list[bool] | None = None
-        """Which parameters this rank has written; None while the sum is empty."""
+        """For each parameter, whether this rank has written a gradient; None while the sum is empty."""
         self.all_reduce = all_reduce
         self._replicas = replicas
-        # Where operations do not order themselves, several all-reduces are in flight: each needs its own scratch.
+        # On a CPU several all-reduces are in flight at once: each needs its own scratch.
         self._scratch = None if replicas.stream.is_ordered else ScratchBuffers(flat.device)
         context = replicas.context
         all_reduce.bind(context if self._scratch is None else context._replace(scratch=self._scratch))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sum, and of scratch that is its own."""
+        """Bytes of the sum and of its own scratch."""
         return self.total.nbytes + (0 if self._scratch is None else self._scratch.nbytes)
 
     def add(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
-        """Take in the sum of one backward; where this backward sums over replicas, issue that."""
+        """Add the sum of one backward to the partial sum; if this backward sums over replicas, issue the all-reduce."""
         self.handle.wait()
         for start, part in parts:
             target = self.total.narrow(0, start, part.numel())
@@ -91,9 +91,9 @@ class PartialReduceOutput:
             self.issue_all_reduce()
 
     def issue_all_reduce(self) -> None:
-        """Sum over replicas, and have the total added to ``.grad``."""
+        """Issue the all-reduce over replicas, whose result is added to ``.grad``."""
         stream = self._replicas.stream
-        stream.wait_for_caller()  # which has written the sum, or has waited for the reduce stream, which has
+        stream.wait_for_caller()  # the caller's stream has written the sum, or waited for the reduce stream that has
         stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
         self._replicas.count_bytes(self.all_reduce.sent_bytes)
 
@@ -109,26 +109,26 @@ class Replicas:
     """The partial sums of a model."""
 
     context: CommContext
-    """Of the replicas' communicator."""
+    """Communicator and scratch buffers of the replicas."""
     stream: CommStream
-    """Of the sums over replicas alone."""
+    """Stream that runs nothing but sums over replicas."""
     count_bytes: Callable[[int], None]
-    """Is called with the bytes that this rank sends."""
+    """Function called with the bytes that this rank sends."""
     sums: bool = True
-    """Whether a backward sums over replicas, or leaves its partial sums for a later one."""
+    """Whether a backward sums over replicas; else its partial sums wait for a later backward."""
     _outputs: list[PartialReduceOutput] = field(default_factory=list)
 
     def bind(self, flat: FlatParam) -> None:
-        """Make the partial sum of ``flat``, and have sums over its shard's ranks go there."""
+        """Make the partial sum of ``flat``, and direct sums over its shard's ranks to it."""
         assert flat.all_reduce is not None
         output = PartialReduceOutput(self, flat, flat.all_reduce)
         self._outputs.append(output)
         flat.add_sum = output.add
 
     def all_reduce_kept(self) -> None:
-        """Sum over replicas what earlier backwards have left of groups that this one has not reduced.
+        """Sum over replicas the partial sums that earlier backwards left and this backward did not reduce.
 
-        The same on all ranks, as reduces are. None is in flight.
+        Issued in the same order on all ranks, with no other all-reduce in flight.
         """
         for output in self._outputs:
             if output.used is not None:
@@ -136,19 +136,19 @@ class Replicas:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for all sums over replicas that were issued."""
+        """Wait for all issued sums over replicas."""
         for output in self._outputs:
             output.handle.wait()
 
     def reset(self) -> None:
-        """Drop partial sums, those in flight too."""
+        """Drop all partial sums, those in flight included."""
         for output in self._outputs:
             output.handle.abandon()
             output.used = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no partial sum that was not summed over replicas."""
+        """Whether no partial sum waits to be summed over replicas."""
         return all(output.used is None for output in self._outputs)
 
     def planned_bytes(self) -> int:
@@ -162,16 +162,16 @@ class Replicas:
 
 
 class SecondaryAllGather(AllGather):
-    """An all-gather over neighbouring ranks of what another one has gathered over all ranks.
+    """An all-gather over neighbouring ranks of weights that ``inner`` has gathered over all ranks.
 
     The secondary shard holds weights in the dtype of the forward until they change (Wang et al., "ZeRO++", 2023,
     section 4.2: hierarchical partitioning).
 
     Args:
-        inner: over all ranks.
-        flat: whose weights they are.
-        neighbours: this rank's group; its size divides that of all ranks.
-        device: of the weights.
+        inner: the all-gather over all ranks.
+        flat: the weights.
+        neighbours: this rank's group; its size divides the number of all ranks.
+        device: device of the weights.
     """
 
     def __init__(self, inner: AllGather, flat: FlatParam, neighbours: dist.ProcessGroup, device: torch.device) -> None:
@@ -180,9 +180,9 @@ class SecondaryAllGather(AllGather):
         self._comm = Communicator(neighbours, device)
         self._shard = torch.empty(flat.unsharded_numel // self._comm.world, dtype=flat.compute_dtype, device=device)
         self._version: int | None = None
-        """Of the weights that the secondary shard was taken from."""
+        """Version of the weights in the secondary shard; None if it is empty."""
         self._starting = -1
-        """Of those that the last ``start`` gathers."""
+        """Version of the weights that the last ``start`` gathers."""
         self._from_secondary = False
 
     def bind(self, context: CommContext) -> None:
@@ -202,7 +202,7 @@ class SecondaryAllGather(AllGather):
         return self.inner.planned_bytes()
 
     def secondary_bytes(self) -> int:
-        """Return the bytes that this rank sends where the weights come from the secondary shards."""
+        """Return the bytes that this rank sends to gather from secondary shards."""
         return self._comm.peer_bytes(self._flat.unsharded_numel * self._flat.compute_dtype.itemsize)
 
     def memory(self) -> Mapping[str, int]:

@@ -1,17 +1,18 @@
-"""How parameters are divided among ranks: where a group's lie in one flat buffer, and what a rank holds of each.
+"""How parameters are divided among ranks: where a group's parameters lie in one flat buffer, and which elements of each
+a rank holds.
 
     parameters   | w1        |·| w2               |·| w3     |····|      · padding
     chunks       | rank 0          | rank 1          | rank 2     |      world * chunk elements
 
 Every parameter and every chunk starts at a multiple of ``ALIGNMENT`` elements, so views are aligned for vector loads in
 any dtype, and a block of a codec lies in one chunk and in one parameter. A parameter may straddle chunks, so a rank
-holds a flat range of it (``ShardSpec``), possibly an empty one. Where matrices are to lie whole on one rank each
-(``sharding.ownership``), chunks end at their borders, and are as long as what their ranks own, perhaps nothing. A stack
-of matrices may lie in several chunks:
+holds a flat range of it (``ShardSpec``), possibly an empty one. Where each matrix must lie whole on one rank
+(``sharding.ownership``), chunks end at borders of matrices, and differ in length; a chunk may be empty. A stack of
+matrices may lie in several chunks:
 
     chunks       | rank 0              | rank 1          | rank 3 |      rank 2 owns nothing of this group
 
-Where tensor parallelism has divided a parameter before (``TensorParallel``), each rank shards what it holds:
+Where tensor parallelism has divided a parameter before (``TensorParallel``), each rank's local tensor is sharded:
 
     whole [4, 6], Shard(1) over tp      a a a | b b b      a rank of tp = 1 holds [4, 3],
                                         a a a | b b b      of which it keeps its range among dp
@@ -47,10 +48,10 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 256
-"""Elements: a block of a codec, which so belongs to one parameter."""
+"""Elements of a codec's block, so that no block has elements of two parameters."""
 
 VECTOR = 32
-"""Elements: 128 bytes in fp32, 64 bytes in bf16; what is not encoded needs no more."""
+"""Elements that unencoded parameters are aligned to: 128 bytes in fp32, 64 bytes in bf16."""
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
@@ -76,7 +77,7 @@ class Layout:
 
     extents: tuple[Extent, ...]
     chunks: tuple[int, ...]
-    """Elements of each rank's chunk, which follow one another."""
+    """Elements of each rank's chunk; the chunks follow one another."""
 
     @classmethod
     def of(
@@ -89,11 +90,11 @@ class Layout:
         """Lay out parameters of ``shapes`` in the order given, for ``world`` ranks.
 
         Args:
-            shapes: of the parameters.
-            world: how many chunks there are.
+            shapes: shapes of the parameters.
+            world: number of chunks.
             alignment: elements that parameters and chunks begin at multiples of.
-            owners: for each parameter, the ranks of its equal parts, which are to lie in one chunk each; all in
-                ascending order. Empty: chunks are equal.
+            owners: for each parameter, the ranks of its equal parts, each of which lies in one rank's chunk; in
+                ascending order over all parameters. Empty: chunks are equal.
         """
         extents: list[Extent] = []
         offset = 0
@@ -108,7 +109,8 @@ class Layout:
             for rank in ranks:
                 chunks[rank] += extent.numel // len(ranks)
             chunks[ranks[-1]] += -extent.numel % alignment
-        chunks[-1] += -offset % (alignment * world)  # a secondary shard is an equal part, whoever owns what
+        # secondary shards (hpZ) are equal parts of the buffer, whichever ranks own which matrices
+        chunks[-1] += -offset % (alignment * world)
         return cls(tuple(extents), tuple(chunks))
 
     @cached_property
@@ -117,16 +119,17 @@ class Layout:
 
     @cached_property
     def uneven_chunks(self) -> tuple[int, ...]:
-        """``chunks``, or nothing where they are equal."""
+        """``chunks``, or () where they are equal."""
         return () if len(set(self.chunks)) == 1 else self.chunks
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where chunks begin, and where the last one ends."""
+        """Offset of each chunk, and the end of the last one."""
         return tuple(accumulate(self.chunks, initial=0))
 
     def runs(self, without: int = -1) -> Sequence[range]:
-        """Return neighbouring ranks whose chunks are equally long, and not empty: those that one kernel can serve.
+        """Return runs of adjacent ranks whose chunks are equally long and not empty, so that one kernel can serve a
+        run.
 
         Args:
             without: a rank that is left out, and so ends a run; -1 for none.
@@ -140,7 +143,7 @@ class Layout:
 
     @cached_property
     def known_runs(self) -> dict[int, list[range]]:
-        """``runs`` by ``without``, as far as they were asked for: each step asks, and ranks may be thousands."""
+        """Results of ``runs`` by ``without``: each step asks again, and there may be thousands of ranks."""
         return {}
 
     @cached_property
@@ -150,7 +153,7 @@ class Layout:
 
     @property
     def places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where each parameter begins, and its shape."""
+        """Offset and shape of each parameter."""
         return [(extent.offset, extent.shape) for extent in self.extents]
 
     @cached_property
@@ -161,13 +164,15 @@ class Layout:
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def bounds(self, extent: Extent) -> tuple[int, ...]:
-        """``world + 1`` offsets into the parameter: rank r owns its elements ``bounds[r]`` to ``bounds[r + 1]``."""
+        """Return ``world + 1`` offsets into the parameter: rank r owns its elements ``bounds[r]`` to ``bounds[r +
+        1]``."""
         first, last = bisect_left(self.starts, extent.offset), bisect_right(self.starts, extent.end)
         inside = [start - extent.offset for start in self.starts[first:last]]
         return (*(0,) * first, *inside, *(extent.numel,) * (len(self.starts) - last))
 
     def owned(self, extent: Extent, rank: int) -> tuple[int, int]:
-        """The half-open range of ``rank``'s chunk that holds its part of the parameter (empty ranges are equal)."""
+        """Return the half-open range of ``rank``'s chunk that holds its part of the parameter, with equal ends if
+        empty."""
         first, last = self.starts[rank : rank + 2]
         start = min(max(extent.offset, first), last)
         return start - first, max(min(extent.end, last), start) - first
@@ -177,26 +182,27 @@ class Layout:
 
 
 DIVIDED_AS = "_yafsdp_cc_divided_as"
-"""Attribute of a parameter: its ``TensorParallel``, where mesh and placements do not tell everything (``spmd.py``)."""
+"""Name of an attribute of parameters: their ``TensorParallel`` where mesh and placements do not tell everything
+(``forms/spmd.py``)."""
 
 
 @lru_cache(maxsize=64)
 def joint_mesh(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the dimensions of ``mesh``, then those of ``other``; both are slices of one mesh."""
+    """Return a mesh with the dimensions of ``mesh``, then those of ``other``; both must be slices of one mesh."""
     return DeviceMesh._concatenate([mesh, other])
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How tensor parallelism has divided a parameter; equal where the local tensors hold the same elements.
+    """How tensor parallelism has divided a parameter; equal for parameters whose local tensors hold the same elements.
 
-    A module's forward sees what ``parallelize_module`` gave it, a DTensor on the tensor-parallel mesh; users see one on
-    both meshes, of the whole shape.
+    A module's forward sees a DTensor on the tensor-parallel mesh, as ``parallelize_module`` made it; users see one of
+    the whole shape on both meshes.
 
     Args:
-        mesh: the tensor-parallel ranks, in one dimension or several.
-        placements: ``Shard(dim)`` or ``Replicate()`` for each of them.
-        shape: of the whole tensor.
+        mesh: mesh of the tensor-parallel ranks, of one dimension or several.
+        placements: ``Shard(dim)`` or ``Replicate()`` for each dimension of the mesh.
+        shape: shape of the whole tensor.
     """
 
     mesh: DeviceMesh
@@ -216,12 +222,12 @@ class TensorParallel:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in the whole tensor this rank's local tensor begins."""
+        """Index in the whole tensor at which this rank's local tensor begins."""
         return self._sizes_and_offsets[1]
 
     @cached_property
     def divides_matrices(self) -> bool:
-        """Whether rows or columns are divided, and not only a stack of matrices, as expert parallelism does."""
+        """Whether rows or columns of matrices are divided; expert parallelism divides only stacks of matrices."""
         ndim = len(self.shape)
         return any(isinstance(placement, Shard) and placement.dim % ndim >= ndim - 2 for placement in self.placements)
 
@@ -229,7 +235,8 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
-    @torch.enable_grad()  # a backward registers what activation checkpointing then runs again with gradients
+    # activation checkpointing runs a forward again, with gradients, within a backward, where they are off
+    @torch.enable_grad()
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""
         return DTensor.from_local(
@@ -237,12 +244,12 @@ class TensorParallel:
         )
 
     def local_of(self, full: Tensor) -> Tensor:
-        """Return the elements that this rank holds of a whole tensor, as a view of it."""
+        """Return this rank's elements of a whole tensor, as a view of it."""
         return full[tuple(slice(start, start + size) for size, start in zip(*self._sizes_and_offsets, strict=True))]
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
         return self._groups(Shard)
 
     def _groups(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
@@ -255,7 +262,7 @@ class TensorParallel:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, which may be a DTensor; outside of autograd."""
+    """Return this rank's elements of a tensor, which may be a DTensor; outside of autograd."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -286,7 +293,7 @@ def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkSto
         offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
         sizes = list(shape)
         for dim, stride in enumerate(strides):
-            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: as many as fit
+            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: take as many as fit
                 sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
                 break
             sizes[dim] = 1
@@ -301,17 +308,18 @@ class ShardSpec:
 
     Args:
         name: the parameter's full name, for errors. ``fully_shard`` on a part of a model does not know it yet.
-        shape: the shape of what is sharded: the parameter's, or its local one where ``tensor_parallel``.
-        mesh: the mesh it is sharded across, along its last dimension.
+        shape: shape of the parameter, or of its local tensor where ``tensor_parallel`` is given.
+        mesh: the mesh whose last dimension the parameter is sharded across.
         bounds: ``world + 1`` offsets: rank r of that dimension holds the row-major elements
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
-        tensor_parallel: how tensor parallelism has divided the parameter before; None where it has not.
-        owner: what the engine keeps the parameter in; None outside of it.
-        owners: of a matrix, or a stack of some, the ranks that update it, one for each of its equal parts (whole
-            matrices), in ascending order. Empty: an optimizer of matrices leaves it to another rule.
+        tensor_parallel: how tensor parallelism has divided the parameter before; None if it has not.
+        owner: weak reference to the ``FSDPParam``; None for a tensor of no engine.
+        owners: ranks that update a matrix or stack of matrices, one for each of its equal parts (whole matrices), in
+            ascending order. Empty: an optimizer of matrices (Muon) does not update this parameter by its matrix rule.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, or the bounds are not those of one range per rank.
+        ValueError: the mesh has more than two dimensions, or the bounds do not divide the elements into one range per
+            rank.
     """
 
     name: str
@@ -320,10 +328,11 @@ class ShardSpec:
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
     owner: weakref.ref[object] | None = field(default=None, repr=False)
-    """The ``FSDPParam`` that is sharded so (``param.owner_of``); None for a tensor of no engine."""
+    """Weak reference to the ``FSDPParam`` that this spec shards (``param.owner_of``); None for a tensor of no
+    engine."""
     owners: tuple[int, ...] = ()
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
-    """What DTensor knows of tensors of each dtype that are sharded like this (``dtensor.py``)."""
+    """DTensor's own spec for each dtype of tensors sharded like this one (``tensor/dtensor.py``)."""
 
     def __post_init__(self) -> None:
         if self.mesh.ndim > 2:
@@ -350,7 +359,7 @@ class ShardSpec:
 
     @cached_property
     def update_bounds(self) -> tuple[int, ...] | None:
-        """``bounds`` of what each rank updates of a matrix, or a stack; None: every rank updates it whole."""
+        """Bounds of the elements of a matrix or stack that each rank updates; None: every rank updates all of them."""
         if self.bounds is None:
             return None
         of_each = self.numel // len(self.owners)
@@ -358,13 +367,14 @@ class ShardSpec:
 
     @property
     def updated_shape(self) -> torch.Size:
-        """Shape of what the shard group updates: the parameter, or its part of a stack that is divided."""
+        """Shape of the tensor that a shard group updates: the parameter's, or its local one where a stack is
+        divided."""
         parallel = self.tensor_parallel
         return self.shape if parallel is None or not parallel.divides_matrices else parallel.shape
 
     @property
     def is_assembled(self) -> bool:
-        """Whether a matrix, or a stack, does not lie where it is updated."""
+        """Whether a matrix or stack must be moved to the ranks that update it."""
         return bool(self.owners) and self.bounds != self.update_bounds
 
     def local_range(self) -> tuple[int, int]:
@@ -373,28 +383,28 @@ class ShardSpec:
 
     @cached_property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's local tensor: one flat range, or the whole tensor's own shape when replicated."""
+        """Shape of this rank's local tensor: one flat range, or the whole shape where replicated."""
         start, stop = self.local_range()
         return torch.Size(self.shape if self.bounds is None else (stop - start,))
 
     @cached_property
     def global_shape(self) -> torch.Size:
-        """The parameter's shape, as users see it."""
+        """Shape of the parameter as users see it."""
         return self.shape if self.tensor_parallel is None else self.tensor_parallel.shape
 
     @cached_property
     def global_mesh(self) -> DeviceMesh:
-        """All ranks among which the parameter is divided."""
+        """Mesh of all ranks among which the parameter is divided."""
         return self.mesh if self.tensor_parallel is None else joint_mesh(self.mesh, self.tensor_parallel.mesh)
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
         return (shard_group(self.mesh), *(() if self.tensor_parallel is None else self.tensor_parallel.groups))
 
     @cached_property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """This rank's elements as chunks of the whole tensor. A tensor without elements is one empty chunk."""
+        """This rank's elements as chunks of the whole tensor; a tensor without elements is one empty chunk."""
         if self.bounds is None or math.prod(self.global_shape) == 0:
             chunks = [ChunkStorageMetadata(torch.Size((0,) * len(self.shape)), self.shape)]
         else:
@@ -425,11 +435,11 @@ class ShardSpec:
         return f"'{self.name}' (sharded {list(self.global_shape)}, this rank holds {held} of {whole} elements)"
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
-        return self  # one for a parameter, its gradient and its optimizer state; a mesh has no second copy
+        return self  # a parameter, its gradient and its optimizer state share one spec; a mesh cannot be copied
 
 
 class RowShardSpec(ShardSpec):
-    """How a parameter is sharded whose local tensors are rows, in as many dimensions as it has.
+    """The spec of a parameter whose local tensors are whole rows, with as many dimensions as the parameter.
 
     The bounds are those of ``Shard(0)``. The local tensor of the parameter, and of optimizer state, may be of a tensor
     subclass, whose operations take rows and not flat ranges of them.

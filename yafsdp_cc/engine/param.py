@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 _graph_task = torch._C._current_graph_task_id
 _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
-"""To a gradient, and to its local tensor, that only their ``FSDPParam`` keeps, as ``sys.getrefcount`` counts them."""
+"""Results of ``sys.getrefcount`` for a gradient, and for its local tensor, that only their ``FSDPParam`` refers to."""
 
 
 class FSDPParam:
     """One parameter of a group, sharded or, where it is too small for that, replicated.
 
     Args:
-        spec: how it is sharded.
+        spec: how the parameter is sharded.
         sites: the modules that hold it, each with the attribute's name; several where it is tied.
         extent: its place in the flat buffer.
-        wrap: makes, of this rank's range of the parameter or of its gradient, what users see.
+        wrap: makes the sharded tensor that users see from this rank's range of the parameter or of its gradient.
     """
 
     def __init__(
@@ -57,53 +57,57 @@ class FSDPParam:
         self.wrap = wrap
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
-        # Instance attributes come before Module.__getattr__, so a view put there is what the module's forward sees;
-        # named_parameters() shows it there, too (ModuleParameters), and goes on to show the sharded parameter outside.
+        # A module's instance attributes come before ``Module.__getattr__``, so its forward reads a view put in
+        # ``__dict__``. ``named_parameters()`` shows the view during the forward (``ModuleParameters``), and the sharded
+        # parameter otherwise.
         self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
             for module, attribute in sites
-            if isinstance(module, nn.RNNBase)  # its forward reads a list that it keeps beside the attributes
+            if isinstance(module, nn.RNNBase)  # an RNN's forward reads a list of its weights, not the attributes
         )
         self.extent = extent
         self.index = -1
-        """Number among all parameters of the model."""
+        """Number of the parameter among all of the model."""
         self.span = (0, 0)
-        """This rank's range of the parameter, in elements of its chunk."""
+        """Range of this rank's chunk that holds the parameter's elements."""
         self.flat: FlatParam | None = None
-        """None where it is replicated."""
+        """The flat buffer that the parameter is in; None where it is replicated."""
         self.engine: weakref.ref[object] | None = None
-        """The ``FSDPState`` of the present assembly (``state.engine_of``), gone before parameters that users keep."""
+        """The ``FSDPState`` of the present assembly (``state.engine_of``); users may keep the parameter longer than the
+        engine."""
         self.parameter: nn.Parameter
-        """What users see; its local tensor is ``local``."""
+        """The parameter that users see; its local tensor is ``local``."""
         self.local: Tensor
         """This rank's range of the parameter."""
         self.grad: DTensor
-        """What ``parameter.grad`` becomes: the same tensor in every step, unless somebody keeps it."""
+        """The sharded tensor that ``parameter.grad`` is set to: the same object in every step, unless somebody refers
+        to it."""
         self.local_grad: Tensor
         self.is_withheld = False
-        """Whether ``grad`` has sums that ``parameter.grad`` is not to show before a rank is known to have used it."""
+        """Whether ``grad`` has sums that ``parameter.grad`` must not show before some rank is known to have used the
+        parameter."""
         self.unsharded_grad: Tensor | None = None
-        """Where the backward under way writes the gradient."""
+        """View of the gradient buffer that the backward under way writes the gradient to."""
         self.accepts_in: int | None = None
-        """The backward that ``unsharded_grad`` is for; None: any."""
+        """The backward (graph task) that ``unsharded_grad`` is for; None: any."""
         self.written = False
-        """Whether a backward has written there."""
+        """Whether a backward has written to ``unsharded_grad``."""
         self.acquire_grad_buffer: Callable[[], None]
         """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
 
     @property
     def lies_in_shard(self) -> bool:
-        """Whether users still see this rank's range of the shard."""
+        """Whether the parameter that users see is still this rank's range of the shard."""
         return self.parameter._local_tensor is self.local  # type: ignore[attr-defined]
 
     @property
     def is_held(self) -> bool:
-        """Whether modules hold this parameter, and not another one in its place."""
+        """Whether the modules still hold this parameter, not another in its place."""
         return all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
 
     def check_unchanged(self) -> None:
-        """Raise a ``RuntimeError`` if modules no longer hold this parameter, or it no longer lies in the shard."""
+        """Raise a ``RuntimeError`` if modules hold another parameter in its place, or it was moved out of the shard."""
         if not self.is_held or not self.lies_in_shard:
             raise RuntimeError(
                 f"'{self.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
@@ -112,11 +116,13 @@ class FSDPParam:
             )
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution to the gradient buffer: the first is copied, with its cast for free, others added."""
+        """Write one contribution to the gradient buffer: the first is copied (and cast in the same pass), others are
+        added."""
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()
-            if (target := self.unsharded_grad) is None:  # not wanted: torch.autograd.grad, on its way to an input
+            # ``torch.autograd.grad``, on its way to an input, wants no gradients of parameters
+            if (target := self.unsharded_grad) is None:
                 return
         if grad.is_sparse or (self.written and type(grad) is not Tensor):
             grad = grad.to_dense() if grad.is_sparse else torch.empty_like(target).copy_(grad)
@@ -124,29 +130,29 @@ class FSDPParam:
         self.written = True
 
     def local_range(self, chunk: Tensor) -> Tensor:
-        """Return this rank's part of the parameter in a buffer that is as long as its chunk."""
+        """Return this rank's part of the parameter in ``chunk``, a buffer as long as this rank's chunk."""
         start, end = self.span
         return chunk.narrow(0, start, end - start).view(self.spec.local_shape)
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` where the model holds this one."""
+        """Put ``parameter`` into the modules in place of this one."""
         for module, attribute in self.sites:
             module._parameters[attribute] = parameter
         for weights, index in self._lists:
             weights[index] = parameter
 
     def register_unsharded(self, view: Tensor) -> None:
-        """Let the modules' forwards see ``view``."""
+        """Show ``view`` to the modules' forwards."""
         if self.spec.tensor_parallel is not None:
             view = self.spec.tensor_parallel.wrap_unsharded(view)
-        view._is_param = True  # to isinstance(view, nn.Parameter)
+        view._is_param = True  # makes isinstance(view, nn.Parameter) true
         for place, attribute in self._places:
             place[attribute] = view
         for weights, index in self._lists:
             weights[index] = view
 
     def register_sharded(self) -> None:
-        """Let the modules see the sharded parameter again."""
+        """Show the sharded parameter to the modules again."""
         for place, attribute in self._places:
             place.pop(attribute, None)
         for weights, index in self._lists:
@@ -154,14 +160,14 @@ class FSDPParam:
 
 
 def owner_of(spec: ShardSpec) -> FSDPParam | None:
-    """Return the parameter that is sharded by ``spec``; None where it is gone, or was never one of an engine."""
+    """Return the parameter that is sharded by ``spec``; None if it is gone, or was never one of an engine."""
     owner = None if spec.owner is None else spec.owner()
     assert owner is None or isinstance(owner, FSDPParam)
     return owner
 
 
 class Group(Protocol):
-    """What collectives and messages need of the ``ParamGroup`` of a ``FlatParam``."""
+    """The part of ``ParamGroup`` that collectives and messages need."""
 
     name: str
     registered: list[Sequence[Tensor]]
@@ -173,11 +179,11 @@ class Group(Protocol):
 
 
 class ShardedGrad:
-    """The flat buffer that the ``.grad`` of some parameters are views of.
+    """The flat buffer that the ``.grad`` of its parameters are views of.
 
     Args:
         buffer: [chunk], in the parameters' ``grad_dtype``.
-        params: whose gradients it holds.
+        params: the parameters whose gradients it holds.
     """
 
     def __init__(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
@@ -192,28 +198,29 @@ class ShardedGrad:
         self._viewers = _viewers(buffer)
 
     def _is_kept(self) -> bool:
-        """Return whether somebody keeps a gradient, its ``to_local()`` or a view of that."""
+        """Return whether anybody else refers to a gradient, its ``to_local()`` or a view of it."""
         return _viewers(self.buffer) > self._viewers or any(
             sys.getrefcount(param.grad) > _GRAD_REFERENCES or sys.getrefcount(param.local_grad) > _LOCAL_REFERENCES
             for param in self.params
         )
 
     def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
-        """Add a sum over ranks, divided, to the gradients, or start them with it where ``.grad`` is None.
+        """Divide a sum over ranks and add it to the gradients, or overwrite them with it where ``.grad`` is None.
 
-        The gradient of a parameter that is not ``used`` is not handed out: whether another rank used it is not known
-        yet (``replicated.hand_out_grads``).
+        A parameter that this rank has not ``used`` keeps ``.grad`` None for now: another rank may have used it
+        (``replicated.hand_out_grads``).
 
         Args:
-            parts: the sum, which together is as long as the buffer: where each part begins, and it; overwritten.
-            divisor: what turns the sum into the mean.
+            parts: the offset of each part of the sum, and the part; together as long as the buffer; overwritten.
+            divisor: the number that turns the sum into the mean.
             used: for each parameter, whether this rank wrote a gradient.
         """
         before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
         fresh = all(grad is None for grad in before)
         wanted = (None, self.buffer.dtype)
         if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
-            self._use(self._new_buffer(grad_dtype_of(self.params)))  # the gradients of an earlier step stay as they are
+            # somebody refers to the gradients of an earlier step: leave them unchanged
+            self._use(self._new_buffer(grad_dtype_of(self.params)))
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
             if fresh or ours:
@@ -233,7 +240,7 @@ class ShardedGrad:
             if first >= last:
                 continue
             target = param.local_grad
-            if grad is not None:  # perhaps one that the user has put there
+            if grad is not None:  # this may be a gradient that the user has assigned
                 if not isinstance(grad, type(param.grad)):
                     raise TypeError(
                         f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
@@ -255,17 +262,17 @@ class ShardedGrad:
     def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype != total.dtype and not divisor.casts:
             grad.add_(total.div_(divisor.of[total.dtype]))
-        elif divisor.inverse is None:  # one pass over memory, with the bits of two: the quotient is rounded, too
+        elif divisor.inverse is None:  # one pass over memory with the bits of two, because the quotient is rounded, too
             grad.addcdiv_(total, divisor.of[total.dtype])
         else:
             grad.add_(total, alpha=divisor.inverse)
 
 
 def grad_dtype_of(params: Sequence[FSDPParam]) -> torch.dtype:
-    """Return the dtype that parameters of one flat buffer want their ``.grad`` in.
+    """Return the dtype of the ``.grad`` of parameters in one flat buffer.
 
     Raises:
-        ValueError: they differ.
+        ValueError: their ``grad_dtype`` differ.
     """
     first, *others = (each.parameter.grad_dtype or each.parameter.dtype for each in params)
     for param, other in zip(params[1:], others, strict=True):
@@ -284,34 +291,35 @@ def _viewers(buffer: Tensor) -> int:
 
 @dataclass(eq=False)
 class FlatParam:
-    """Parameters of one dtype in one flat buffer that is sharded into equal chunks, of which this rank keeps one."""
+    """Parameters of one dtype in one flat buffer that is sharded into a chunk for each rank."""
 
     params: Sequence[FSDPParam]
-    """In the order of the buffer."""
+    """The parameters in the order of the buffer."""
     layout: Layout
     rank: int
-    """Whose chunk this is."""
+    """Rank that owns the chunk ``sharded``: this one."""
     sharded: Tensor
-    """[chunk], in the parameters' own dtype: what the optimizer updates."""
+    """[chunk] in the parameters' own dtype: this rank's shard, which the optimizer updates."""
     compute_dtype: torch.dtype
-    """Of the unsharded weights."""
+    """Dtype of the unsharded weights."""
     reduce_dtype: torch.dtype
-    """Of the unsharded gradients."""
+    """Dtype of the unsharded gradients."""
     divisor: Divisor
-    """Of summed gradients; may be replaced at any time."""
+    """Divisor of summed gradients; it may be replaced at any time."""
     device: torch.device
-    """Of the forward."""
+    """Device of the forward."""
     sharded_grad: ShardedGrad | None = field(default=None, init=False)
     all_gather: AllGather = field(init=False)
     reduce_scatter: ReduceScatter = field(init=False)
     all_reduce: AllReduce | None = field(default=None, init=False)
-    """Over replicas, of partial sums. All three are made at the first assembly."""
+    """Collective that sums partial sums over replicas. All three collectives are made at the first assembly."""
     reduce_context: CommContext = field(init=False)
     """Communicator and scratch buffers of its reduces in the present assembly."""
     group: Group = field(init=False)
-    """Its ``ParamGroup`` in the present assembly; a replicated one has none."""
+    """Its ``ParamGroup`` in the present assembly; a replicated flat has none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
-    """What becomes of a sum over the ranks of a shard; with replicas, ``PartialReduceOutput.add``."""
+    """Function that consumes a sum over the ranks of a shard: ``add_to_grad``, or with replicas
+    ``PartialReduceOutput.add``."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad
@@ -325,16 +333,16 @@ class FlatParam:
 
     @property
     def version(self) -> int:
-        """Changes whenever the shard does."""
+        """Number that rises whenever torch sees a write to the shard."""
         return self.sharded._version
 
     def raise_version(self) -> None:
-        """Count a change that torch has not seen."""
+        """Count a write to the shard that torch has not seen."""
         torch._C._increment_version((self.sharded,))
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of summed gradients."""
+        """Dtype of summed gradients."""
         return torch.float64 if self.reduce_dtype == torch.float64 else torch.float32
 
     @property
@@ -343,7 +351,7 @@ class FlatParam:
 
     @property
     def has_grad(self) -> bool:
-        """Whether a parameter has a ``.grad``."""
+        """Whether any parameter has a ``.grad``."""
         return any(param.parameter.grad is not None for param in self.params)
 
     @property
@@ -353,12 +361,12 @@ class FlatParam:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of shard and gradient in host memory, beside the device."""
+        """Bytes of shard and gradient in host memory, none unless offloaded."""
         return 0
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of ``compute_dtype`` that it takes in a weight buffer."""
+        """Elements of ``compute_dtype`` that the unsharded weights take in a weight buffer."""
         return self.layout.numel
 
     def views(self, whole: Tensor) -> list[Tensor]:
@@ -366,15 +374,17 @@ class FlatParam:
         return [whole.narrow(0, place.offset, place.numel).view(place.shape) for place in self.layout.extents]
 
     def use_sharded(self, sharded: Tensor) -> None:
-        """Take ``sharded`` for this rank's chunk."""
+        """Make ``sharded`` this rank's chunk."""
         self.sharded = sharded
 
     def extension_all_gather(self) -> AllGather | None:
-        """Return the all-gather that calls the extension of a tensor subclass; None: the parameters have none."""
+        """Return the all-gather that calls the extension of a tensor subclass; None if the parameters have no
+        extension."""
         return None
 
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        """Return the shard in the dtype of ``own``: itself, or ``own`` [chunk] with a copy of it (cast)."""
+        """Return the shard in the dtype of ``own``: the shard itself, or ``own`` [chunk] with a copy, cast if need
+        be."""
         if not in_place and own.dtype == self.sharded.dtype:
             return self.sharded
         return own.copy_(self.sharded)
@@ -389,14 +399,14 @@ class FlatParam:
         return self.reduce_scatter.feeds_back or (self.all_reduce is not None and self.all_reduce.feeds_back)
 
     def reset_collectives(self) -> None:
-        """Drop what the collectives have started or deferred. Nothing is in flight."""
+        """Drop started and deferred sums of the collectives. No collective may be in flight."""
         self.all_gather.reset()
         self.reduce_scatter.reset()
         if self.all_reduce is not None:
             self.all_reduce.reset()
 
     def make_sharded_grad(self) -> ShardedGrad:
-        """Return the buffer of gradients, made when the first parameter is to be trained."""
+        """Return the buffer of gradients; it is made when the first parameter becomes trainable."""
         if self.sharded_grad is None:
             self.sharded_grad = ShardedGrad(
                 torch.zeros_like(self.sharded, dtype=grad_dtype_of(self.params)), self.params
@@ -407,9 +417,6 @@ class FlatParam:
         """Divide a sum over ranks and add it to ``.grad``; arguments as of ``ShardedGrad.add``."""
         assert self.sharded_grad is not None
         self.sharded_grad.add(parts, self.divisor, used)
-
-
-# In buffers --------------------------------------------------------------------------------------------------------
 
 
 def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:
@@ -428,11 +435,13 @@ def unsharded_grad_bytes(flats: Iterable[FlatParam]) -> int:
 
 
 class UnshardedParams:
-    """A group's weights in a buffer; made once for each pair of group and buffer.
+    """A group's weights in one buffer; made once for each pair of group and buffer.
 
-    The buffer is filled through ``flat`` and read through ``views``, which have version counters of their own: to
-    autograd, a refill between forward and backward is invisible. The engine sees to it that the buffer holds the group
-    again before a saved view is read.
+    [Note: saved views] Autograd saves views of the weight buffer for the backward, and refuses them if their version
+    has changed. The collectives write through ``flat``, the forward reads through ``views``: aliases of the same memory
+    with version counters of their own, so that refilling the buffer between forward and backward is invisible to
+    autograd. The engine must therefore see to it that the buffer holds this group's weights again before the backward
+    reads a saved view.
     """
 
     def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
@@ -441,28 +450,29 @@ class UnshardedParams:
         offsets, _ = offsets_of(sizes)
         places = zip(offsets[: len(flats)], flats, strict=True)
         self.flat = [buffer.view(start, flat.unsharded_numel, flat.compute_dtype) for start, flat in places]
-        """[world * chunk] of each ``FlatParam``."""
+        """[world * chunk] of each ``FlatParam``, which collectives fill."""
         self.scratch = [
             buffer.view(offset, size, torch.uint8) if size else None
             for offset, size in zip(offsets[len(flats) :], sizes[len(flats) :], strict=True)
         ]
-        """Of each one's all-gather."""
+        """Scratch of each ``FlatParam``'s all-gather, uint8; None if it needs none."""
         self._aliases = [whole.data for whole in self.flat]
         self._versions = [alias._version for alias in self._aliases]
         self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
-        # For ops run again during the backward: leaves that want a gradient where the parameter did. They are views,
-        # whose casts autocast does not keep: a cast of other weights would be used again, within one autocast context.
+        # Leaves that collect gradients of operations that reentrant checkpointing runs again. They are views, because
+        # autocast caches casts of leaves that are not, and would reuse a cast of older weights within one autocast
+        # context.
         with torch.no_grad():
             self.leaves = [view.view_as(view) for view in self.views]
 
     def was_written(self) -> bool:
-        """Return whether something was written through the views since this was asked last."""
+        """Return whether anything was written through the views since the last call."""
         before, self._versions = self._versions, [alias._version for alias in self._aliases]
         return before != self._versions
 
 
 class UnshardedGrads:
-    """A group's gradients in a buffer."""
+    """A group's gradients in one buffer."""
 
     def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
         self.buffer = buffer
@@ -480,7 +490,8 @@ class UnshardedGrads:
         ]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero what nobody has written, another group's gradients; return which parameters were, by ``FlatParam``."""
+        """Zero gradients that nobody wrote, where another group's may lie; return for each ``FlatParam`` which were
+        written."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:
                 view.zero_()

@@ -3,9 +3,13 @@
     SHARDED ──unshard──► UNSHARDED (in a weight buffer) ──last use──► SHARDED: another group takes the buffer
     no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
 
-``unshard`` and ``unshard_for_backward`` give weights that are ready; ``acquire_grad_buffer`` is called when the
-backward comes to the group, and ``reduce`` when the last gate of the group has run. Which of them is called when is
-decided by ``state``.
+``unshard`` and ``unshard_for_backward`` return weights that are ready; ``acquire_grad_buffer`` is called when the
+backward reaches the group, and ``reduce`` when the last gate of the group has run. ``state`` decides when to call each.
+[Note: overflow buffers] A group whose assigned buffer is in use gets one of its own, an overflow buffer, and
+``Counters.overflow_buffers`` counts it: an enclosing group still computes in the buffer, a call of the same group is
+not over, or a second graph is alive. It costs memory and an all-gather, and never a wrong number. Its memory may have
+been read by other streams before, so its first fill waits for the caller (``last_use``); ``in_flight`` keeps a gradient
+buffer alive until the reduce that reads it is over.
 """
 
 from __future__ import annotations
@@ -44,40 +48,40 @@ _log = logging.getLogger("yafsdp_cc")
 
 @dataclass(eq=False)
 class GroupContext:
-    """What the groups of one root share: streams, gradient buffers, and what is in flight."""
+    """State that the groups of one root share: streams, buffers, and reduces in flight."""
 
     info: MeshInfo
     gather: CommContext
     """Communicator, scratch buffers and fingerprint of all-gathers; ``reduce`` has those of reduces."""
     reduce: CommContext
     gather_stream: CommStream
-    """Where all-gathers are issued; reduces are on ``reduce_stream``, perhaps the same one."""
+    """Stream of all-gathers; reduces are issued on ``reduce_stream``, perhaps the same one."""
     reduce_stream: CommStream
     fingerprint: CollectiveFingerprint
-    """What ranks compare."""
+    """Record of the collectives that were issued, which ranks compare."""
     counters: Counters
-    """Kept from one assembly to the next."""
+    """Counts for users, which continue from one assembly to the next."""
     leaf_node: Any
     """Autograd's node of a leaf that a backward reaches if and only if it wants the parameters' gradients."""
     observers: tuple[Observer, ...] = ()
     groups: tuple[ParamGroup, ...] = ()
-    """In module order."""
+    """The groups of the root in module order."""
     replicas: Replicas | None = None
-    """What sums over replicas, where there are some."""
+    """The sums over replicas; None without replicas."""
     passes: int = 0
-    """Forwards, backwards and calls of ``reshard()`` that have ended: after each, the caller may write to shards."""
+    """Number of forwards, backwards and ``reshard()`` calls so far: after each, the caller may write to shards."""
     in_forward: bool = False
     """Whether a forward of the root, or of a group by itself, is under way."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
     grad_pools: dict[Role, BufferPool] = field(default_factory=dict)
     last_reduce: CommHandle | None = None
-    """The reduce or deferral that was issued last in the backward under way."""
+    """Handle of the reduce or deferral that was issued last in the backward under way."""
     in_flight: list[Buffer] = field(default_factory=list)
-    """Gradient buffers that the reduce stream may still read: overflow buffers must outlive that."""
+    """Gradient buffers that the reduce stream may still read; overflow buffers have no other reference."""
     reduced: list[tuple[FlatParam, list[bool]]] = field(default_factory=list)
-    """What was reduced in the backward under way, and which of the parameters this rank has written."""
+    """Flat parameters reduced in this backward, and for each of their parameters whether this rank wrote it."""
     traces: bool = False
-    """Whether a tool is recording ranges; looked at once per forward and backward."""
+    """Whether a profiler records ranges; read once per forward and backward."""
     has_warned: bool = False
     describe: Callable[[CommHandle | None], str] = field(init=False)
     """Says what this rank is doing, and which operation it waits for: ``status.describe``."""
@@ -89,11 +93,11 @@ class GroupContext:
 
     @property
     def wants_grads(self) -> bool:
-        """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad``."""
+        """Whether the backward under way wants the parameters' gradients, unlike ``torch.autograd.grad`` of inputs."""
         return bool(_will_execute(self.leaf_node))
 
     def wait(self, handle: CommHandle) -> None:
-        """Wait for an operation; where that fails, tell what the other ranks were doing."""
+        """Wait for an operation; if it fails, raise an error that tells what the other ranks were doing."""
         if not handle.pending:
             return
         for observer in self.observers:
@@ -106,26 +110,26 @@ class GroupContext:
             observer.after_wait()
 
     def bind_reduce(self, flat: FlatParam) -> None:
-        """Make what the gradients of ``flat`` need, unless it is there: frozen parameters need nothing."""
+        """Allocate what the gradients of ``flat`` need, unless it exists: frozen parameters need nothing."""
         if flat not in self._bound:
             self._bound.add(flat)
-            self.wait_for_reduces()  # scratch buffers may have to grow
+            self.wait_for_reduces()  # no reduce may use scratch buffers while they grow
             flat.reduce_scatter.bind(flat.reduce_context)
             flat.make_sharded_grad()
             if self.replicas is not None:
                 self.replicas.bind(flat)
 
     def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
-        """Issue an operation that reads a gradient buffer, behind what the caller's stream has written to it."""
+        """Issue an operation that reads a gradient buffer, behind the writes of the caller's stream."""
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
-            self.wait(self.last_reduce)  # both use the scratch buffers
+            self.wait(self.last_reduce)  # both operations use the scratch buffers
         self.reduce_stream.wait_for_caller()
         self.reduce_stream.issue(buffer.handle, start, finish)
         self.last_reduce = buffer.handle
         self.in_flight.append(buffer)
 
     def wait_for_reduces(self) -> None:
-        """Wait for all reduces and deferrals so far; the stream has done those before the last one."""
+        """Wait for all issued reduces and deferrals: the last one is behind all others on the stream."""
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
             if self.replicas is not None:
@@ -134,16 +138,16 @@ class GroupContext:
             self.in_flight.clear()
 
     def release(self) -> None:
-        """Let go of groups, buffers and observers."""
+        """Drop the references to groups, buffers and observers."""
         for pool in (*self.weight_pools.values(), *self.grad_pools.values()):
             for buffer in pool.buffers:
-                buffer.owner = None  # groups and buffers refer to each other
+                buffer.owner = None  # groups and buffers refer to each other: break the cycle
         self.groups = self.observers = ()
         self.weight_pools.clear()
         self.grad_pools.clear()
 
     def reset(self) -> None:
-        """Drop reduces that are in flight, as after an interrupted backward."""
+        """Drop reduces in flight, after an interrupted backward."""
         for buffer in self.in_flight:
             buffer.handle.abandon()
         self.last_reduce = None
@@ -151,11 +155,11 @@ class GroupContext:
         self.reduced.clear()
 
     def warn_of_kept_grads(self) -> None:
-        """Say once what it costs to keep unsharded gradients from one backward to the next."""
+        """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
             keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
-            is_planned = any(group.spec.role is not None for group in keeping)  # by shard()
+            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard`` set the roles
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "Where every micro-batch may be reduced, leaving it on costs none%s",
@@ -169,9 +173,9 @@ class ParamGroup:
     """One group in one assembly of the engine.
 
     Args:
-        context: shared with the other groups of the root.
+        context: state shared with the other groups of the root.
         spec: its parameters and settings.
-        role: which buffers it takes.
+        role: decides which buffers the group takes.
     """
 
     def __init__(self, context: GroupContext, spec: ParamGroupSpec, role: Role) -> None:
@@ -184,37 +188,37 @@ class ParamGroup:
         self.index = -1
         """Number among the groups of its role."""
         self.unsharded: UnshardedParams
-        """Where the weights are gathered unless that buffer is in use."""
+        """The weights in the assigned buffer."""
         self.held: UnshardedParams | None = None
-        """Weights that ``unshard()`` of the module has asked for outside of a forward."""
+        """Weights gathered outside of a forward, by ``unshard()`` of the module."""
         self.registered: list[Sequence[Tensor]] = []
-        """What the modules see as their parameters, innermost call last."""
+        """Weights that the modules show as their parameters, one entry per call under way, the innermost last."""
         self.grads: UnshardedGrads | None = None
-        """Where gradients are written; set from the first one to the reduce."""
+        """The gradient buffer, from the first gradient to the reduce."""
         self.deferred: dict[FlatParam, list[bool]] = {}
-        """Which parameters have gradients that ``_defer`` has taken in for the next reduce."""
+        """For each flat parameter with deferred gradients (``_defer``), which parameters have some."""
         self.is_alone_in_grad_buffer = False
-        """Whether no other group's gradients are written where this one's are."""
+        """Whether no other group writes gradients to this group's buffer."""
         self.replicated: tuple[FSDPParam, ...] = ()
-        """Replicated parameters that its modules use."""
+        """Replicated parameters that the group's modules use."""
         self.uses_root_params = False
-        """Whether a module of it uses a parameter of the root's group, tied to one elsewhere."""
-        # An embedding's backward needs its indices alone.
+        """Whether one of its modules uses a parameter of the root's group, tied to one elsewhere."""
+        # the backward of an embedding reads its indices, not its weights
         only_embeddings = all(type(module) is nn.Embedding for module in spec.modules)
         self.unshards_in_backward = spec.settings.unshards_in_backward and not only_embeddings
         self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
         self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
-        """Those that the settings of the same name name."""
+        """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
         self.recomputed_in = -1
-        """The last backward in which activation checkpointing has run this group again."""
+        """The last backward in which activation checkpointing has run this group's forward again."""
         self.registers_held = False
         self.accepts_in: int | None = None
-        """The backward that has asked last whether to write gradients; -1 outside of one."""
+        """The backward (graph task) that last asked whether to write gradients; -1 outside of one."""
         self._assigned_grads: UnshardedGrads | None = None
         self._kept_grads: UnshardedGrads | None = None
-        """Gradients kept from one backward to the next, while these do not reduce."""
+        """Gradients that accumulate over backwards that do not reduce."""
         self._unpooled: Buffer | None = None
         for param in self.params:
             param.acquire_grad_buffer = self.acquire_grad_buffer
@@ -227,7 +231,7 @@ class ParamGroup:
     # Weights -----------------------------------------------------------------------------------------------------
 
     def versions(self) -> tuple[int, ...]:
-        """Return what changes whenever a shard does, by ``FlatParam``."""
+        """Return each shard's version, which changes whenever the shard does."""
         return tuple([flat.sharded._version for flat in self.flats])
 
     def is_in(self, buffer: Buffer) -> bool:
@@ -235,7 +239,7 @@ class ParamGroup:
         return buffer.owner is self and not buffer.expired and buffer.versions == self.versions()
 
     def expire(self, flats: Sequence[FlatParam]) -> None:
-        """Have weights of ``flats`` that were gathered before the last pass ended gathered anew, whatever their
+        """Gather the weights of ``flats`` anew if they were gathered before the last pass ended, whatever their
         versions."""
         for unsharded in (self.unsharded, self.held):
             buffer = None if unsharded is None else unsharded.buffer
@@ -245,32 +249,33 @@ class ParamGroup:
             flat.all_gather.expire()
 
     def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]:
-        """Return what the assigned buffer holds of ``flat``: its version, None if it is not there, and its room."""
+        """Return the version of ``flat`` in the assigned buffer (None if it is not there), and the view of its
+        weights."""
         buffer, place = self.unsharded.buffer, self.flats.index(flat)
         self.context.wait(buffer.handle)
         return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
 
     def prefetch(self) -> None:
-        """Gather into the assigned buffer unless somebody uses it. A prefetch that is lost costs time, nothing else."""
+        """Gather into the assigned buffer unless it has users. A lost prefetch costs time, nothing else."""
         buffer = self.unsharded.buffer
         if self.flats and buffer.users == 0 and not self.is_in(buffer):
             self._all_gather(self.unsharded)
 
     def unshard(self) -> UnshardedParams:
-        """Return the weights, gathered and ready, in a buffer that stays as it is until ``release``."""
+        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``."""
         if self.held is not None and not self.is_in(self.held.buffer):
-            self.release_held()  # the weights have changed since
+            self.release_held()  # the weights have changed since ``unshard()``
         unsharded = self.use(self.held or self.unsharded)
         self.context.wait(unsharded.buffer.handle)
         return unsharded
 
     def unshard_for_backward(self, unsharded: UnshardedParams, lent: int, *, needed: bool) -> bool:
-        """Put the weights back where a forward has read them; return whether the buffer is in use by that now.
+        """Gather the weights into the buffer that a forward read them from; return whether the backward uses it now.
 
         Args:
-            unsharded: what the forward has read.
-            lent: how many users of the buffer wait for this backward to end, and then gather again.
-            needed: whether they are needed for sure; else another group that uses the buffer is left alone.
+            unsharded: the weights that the forward has read.
+            lent: number of users of the buffer that wait for this backward to end, and then gather again.
+            needed: whether the backward certainly reads the weights; else another group may keep the buffer.
         """
         buffer = unsharded.buffer
         if not self.is_in(buffer):
@@ -288,7 +293,7 @@ class ParamGroup:
         return True
 
     def unshard_again(self, unsharded: UnshardedParams) -> None:
-        """Put the weights back where another group has used their buffer, which counts their use already."""
+        """Gather the weights anew after another group used their buffer; ``users`` still counts this use."""
         if not self.is_in(unsharded.buffer):
             self._all_gather(unsharded)
         self.context.wait(unsharded.buffer.handle)
@@ -301,24 +306,26 @@ class ParamGroup:
             buffer.last_use = stream.record(buffer.last_use)
 
     def forget(self, unsharded: UnshardedParams) -> None:
-        """Have the weights gathered anew, also where the group has the buffer to itself: they were written to."""
+        """Invalidate the weights in their buffer, because the program has written to them."""
         if unsharded.buffer.owner is self:
             unsharded.buffer.owner = None
 
     def release_held(self) -> None:
-        """Let go of what ``unsharded.hold`` has gathered."""
+        """End the use of the weights that ``unshard()`` of the module has gathered."""
         held, self.held = self.held, None
         if held is not None:
-            held.buffer.handle.wait()  # on a CPU: its all-gather may write to an overflow buffer, which is freed here
+            # the buffer may be an overflow buffer, freed here while a CPU's all-gather writes to it
+            held.buffer.handle.wait()
             self.release(held)
         if self.registers_held:
             self.registers_held = False
             self.register_sharded()
-            for param in () if self.context.in_forward else self.replicated:  # a forward sees them to its own end
+            # a forward under way shows them until it ends
+            for param in () if self.context.in_forward else self.replicated:
                 param.register_sharded()
 
     def use(self, unsharded: UnshardedParams) -> UnshardedParams:
-        """Use a buffer, or an overflow buffer where another group uses that; gather unless the weights are there."""
+        """Use a buffer, or an overflow buffer if another group uses it; gather unless it holds the present weights."""
         if not self.is_in(unsharded.buffer):
             if unsharded.buffer.users:
                 unsharded = self.overflow()
@@ -329,8 +336,8 @@ class ParamGroup:
     def _all_gather(self, unsharded: UnshardedParams) -> None:
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
         held: Sequence[int | None] = buffer.versions if buffer.owner is self else (None,) * len(versions)
-        # Frozen weights that lie there still are not gathered again because others, an adapter's, have changed; deltas
-        # build on what every rank has there.
+        # Frozen weights that the buffer still holds are not gathered again when other weights of the group, an
+        # adapter's for example, have changed. Deltas build on the weights in the buffer.
         stale = [
             (flat.all_gather, output, before, room)
             for flat, output, before, room, version in zip(
@@ -351,7 +358,7 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
-        buffer.owner = None  # unless this goes well: what is half gathered is to be gathered anew
+        buffer.owner = None  # an all-gather that raises leaves the buffer without an owner, to be gathered anew
         buffer.fills += 1
         buffer.filled_in = context.passes
         span = handle = None
@@ -370,7 +377,8 @@ class ParamGroup:
         self.context.counters.overflow_buffers += 1
         with torch.inference_mode(False):  # a later backward may read it
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
-            buffer.last_use = self.context.gather_stream.record()  # what lay there before is no longer read then
+            # streams that read this memory before have finished with it at this point
+            buffer.last_use = self.context.gather_stream.record()
             return UnshardedParams(buffer, self.flats)
 
     def leaves(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
@@ -381,13 +389,13 @@ class ParamGroup:
         return unsharded.leaves
 
     def register_unsharded(self, views: Sequence[Tensor]) -> None:
-        """Let the modules see these weights."""
+        """Show these weights to the modules."""
         self.registered.append(views)
         for param, view in zip(self.params, views, strict=True):
             param.register_unsharded(view)
 
     def register_sharded(self) -> None:
-        """Let the modules see what they saw before ``register_unsharded``."""
+        """Show to the modules what they showed before ``register_unsharded``."""
         self.registered.pop()
         if self.registered:
             for param, view in zip(self.params, self.registered[-1], strict=True):
@@ -399,7 +407,7 @@ class ParamGroup:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def acquire_grad_buffer(self) -> None:
-        """Find room for the gradients that the backward under way is about to write, if it wants any."""
+        """Provide a buffer for the gradients of the backward under way, if it wants any."""
         task = _graph_task()
         if task == self.accepts_in:
             return
@@ -426,14 +434,14 @@ class ParamGroup:
             self.context.bind_reduce(flat)
         self.grads = grads = self._free_grads(flats)
         grads.buffer.owner = self
-        self.context.wait(grads.buffer.handle)  # the reduce that reads the buffer has left it
+        self.context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
         for param in self.params:
             param.written = False
 
     def restore_grads(
         self, grads: UnshardedGrads | None, deferred: dict[FlatParam, list[bool]], written: Sequence[bool]
     ) -> None:
-        """Take back gradients that were kept for a later reduce, and which of the parameters have some."""
+        """Restore gradients that were kept for a later reduce, and the flags of parameters that have some."""
         self.grads, self.deferred = grads, deferred
         for param, was_written in zip(self.params, written, strict=True):
             param.written = was_written
@@ -441,7 +449,7 @@ class ParamGroup:
             grads.buffer.owner = self
 
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
-        """Raise a ``RuntimeError`` where gradients would be lost: the buffer of earlier micro-batches has no room."""
+        """Raise a ``RuntimeError`` if a parameter was unfrozen that the buffer of earlier micro-batches lacks."""
         for flat in self.flats:
             if flat.trainable and flat not in grads.flats:
                 raise RuntimeError(
@@ -450,7 +458,7 @@ class ParamGroup:
                 )
 
     def stop_accepting_grads(self) -> None:
-        """Write no more gradients before the buffer is acquired again; those written remain."""
+        """Accept no more gradients before the buffer is acquired again; written ones remain."""
         self.accepts_in = None
         for param in self.params:
             param.unsharded_grad = param.accepts_in = None
@@ -465,12 +473,12 @@ class ParamGroup:
             self._assigned_grads = UnshardedGrads(self.grad_buffer(unsharded_grad_bytes(flats)), flats)
         if self._assigned_grads.buffer.owner is None:
             return self._assigned_grads
-        # It is an enclosing group's, or of one whose gates have not all run.
+        # The assigned buffer has the gradients of an enclosing group, or of a group whose gates have not all run.
         self.context.counters.overflow_buffers += 1
         return self._overflow_grads(flats)
 
     def grad_buffer(self, nbytes: int) -> Buffer:
-        """Return the pool's buffer for gradients, or one of its own where they do not fit, as after unfreezing."""
+        """Return the pool's gradient buffer, or one of the group's own if that is too small, as after unfreezing."""
         pool = self.context.grad_pools.get(self.role)
         if pool is not None and nbytes <= pool.buffer_bytes:
             return pool.assigned(self.index)
@@ -484,31 +492,31 @@ class ParamGroup:
 
     @property
     def _defers(self) -> bool:
-        """Whether its reduce-scatters can take in gradients that are not to be reduced yet."""
+        """Whether all its reduce-scatters can store gradients for a later reduce."""
         return all(flat.reduce_scatter.defers for flat in self.flats if flat.trainable)
 
     @property
     def unplanned_bytes(self) -> int:
-        """Bytes of buffers for gradients kept from one backward to the next, or that do not fit into the pool's."""
+        """Bytes of buffers for gradients that are kept from one backward to the next or too large for the pool's."""
         kept = None if self._kept_grads is None else self._kept_grads.buffer
         return sum(buffer.data.nbytes for buffer in (kept, self._unpooled) if buffer is not None)
 
     def accumulate_leaf_grads(self, unsharded: UnshardedParams) -> None:
-        """Take over gradients from leaves, where ops that reentrant checkpointing ran again have left them."""
+        """Move gradients from leaves, where operations that reentrant checkpointing ran again have left them."""
         for param, leaf in zip(self.params, unsharded.leaves, strict=True):
             if leaf.grad is not None:
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
 
     def post_backward(self) -> None:
-        """All gradients of a backward are written: reduce them, or keep them for a later backward that does."""
+        """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
         if self.spec.settings.reduces:
             self.reduce()
         elif self.grads is not None and self.grads is not self._kept_grads and self._defers:
             self._defer(self.grads)
 
     def reduce(self) -> None:
-        """Issue the reduce; its sum is added to ``.grad`` when the next one is issued or the backward ends."""
+        """Issue the reduce; its sum is added to ``.grad`` when the next reduce is issued or the backward ends."""
         self.acquire_grad_buffer()
         grads, context = self.grads, self.context
         if grads is None:
@@ -532,13 +540,14 @@ class ParamGroup:
             observer.after_reduce(self.name)
 
     def _defer(self, grads: UnshardedGrads) -> None:
-        """Let the reduce-scatters take the gradients in, for the next ``reduce``."""
+        """Store the gradients in the reduce-scatters, for the next ``reduce``."""
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
         for flat, whole in zip(grads.flats, grads.flat, strict=True):
             self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
-        """Complete the gradients in the buffer, and return which parameters have some, deferred ones among them."""
+        """Zero unwritten gradients in the buffer, give it up, and return which parameters have written or deferred
+        ones."""
         used = grads.zero_unwritten()
         if self.deferred:
             for flat, written in zip(grads.flats, used, strict=True):
@@ -549,11 +558,11 @@ class ParamGroup:
         return used
 
     def reset(self) -> None:
-        """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
+        """Drop the state of an interrupted forward or backward, with gradients that were not reduced."""
         if self.registered:
             del self.registered[1:]
             self.register_sharded()
-        self.registers_held = False  # the modules see none of them any more
+        self.registers_held = False  # the modules show none of the held weights any more
         self.release_held()
         grads, self.grads = self.grads, None
         if grads is not None:
@@ -561,12 +570,12 @@ class ParamGroup:
         self.unsharded.buffer.users = 0
         self.deferred.clear()
         self.stop_accepting_grads()
-        for leaf in self.unsharded.leaves:  # where reentrant checkpointing leaves gradients
+        for leaf in self.unsharded.leaves:  # reentrant checkpointing leaves gradients in leaves
             leaf.grad = None
 
 
 def prefetch(groups: Sequence[ParamGroup]) -> None:
-    """Gather groups that are used soon, first ones first: not into a buffer that an earlier one of them takes."""
+    """Gather groups that are used soon, in this order, except into a buffer that an earlier one of them takes."""
     taken: list[Buffer] = []
     for group in groups:
         if group.unsharded.buffer not in taken:

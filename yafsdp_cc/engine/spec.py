@@ -1,7 +1,8 @@
-"""What outlives an assembly of the engine: the specs of groups, their settings, and the factory of their collectives.
+"""The specs of groups, their settings, and the factory of their collectives: all that outlives an assembly of the
+engine.
 
-``sharding`` makes a ``ParamGroupSpec`` of what is sharded together; ``assembly`` makes groups and an engine from the
-specs, anew whenever a setting changes that takes other buffers.
+``sharding.shards`` makes a ``ParamGroupSpec`` for modules that are sharded together; ``sharding.assembly`` makes groups
+and an engine from the specs, anew whenever a setting changes that needs other buffers.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ if TYPE_CHECKING:
 
 
 Role = Literal["block", "nested", "edge", "root"]
-"""Nested are modules without parts within another unit, such as a block's experts: they have buffers of their own."""
+"""Role of a group, which decides its buffers. Nested ones are modules without parts within another unit, such as a
+block's experts: they have buffers of their own."""
 
 
 SPEC = "_yafsdp_cc_spec"
-"""Attribute of sharded modules: the ``ParamGroupSpec`` that they belong to."""
+"""Name of the attribute of a sharded module that holds its ``ParamGroupSpec``."""
 
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """A codec for all gradients that are encoded: bytes sent per step, and residual bytes, by what keeps them."""
+    """The cost of encoding all gradients with one codec: bytes sent per step, and residual bytes by the residual's
+    dtype."""
 
     codec: str
     reduce: int
@@ -47,23 +50,23 @@ class PlannedChoice:
 
 
 class Collectives:
-    """Makes the collectives of a model: exact ones, unless a subclass makes others."""
+    """Factory of a model's collectives: exact ones, unless a subclass makes others."""
 
     alignment = ALIGNMENT
-    """Elements: parameters and chunks begin at multiples of it."""
+    """Elements that parameters and chunks are aligned to."""
 
     def flat_key(self, name: str) -> Hashable:
-        """Return a key for the parameter of this full name: those of equal keys may share a ``FlatParam``."""
+        """Return a key for the parameter of this full name: only parameters of equal keys share a ``FlatParam``."""
         return None
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:
-        """Raise a ``ValueError`` where the collectives of the group ``name`` cannot work.
+        """Raise a ``ValueError`` if the collectives of the group ``name`` cannot work.
 
-        ``keeps_unsharded`` tells whether its unsharded weights stay in a buffer of their own.
+        ``keeps_unsharded`` tells whether its unsharded weights remain in a buffer of their own between forwards.
         """
 
     def join(self, other: Collectives) -> None:
-        """Serve the groups of ``other``, of the same model, as well; raise a ``ValueError`` where that cannot be."""
+        """Take over the groups of ``other``, of the same model; raise a ``ValueError`` if their settings differ."""
 
     def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
         """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
@@ -79,26 +82,26 @@ class Collectives:
         return ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
 
     def observers(self) -> Sequence[Observer]:
-        """Return what is to be called as training goes."""
+        """Return the observers that the engine calls during training."""
         return ()
 
     def planned_choices(self, flats: Sequence[FlatParam]) -> Sequence[PlannedChoice]:
-        """Return what other codecs would cost for the gradients of ``flats``."""
+        """Return the cost of other codecs for the gradients of ``flats``."""
         return ()
 
     def describe_choice(self) -> str:
-        """Return what was chosen for gradients while training, in words; empty where nothing is chosen."""
+        """Describe the codecs chosen during training in words; empty if none are chosen."""
         return ""
 
 
 EXACT = Collectives()
-"""Of models without compression."""
+"""Collectives of models without compression."""
 
 
 class CommStreams:
-    """The streams of all-gathers, of reduces and of sums over replicas, each made when it is first asked for.
+    """The streams of all-gathers, reduces and sums over replicas, each made at first use.
 
-    Roots may share them.
+    Several roots may share them.
     """
 
     def __init__(self) -> None:
@@ -112,30 +115,32 @@ class CommStreams:
 
 @dataclass
 class GroupSettings:
-    """What users may change about a group at any time; what changes the number of buffers takes another assembly."""
+    """A group's settings that users may change at any time; those that change the number of buffers need a new
+    assembly."""
 
     keeps_after_forward: bool = False
-    """Whether unsharded weights stay after the forward, in a buffer of their own (``reshard_after_forward=False``)."""
+    """Whether unsharded weights remain in a buffer of their own after the forward (``reshard_after_forward=False``)."""
     keeps_after_backward: bool = False
     stays_unsharded: bool | None = False
-    """Whether modules see unsharded weights from a forward to its backward, as FSDP2's; None: those of a root."""
+    """Whether modules show unsharded weights from a forward to its backward, as FSDP2's do; None: only a root's
+    modules."""
     secondary_ranks: int = 0
-    """How many neighbouring ranks hold a secondary shard of the unsharded weights (hpZ); 0 for none."""
+    """Number of neighbouring ranks that share a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
     """Whether the backward reads the weights."""
     forward_prefetch: Sequence[ParamGroupSpec] = ()
-    """Gathered when this group is about to run, instead of what ran next the last time."""
+    """Groups gathered when this group is about to run, in place of those that followed it the last time."""
     backward_prefetch: Sequence[ParamGroupSpec] = ()
     reduces: bool = True
     """Whether a backward reduces the gradients (``set_requires_gradient_sync``)."""
     grad_buffers: int = 2
-    """How many gradient buffers groups of this role take in turn."""
+    """Number of gradient buffers that groups of this role take in turn."""
     separate_reduce_group: bool = False
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: CommStreams = field(default_factory=CommStreams)
     custom_all_gather: fsdp2.AllGather | None = None
-    """What users have set to be called instead, as ``custom_reduce_scatter``."""
+    """The user's own collective in place of the engine's, like ``custom_reduce_scatter``."""
     custom_reduce_scatter: fsdp2.ReduceScatter | None = None
 
     @property
@@ -146,7 +151,7 @@ class GroupSettings:
 
 @dataclass(eq=False)
 class ParamGroupSpec:
-    """Modules that were sharded together, their shards and settings: what outlives an assembly of the engine."""
+    """Modules that were sharded together, their shards and settings. It outlives assemblies of the engine."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -156,11 +161,11 @@ class ParamGroupSpec:
     replicated: tuple[ReplicatedFlatParam, ...]
     collectives: Collectives
     role: Role | None = None
-    """None where only the whole model tells it."""
+    """Role of the group; None until the whole model is known."""
     outer: ParamGroupSpec | None = None
-    """The next one around it."""
+    """Spec of the next group around this one."""
     ignored: frozenset[nn.Parameter] = frozenset()
-    """Parameters that were left as they are."""
+    """Parameters that were not sharded."""
     settings: GroupSettings = field(default_factory=GroupSettings)
 
     @property
@@ -174,33 +179,34 @@ class ParamGroupSpec:
 
     @property
     def outermost(self) -> ParamGroupSpec:
-        """The root, as far as is known by now."""
+        """The root's spec, as far as it is known yet."""
         return self if self.outer is None else self.outer.outermost
 
 
 @dataclass
 class Counters:
-    """What the engine has done since ``shard``, on this rank. For users to read: nothing here steers the engine."""
+    """Counts of what the engine has done on this rank since ``shard``, for users to read; the engine never reads
+    them."""
 
     gathered_bytes: int = 0
-    """Bytes that this rank has sent for weights."""
+    """Number of bytes that this rank has sent for weights."""
     reduced_bytes: int = 0
-    """Bytes that this rank has sent for gradients, those of replicated parameters among them."""
+    """Number of bytes that this rank has sent for gradients, of replicated parameters, too."""
     overflow_buffers: int = 0
-    """How often a group needed an overflow buffer because its assigned one was in use."""
+    """Number of times that a group needed an overflow buffer because its assigned one was in use."""
     owned_bytes: int = 0
     """Bytes of all buffers that the engine owned on its device when ``counters_of`` was last called."""
     host_bytes: int = 0
-    """The same of those that were offloaded to host memory."""
+    """Bytes of all buffers that were offloaded to host memory when ``counters_of`` was last called."""
     skipped_batches: int = 0
-    """Batches that all ranks have skipped together because one of them failed (``skip_together``)."""
+    """Number of batches that all ranks have skipped together because one of them failed (``skip_together``)."""
     chosen: dict[str, str] = field(default_factory=dict)
-    """Codecs of groups' gradients that were chosen while training; ``"fp32"`` is exact."""
+    """Codec chosen during training for each group's gradients; ``"fp32"`` is exact."""
     why: str = ""
-    """What was measured when that was chosen last, in a line."""
+    """One line about the measurements behind the last choice of codecs."""
 
     def count_reduced(self, nbytes: int) -> None:
-        """Add to the bytes that this rank has sent for gradients."""
+        """Add to ``reduced_bytes``."""
         self.reduced_bytes += nbytes
 
 
@@ -211,7 +217,7 @@ def spec_of(module: nn.Module) -> ParamGroupSpec | None:
 
 
 def specs_below(module: nn.Module) -> list[ParamGroupSpec]:
-    """Return the specs of ``module`` and what is in it, in module order but its own last."""
+    """Return the specs of ``module`` and the modules in it, in module order, except that its own comes last."""
     found = dict.fromkeys(spec for inner in module.modules() if (spec := spec_of(inner)) is not None)
     own = spec_of(module)
     return sorted(found, key=lambda spec: spec is own)

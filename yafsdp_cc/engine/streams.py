@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
-"""Issues collectives: takes whether to do so asynchronously, and returns what to wait for then."""
+"""Function that issues collectives: takes whether to do so asynchronously, and returns works to wait for in that
+case."""
 Finish: TypeAlias = Callable[[], None]
-"""Consumes what the collectives brought."""
+"""Function that consumes the results of the collectives."""
 
 
 class StreamEvent:
-    """A point in a CUDA stream. Recording again is safe: who waits already, waits for what was recorded then."""
+    """A point in a CUDA stream. It may be recorded again: a stream that waits already waits for the earlier point."""
 
     __slots__ = ("event", "stream")
 
@@ -37,23 +38,23 @@ class StreamEvent:
 class CommHandle:
     """One operation of a ``CommStream``; a new handle is idle, and waiting for it returns at once.
 
-    On CPU: works in flight on gloo's threads, and a completion callback for the thread that waits.
+    On CPU it holds the works in flight on gloo's threads, and a completion callback for the thread that waits.
     """
 
     __slots__ = ("finish", "pending", "works")
 
     def __init__(self) -> None:
         self.pending = False
-        """Whether there is something to wait for."""
+        """Whether an operation may be unfinished, so that ``wait`` has work to do."""
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
     def wait(self) -> None:
-        """Make the caller's next work see the result. On CPU the completion callback runs here."""
+        """Make the caller's next work see the result. On CPU the completion callback runs in this call."""
         try:
-            for work in self.works:  # they stay until all are over: an interrupt may end this wait
+            for work in self.works:  # ``works`` is not emptied one by one: an interrupt may end this wait
                 work.wait()
-        except RuntimeError:  # for good
+        except RuntimeError:  # the collective has failed for good
             self.pending, self.works, self.finish = False, (), None
             raise
         self.pending, self.works = False, ()
@@ -62,19 +63,20 @@ class CommHandle:
             finish()
 
     def abandon(self) -> None:
-        """Have the caller's next work come after the collectives; on CPU, drop the completion callback."""
+        """Let the caller's next work come after the collectives; on CPU, drop the completion callback."""
         self.finish = None
         self.wait()
 
 
 class CommStream:
-    """Issues operations in the order of the calls; on CPU, to gloo's threads, which order nothing by themselves."""
+    """Issues operations in the order of the calls; on CPU, to gloo's threads, which do not order operations."""
 
     is_ordered = False
-    """Whether operations run one after another by themselves; else one that shares buffers is waited for first."""
+    """Whether the device orders operations; else an operation that shares buffers with the next must be waited for
+    first."""
 
     def handle(self) -> CommHandle:
-        """Return an idle handle of this stream, for any number of ``issue`` in turn."""
+        """Return an idle handle of this stream, for any number of ``issue`` calls in turn."""
         return CommHandle()
 
     def issue(
@@ -82,7 +84,7 @@ class CommStream:
     ) -> None:
         """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation.
 
-        It comes after the operation that ``handle`` stands for so far, whose buffers it may use.
+        It runs after the operation that ``handle`` stood for before, whose buffers it may use.
         """
         if handle.pending:
             handle.wait()
@@ -91,18 +93,18 @@ class CommStream:
         handle.pending = True
 
     def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
-        """Return an event at the point that the caller's stream has reached, and behind ``event``, which it reuses."""
+        """Return an event behind the caller's stream so far and behind ``event``, which is reused; None on a CPU."""
         return None
 
     def wait_for_caller(self) -> None:
-        """Hold what is issued from now on until the caller's stream has got to where it is now."""
+        """Make later operations wait until the caller's stream has reached its present point."""
 
     def wait_event(self, event: torch.Event) -> None:
-        """Hold what is issued from now on until ``event`` has come."""
+        """Make later operations wait for ``event``."""
         event.synchronize()
 
     def caller(self) -> torch.cuda.Stream | None:
-        """Return the caller's stream; None where there are no streams."""
+        """Return the caller's stream; None on a CPU."""
         return None
 
 
@@ -117,7 +119,7 @@ class CudaCommHandle(CommHandle):
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
-        if self.pending:  # for good: every stream that waits has to
+        if self.pending:  # ``pending`` is never cleared: every stream that uses the result must wait
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
     abandon = wait
@@ -126,8 +128,8 @@ class CudaCommHandle(CommHandle):
 class CudaCommStream(CommStream):
     """A side stream of high priority, so that its small kernels are not queued behind large matrix products.
 
-    The caller's stream is always that of this device, whatever device is current: callers are the user's thread and
-    autograd's, which runs a node on the stream of its forward.
+    The caller's stream is the current stream of ``device``, whatever device is current. Callers are the user's thread
+    and autograd's, which runs a node on the stream of its forward.
     """
 
     is_ordered = True
@@ -161,7 +163,7 @@ class CudaCommStream(CommStream):
         stream = torch.cuda.current_stream(self.device)
         if event is None:
             event = StreamEvent(stream)
-        elif event.stream != stream:  # users on several streams: the event is to come after all of them
+        elif event.stream != stream:  # there are users on several streams: the event must come after all of them
             stream.wait_event(event.event)
             event.stream = stream
         event.event.record(stream)
@@ -184,36 +186,38 @@ def comm_stream(device: torch.device) -> CommStream:
 
 
 class PinnedReadback:
-    """A few numbers between host and device, one way, without either waiting for the other.
+    """Copies a few numbers between host and device without making either wait for the other.
 
-    On CUDA a copy from or to ordinary host memory stops the host until the stream has run dry. These go through pinned
-    memory, and an event tells when that may be touched again. Elsewhere both are plain copies.
+    On CUDA a copy from or to ordinary host memory blocks the host until the stream has run dry. ``PinnedReadback``
+    copies through pinned memory, and an event tells when that may be touched again. On other devices it is a plain
+    copy.
 
     Args:
         count: how many numbers.
-        dtype: of the numbers on the device.
+        dtype: dtype of the numbers on the device.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
-        # device="cpu", for a default device of "cuda" would be refused.
+        # Without ``device="cpu"`` a default device of "cuda" would apply, which cannot be pinned.
         self._pinned = torch.zeros(count if is_cuda else 0, dtype=dtype, device="cpu", pin_memory=is_cuda)
         self._passed = torch.cuda.Event() if is_cuda else None
         self._holds = False
 
     def send(self, numbers: Tensor, target: Tensor) -> None:
-        """Copy ``numbers`` of the host to ``target``; they may change as soon as this returns."""
+        """Copy ``numbers`` of the host to ``target``; the caller may change them as soon as this returns."""
         if self._passed is None:
             target.copy_(numbers)
             return
-        self._passed.synchronize()  # the previous copy, one backward ago: there is hardly ever a wait
+        self._passed.synchronize()  # the previous copy was one backward ago, so this hardly ever waits
         self._pinned.copy_(numbers)
         target.copy_(self._pinned, non_blocking=True)
         self._passed.record(torch.cuda.current_stream(self._device))
 
     def receive(self, source: Tensor) -> list[float] | None:
-        """Return the numbers in ``source``. On CUDA those of the previous call, None at first, so as not to wait."""
+        """Return the numbers in ``source``. On CUDA, to avoid waiting, those of the previous call, and None in the
+        first."""
         if self._passed is None:
             return list(source.tolist())
         found = None

@@ -1,14 +1,14 @@
-"""Parameters whose local tensors are of a tensor subclass: one around several tensors, made by its operations.
+"""Parameters whose local tensors are of a tensor subclass around several tensors, made by the class's own operations.
 
-As in FSDP2, each rank has one of the class, of its rows, so the class's own operations run where an optimizer updates
-it; what is gathered, and what forwards see, is what its all-gather extension makes of it (``forms.extensions``). The
-gradient is one plain tensor, whatever the class makes of it:
+As in FSDP2, each rank's rows are a tensor of the class, so the class's own operations run in an optimizer's update. Its
+all-gather extension decides what is gathered and what forwards see (``forms.extensions``). The gradient is always one
+plain tensor:
 
     class around a, b      a | rows 0, 1 | rows 2, 3 | row 4, zeros |      the local tensor of rank 0 is the class
                            b | rows 0, 1 | rows 2, 3 | row 4, zeros |      around rows 0 and 1 of both
     gradient, .grad            rows 0, 1 | rows 2, 3 | row 4        |      plain
 
-The extension is that of the class, or one that the local tensor was given after sharding.
+The extension's methods belong to the class, or were assigned to the local tensor after sharding.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 
 
 class ClassParam(ExtensionParam):
-    """A parameter whose local tensor is of its class."""
+    """A parameter whose local tensor is of the parameter's tensor subclass."""
 
     def local_range(self, chunk: Tensor) -> Tensor:
         if type(chunk) in PLAIN:
-            return super().local_range(chunk)  # of gradients
+            return super().local_range(chunk)  # ``chunk`` is a plain buffer of gradients
         return chunk.narrow(0, 0, self.spec.local_shape[0])
 
 
 class ClassFlatParam(ExtensionFlatParam):
-    """One parameter whose shard is of its class, [rows, ...], as many rows on each rank."""
+    """One parameter whose shard is of the parameter's tensor subclass, [rows, ...], as many rows on each rank."""
 
     _versions = 0
 
     @property
     def sharded(self) -> Tensor:
-        """Its version changes with those of its tensors, which users may write to by themselves."""
+        """The shard; its version is raised if its inner tensors' versions have risen, as users may write to them
+        directly."""
         wrapped = (*tensors_of(self._sharded), *tensors_of(self.params[0].local))
         if (versions := sum(each._version for each in wrapped)) != self._versions:
             self._versions = versions
@@ -74,7 +75,8 @@ class ClassFlatParam(ExtensionFlatParam):
         if given is None:
             found: Callable[..., Any] = getattr(self.sharded, name)
             return found
-        # A method of the local tensor would see no rows that pad the shard, and ranks would gather different shapes.
+        # An extension on the local tensor would not see the rows that pad the shard, and ranks would gather different
+        # shapes.
         is_method = inspect.ismethod(given) and given.__self__ is local
         bound: Callable[..., Any] = given.__func__.__get__(self.sharded) if is_method else given
         return bound

@@ -1,10 +1,9 @@
 """Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
 
-What is sharded is a plain tensor (``forms.subclasses``), but for classes around several tensors
-(``class_shards``); what a forward sees is a tensor of the subclass around views of the weight buffer. A frozen
-parameter's bytes lie in a ``FlatParam`` like any others (``SubclassParam``). One with an all-gather extension has a
-``FlatParam`` to itself, since the extension takes whole rows, as many on each rank, and the weight buffer holds what it
-makes of them:
+Shards are plain tensors (``forms.subclasses``), except for classes around several tensors (``class_shards``); a forward
+sees a tensor of the subclass around views of the weight buffer. A frozen parameter's bytes lie in a ``FlatParam`` like
+any others (``SubclassParam``). One with an all-gather extension has a ``FlatParam`` to itself, since the extension
+takes whole rows, as many on each rank, and its output fills the weight buffer:
 
     sharded, fp32      | rows 0, 1 of w | rows 2, 3      | row 4, zeros   |      FSDP2's shards along dimension 0
                          fsdp_pre_all_gather, on each rank
@@ -13,8 +12,8 @@ makes of them:
     weight buffer      | those, and what else the unsharded tensor is made of |
     gradient buffer    | gradient of w, in the dtype of reduces, and padding  |  reduced like any other
 
-All tensors that the unsharded one is made of lie in the weight buffer, so that what autograd saves of them is there
-again when the buffer is refilled for the backward.
+All inner tensors of the unsharded tensor lie in the weight buffer, so that a refill for the backward restores those
+that autograd has saved.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import Works
 
 _ALIGNMENT = 64
-"""Bytes: a multiple of it is where each tensor begins in a weight buffer."""
+"""Bytes: in a weight buffer each tensor begins at a multiple of this."""
 
 
 NO_EXTENSION = (
@@ -51,7 +50,7 @@ NO_EXTENSION = (
 
 
 def check_local_tensors(flat: FlatParam) -> None:
-    """Raise a ``ValueError`` where a local tensor lacks an all-gather extension, or has one that nothing would call."""
+    """Raise a ``ValueError`` if a local tensor lacks an all-gather extension, or has one that would never be called."""
     for param in flat.params:
         has = [hasattr(param.local, f"fsdp_{each}_all_gather") for each in ("pre", "post")]
         if isinstance(flat, ExtensionFlatParam):
@@ -82,7 +81,7 @@ def holds_bytes(param: FSDPParam) -> bool:
 
 
 def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
-    """Return ``whole`` as one of the class that ``param`` had, unless it is; it shares memory with it."""
+    """Return ``whole`` as a tensor of the class of ``param``, sharing its memory."""
     if not isinstance(param, SubclassParam) or param.subclass.keeps_class:
         return whole
     made: Any = param.subclass.restore(whole.detach())
@@ -92,7 +91,7 @@ def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
 
 
 class ExtensionParam(SubclassParam):
-    """A parameter with an all-gather extension: forwards see what ``fsdp_post_all_gather`` has made."""
+    """A parameter with an all-gather extension: forwards see the result of ``fsdp_post_all_gather``."""
 
     def register_unsharded(self, view: Tensor) -> None:
         assert isinstance(self.flat, ExtensionFlatParam)
@@ -101,7 +100,8 @@ class ExtensionParam(SubclassParam):
 
 
 class _StandIn(torch.autograd.Function):
-    """The unsharded tensor in the place of a handle of its shape, to which the gradient goes."""
+    """Returns the unsharded tensor in place of a plain handle of its shape; its backward passes the gradient to the
+    handle."""
 
     @staticmethod
     def forward(ctx: Any, flat: ExtensionFlatParam, handle: Tensor) -> Tensor:
@@ -117,16 +117,16 @@ _stand_in: Callable[[ExtensionFlatParam, Tensor], Tensor] = _StandIn.apply
 
 
 class Extension(NamedTuple):
-    """What an all-gather extension is called with."""
+    """Arguments with which an all-gather extension is called."""
 
     subclass: TensorSubclass
     mesh: DeviceMesh
-    """The ranks of a shard."""
+    """Mesh of the ranks of a shard."""
     module: nn.Module
-    """The first one that holds the parameter."""
+    """The first module that holds the parameter."""
     policy: MixedPrecisionPolicy
     dtype: torch.dtype
-    """Of the forward."""
+    """Dtype of the forward."""
 
 
 def row_layout(shape: Sequence[int], world: int) -> Layout:
@@ -140,13 +140,13 @@ class ExtensionFlatParam(FlatParam):
     """One parameter with an all-gather extension.
 
     Args:
-        extension: what that is called with.
-        rest: as of ``FlatParam``; ``layout`` is of ``row_layout``. ``compute_dtype`` is uint8, since the unsharded
-            weights are whatever the extension makes.
+        extension: arguments for the extension's methods.
+        rest: as of ``FlatParam``; ``layout`` comes from ``row_layout``. ``compute_dtype`` is uint8, since the extension
+            decides what the unsharded weights are.
     """
 
     made: UnshardedForm
-    """Set by each all-gather."""
+    """Form of the unsharded tensor, set by each all-gather."""
 
     def __init__(self, extension: Extension, *rest: Any) -> None:
         self.extension = extension
@@ -158,7 +158,7 @@ class ExtensionFlatParam(FlatParam):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.params[0].spec.shape
 
     @property
@@ -171,20 +171,20 @@ class ExtensionFlatParam(FlatParam):
         return ExtensionAllGather(self)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return a method of the extension, of this rank's rows, those that pad the shard included."""
+        """Return a method of the extension, bound to this rank's rows, those that pad the shard included."""
         found: Callable[..., Any] = getattr(self.extension.subclass.around(self.rows), name)
         return found
 
     def clear_padding(self) -> None:
-        """Zero the rows that pad the shard: a scale is made from all of them."""
+        """Zero the rows that pad the shard: an extension may compute a scale from all rows."""
         _, end = self.params[0].span
         if end < self.sharded.numel():
             self.sharded.narrow(0, end, self.sharded.numel() - end).zero_()
 
     def views(self, whole: Tensor) -> list[Tensor]:
         if whole.dtype != torch.uint8:
-            return super().views(whole)  # a gradient
-        # In the graph, something of the parameter's shape in its place, which has no elements of its own.
+            return super().views(whole)  # ``whole`` is a gradient buffer
+        # The graph gets a handle of the parameter's shape, expanded from one element, in place of the unsharded tensor.
         handle = whole.narrow(0, 0, self.extension.dtype.itemsize).view(self.extension.dtype)
         return [handle.expand(self.shape) if self.shape else handle.view(())]
 
@@ -197,12 +197,12 @@ class ExtensionFlatParam(FlatParam):
 
 
 def forward_dtype(flat: FlatParam) -> torch.dtype:
-    """Return the dtype that the forward sees, whatever lies in the weight buffer."""
+    """Return the dtype that the forward sees, whatever the weight buffer holds."""
     return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
 
 
 class UnshardedForm(NamedTuple):
-    """What the unsharded tensor is made of, and where that lies in the weight buffer."""
+    """The form of an unsharded tensor, and where its inner tensors lie in the weight buffer."""
 
     form: Form
     parts: tuple[Part, ...]
@@ -211,27 +211,27 @@ class UnshardedForm(NamedTuple):
     nbytes: int
 
     def around(self, data: Tensor) -> Tensor:
-        """Return the tensor whose parts are views of ``data``, uint8."""
+        """Return the tensor whose inner tensors are views of ``data``, uint8."""
         return self.form.made_of(views_of(self.parts, data), self.size, self.stride)
 
 
 class ExtensionAllGather(AllGather):
-    """An all-gather of what ``fsdp_pre_all_gather`` returns: one for each of its tensors, each right to its place.
+    """An all-gather of the tensors that ``fsdp_pre_all_gather`` returns: one collective for each, into its place.
 
-    Made before the first all-gather, which tells how large these are. A collective, as extensions may be.
+    Its constructor runs the extension once to learn their sizes, which is a collective if the extension's methods are.
     """
 
     def __init__(self, flat: ExtensionFlatParam) -> None:
         self.flat = flat
         self._metadata: dict[int, Any] = {}
-        """What ``fsdp_pre_all_gather`` has told, by the address of the weights it is for."""
+        """Metadata from ``fsdp_pre_all_gather``, by the address of the weights that it belongs to."""
         self._takes_mesh_only = self._check_signature() == 1
         self._stride = make_contiguous_strides_for(flat.shape)
         flat.clear_padding()
         world = flat.layout.world
         inputs, metadata = self._pre_all_gather()
         self._inputs: list[Part] = []
-        """Of each of its tensors, that of the first rank."""
+        """For each gathered tensor the first rank's part."""
         end = 0
         for tensor in inputs:
             self._inputs.append(Part.of("", end, tensor))
@@ -245,7 +245,7 @@ class ExtensionAllGather(AllGather):
                 part = Part(name, end, tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
                 end = align(end + part.nbytes, _ALIGNMENT)
             parts.append(part)
-        # A multiple of the ranks, among some of which a secondary shard is divided; and room for a handle.
+        # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a handle.
         nbytes = align(max(end, _ALIGNMENT), _ALIGNMENT * world)
         flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 
@@ -287,7 +287,7 @@ class ExtensionAllGather(AllGather):
         self.flat.made = before._replace(form=form)
 
     def _check_signature(self) -> int:
-        """Return how many arguments ``fsdp_pre_all_gather`` takes; the first generation takes the mesh alone."""
+        """Return the number of arguments of ``fsdp_pre_all_gather``: in its first form it takes only the mesh."""
         signature = inspect.signature(self.flat.method("fsdp_pre_all_gather"))
         count = len(signature.parameters)
         if count not in (1, 5):
@@ -298,7 +298,7 @@ class ExtensionAllGather(AllGather):
         return count
 
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
-        """Return what is gathered of this rank's rows, contiguous, and what the extension keeps for afterwards."""
+        """Return the tensors to gather, contiguous, and the extension's metadata."""
         flat, (_, mesh, module, policy, _) = self.flat, self.flat.extension
         extension = flat.method("fsdp_pre_all_gather")
         with torch.no_grad():
@@ -310,11 +310,11 @@ class ExtensionAllGather(AllGather):
 
     @torch.no_grad()
     def _post_all_gather(self, output: Tensor, metadata: Any) -> Tensor:
-        """Return the unsharded tensor, around what was gathered to ``output``."""
+        """Return the unsharded tensor, around the gathered ``output``."""
         flat, world = self.flat, self.flat.layout.world
         outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
         made, _ = flat.method("fsdp_post_all_gather")(outputs, metadata, flat.extension.dtype)
-        if made.shape != flat.shape:  # padded
+        if made.shape != flat.shape:  # the gathered rows include padding
             made = torch.as_strided(made, flat.shape, self._stride, 0)
         if made.shape != flat.shape:
             raise ValueError(
@@ -342,7 +342,7 @@ class ExtensionAllGather(AllGather):
 
     @staticmethod
     def _part_within(output: Tensor, name: str, tensor: Tensor) -> Part | None:
-        """Return where ``tensor`` is in ``output``; None if it has memory of its own."""
+        """Return the place of ``tensor`` in ``output``; None if it has memory of its own."""
         part = Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
         return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 

@@ -3,15 +3,15 @@
     host, pinned    | weights | ─┐                                   ┌─ | gradient so far |  ◄─┐
     device                       └► staging, cast ► weight buffer    └► staging, add the sum ──┘
 
-Copies are enqueued like everything else on a stream: weights on that of the all-gathers, gradients on that of the
-reduces, behind the sum. The host runs ahead of all of them, so it waits before it gives the memory back to whoever may
-read or write it there: at the end of each forward for the weights that were read, of each backward for the gradients.
-The other way round there is nothing to wait for: what the host has written, it has written before it enqueues a copy.
+Copies of weights are enqueued on the stream of the all-gathers, copies of gradients on the stream of the reduces,
+behind the sum. The host runs ahead of the streams, so it must wait before the program may read or write host memory: at
+the end of each forward for weights, of each backward for gradients. A copy need not wait for the host, which has
+written the memory before it enqueues the copy.
 
-Casts and additions are the device's. fp32 crosses while the device computes and costs the host nothing. A cast on the
-host would halve these bytes, but is 6 bytes of memory traffic for each element in the thread that launches kernels,
-and a third buffer. A sum on the host would wait for its copy in mid-backward, or keep all of a micro-batch's gradients
-beside those before until the end; on the device it is one more copy, and that in the direction that is idle.
+The device casts and adds. fp32 is copied while the device computes and costs the host nothing. A cast on the host would
+halve the bytes copied, but cost 6 bytes of memory traffic per element in the thread that launches kernels, and a third
+buffer. A sum on the host would wait for its copy in mid-backward, or keep a second set of gradients until the end; on
+the device it is one more copy, in the idle direction.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
 
 STAGING_BYTES = 16 << 20
-"""Bytes that cross at once, at most: enough for a copy to take longer than its launch."""
+"""Bytes copied at once, at most: enough for a copy to take longer than its launch."""
 
 
 class HostTransfer:
     """Copies that one stream makes, one after the other, and the staging buffer on the device that they pass through.
 
     Args:
-        stream: of the copies.
-        nbytes: of the largest buffer that passes through the staging buffer.
+        stream: stream of the copies.
+        nbytes: bytes of the largest tensor that passes through the staging buffer.
     """
 
     def __init__(self, stream: CommStream, device: torch.device, nbytes: int) -> None:
@@ -53,7 +53,7 @@ class HostTransfer:
         self._last: StreamEvent | None = None
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Copy ``source``, on the host, to ``target``, on the device, cast there to its dtype."""
+        """Copy ``source``, on the host, to ``target``, on the device, and cast it there."""
         if source.dtype == target.dtype:
             target.copy_(source, non_blocking=True)
         else:
@@ -63,7 +63,7 @@ class HostTransfer:
         self.record()
 
     def parts(self, on_host: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield ``on_host`` in parts: each, room for it on the device, and the same part of ``beside``."""
+        """Yield ``on_host`` in parts: each with a staging buffer on the device, and the same part of ``beside``."""
         step = self._staging.numel() // on_host.itemsize
         for start in range(0, on_host.numel(), step):
             count = min(step, on_host.numel() - start)
@@ -71,11 +71,11 @@ class HostTransfer:
             yield on_host.narrow(0, start, count), staging, beside.narrow(0, start, count)
 
     def record(self) -> None:
-        """Have ``wait`` wait for what the current stream was given until now."""
+        """Make ``wait`` wait for all work enqueued on the current stream so far."""
         self._last = self._stream.record(self._last)
 
     def wait(self) -> None:
-        """Hold the host until all copies are over."""
+        """Block the host until all copies are over."""
         if self._last is not None:
             self._last.event.synchronize()
 
@@ -91,10 +91,10 @@ class HostTransfers:
     weights: HostTransfer
     grads: HostTransfer
     replicated: HostTransfer
-    """Of replicated parameters, on the caller's stream."""
+    """Copies of replicated parameters, on the caller's stream."""
 
     def wait(self) -> None:
-        """Hold the host until it may read and write its own memory."""
+        """Block the host until it may read and write its own memory."""
         for transfer in (self.weights, self.grads, self.replicated):
             transfer.wait()
 
@@ -111,11 +111,11 @@ class HostMemory:
     is_pinned: bool
     """Whether to allocate it page-locked."""
     transfers: HostTransfers = field(init=False)
-    """Those of the engine as it is assembled."""
+    """Transfers of the present assembly of the engine."""
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
-        """Return what ``policy`` asks for, None if nothing. Beside a ``device`` that is a CPU nothing is pinned."""
+        """Return the host memory that ``policy`` asks for, or None. If ``device`` is a CPU, it is not pinned."""
         return cls(policy.pin_memory and device.type != "cpu") if isinstance(policy, CPUOffloadPolicy) else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -124,7 +124,7 @@ class HostMemory:
 
 
 class HostShardedGrad(ShardedGrad):
-    """Gradients in host memory: the device divides and adds, the host keeps."""
+    """Gradients in host memory: the device divides and adds, the host stores."""
 
     def __init__(self, host: HostMemory, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
         self._host = host
@@ -150,7 +150,7 @@ class HostShardedGrad(ShardedGrad):
 
 
 class HostFlatParam(FlatParam):
-    """A ``FlatParam`` whose shard, and so whatever an optimizer makes for it, is in host memory."""
+    """A ``FlatParam`` whose shard, and so the state of an optimizer, is in host memory."""
 
     def __init__(self, host: HostMemory, *rest: Any) -> None:
         self.host = host
@@ -158,7 +158,7 @@ class HostFlatParam(FlatParam):
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes that are cast on their way to the device."""
+        """Bytes of the shard if it is cast on its way to the device, else 0."""
         return self.sharded.nbytes if self.sharded.dtype != self.compute_dtype else 0
 
     @property
@@ -177,7 +177,7 @@ class HostFlatParam(FlatParam):
         part = self.sharded.narrow(0, start, target.numel())
         if part.dtype == target.dtype:
             self.host.transfers.weights.to_device(target, part)
-        else:  # the staging buffer is as large as what is cast to the dtype of the forward needs
+        else:  # the staging buffer is only as large as casts to the dtype of the forward need
             target.copy_(part)
 
     def make_sharded_grad(self) -> ShardedGrad:
@@ -209,7 +209,7 @@ class HostReplicatedFlatParam(HostFlatParam, ReplicatedFlatParam):
 def make_transfers(
     parts: Iterable[FlatParam], device: torch.device, gather_stream: CommStream, reduce_stream: CommStream
 ) -> HostTransfers | None:
-    """Make the transfers of an engine, which what is offloaded of ``parts`` uses from now on; None: nothing is."""
+    """Make the transfers of an engine and give them to all offloaded ``parts``; return None if none are offloaded."""
     offloaded = [part for part in parts if isinstance(part, HostFlatParam)]
     if not offloaded:
         return None

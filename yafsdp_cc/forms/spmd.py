@@ -1,7 +1,7 @@
-"""Parameters that are DTensors on one mesh of all ranks, of which some dimensions are data-parallel (``dp_mesh_dims``).
+"""Parameters that are DTensors on one mesh of all ranks, some of whose dimensions are data-parallel (``dp_mesh_dims``).
 
 given      DTensor on (dp, tp), placed as (Replicate, Shard(0))
-sharded    its local tensor, as one that tensor parallelism has divided, across dp
+sharded    its local tensor across dp, like any parameter that tensor parallelism has divided
 forward    DTensor on (dp, tp), placed as (Replicate, Shard(0)); its gradient as (Partial, Shard(0))
 """
 
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpmdParallel(TensorParallel):
-    """The same of a parameter that is a DTensor on a mesh with the data-parallel ranks as well (``dp_mesh_dims``).
+    """How tensor parallelism divides a parameter that is a DTensor on a mesh with data-parallel dimensions, too.
 
-    Forwards see such a DTensor. Its gradients are not summed over the data-parallel ranks, which reduces do.
+    Forwards see such a DTensor. Autograd does not sum its gradients over the data-parallel ranks, as the engine reduces
+    them.
 
     Args:
-        spmd_mesh: of all ranks.
+        spmd_mesh: mesh of all ranks.
         spmd_placements: ``Replicate()`` on the data-parallel dimensions.
-        grad_placements: ``Partial()`` there.
+        grad_placements: ``Partial()`` on the data-parallel dimensions.
     """
 
     spmd_mesh: DeviceMesh
@@ -53,9 +54,9 @@ class SpmdParallel(TensorParallel):
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """Return the mesh (shard), or (replicate, shard), of the dimensions of ``mesh`` that ``dims`` names.
+    """Return the mesh (shard), or (replicate, shard), made of the dimensions of ``mesh`` that ``dims`` names.
 
-    Several dimensions are flattened to one, which makes a process group, so this is a collective.
+    A collective: several dimensions are flattened to one, which makes a process group.
 
     Raises:
         TypeError: ``dims`` is no ``DataParallelMeshDims``.
@@ -80,16 +81,16 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
 
 
 def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Collection[str]) -> nn.Parameter:
-    """Return a parameter on all dimensions of ``mesh`` as one on those that are not data-parallel.
+    """Return a parameter that is placed on all dimensions of ``mesh`` as a DTensor on those that are not data-parallel.
 
     Args:
         tensor: a DTensor on ``mesh``.
-        name: of the parameter, for errors.
-        mesh: of all ranks.
+        name: name of the parameter, for errors.
+        mesh: mesh of all ranks.
         dims: names of the data-parallel dimensions.
 
     Raises:
-        ValueError: it is no DTensor on that mesh, or not ``Replicate()`` on the data-parallel dimensions.
+        ValueError: ``tensor`` is no DTensor on that mesh, or not ``Replicate()`` on the data-parallel dimensions.
     """
     if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
         found = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"
@@ -115,7 +116,7 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
     )
     parameter = nn.Parameter(part, requires_grad=tensor.requires_grad)
     grads = tuple(Partial() if dim in dims else placement for dim, placement in placed.items())
-    parameter.__dict__.update(vars(tensor))  # what users and frameworks have noted on it
+    parameter.__dict__.update(vars(tensor))  # attributes that users and frameworks have set on the parameter
     shown = SpmdParallel(kept, placements, tensor.shape, mesh, tuple(tensor.placements), grads)
     parameter.__dict__[DIVIDED_AS] = shown
     return parameter

@@ -1,18 +1,17 @@
-"""Parameters of tensor subclasses: what they are made of, what is sharded of them, and their class again.
+"""Parameters of tensor subclasses: their inner tensors, the tensors that are sharded, and how their class is restored.
 
 Three kinds can be sharded:
 
 * Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
   the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
-  dimension 0, trained or not; what is gathered is what the extension makes of it (``forms.extensions``).
+  dimension 0, trained or not; the extension decides what is gathered (``forms.extensions``).
 * Trained parameters of classes around several tensors, or that cannot be made again from their tensors, and frozen ones
-  with the extension. Each rank has one of the class, of some of the rows, made by the class's own operations as FSDP2
-  makes it; what is gathered is what the extension of the class, or of that local tensor, makes of it
-  (``forms.class_shards``).
+  with the extension. Each rank has a tensor of the class with some of the rows, made by the class's own operations as
+  in FSDP2; the extension of the class, or of the local tensor, decides what is gathered (``forms.class_shards``).
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
-  lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes, sharded and gathered as they are.
+  lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes are sharded and gathered unchanged.
 
-The forward sees the class again, with its attributes and metadata, or what the extension makes.
+The forward sees a tensor of the class with its attributes and metadata, or the extension's result.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
-"""What a parameter, or the local tensor of one that is a DTensor, is; fake ones are a rehearsal's."""
+"""Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in a rehearsal without memory."""
 _ALIGNMENT = 64
-"""Bytes: a multiple of it is where each tensor of a frozen parameter begins among its bytes."""
+"""Bytes: among a frozen parameter's bytes each inner tensor begins at a multiple of this."""
 
 
 class Part(NamedTuple):
-    """One of the tensors that a tensor of a subclass is made of, and where it begins in a flat buffer of bytes."""
+    """One inner tensor of a tensor subclass, and its place in a flat buffer of bytes."""
 
     name: str
     offset: int
@@ -52,47 +51,47 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """From its first byte to its last one."""
+        """Bytes from the first byte of the tensor to its last."""
         if not math.prod(self.shape):
             return 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def within(self, data: Tensor) -> Tensor:
-        """Return it as a view of ``data``, uint8."""
+        """Return the inner tensor as a view of ``data``, uint8."""
         own = data.narrow(0, self.offset, self.nbytes).view(self.dtype)
         return own.as_strided(self.shape, self.stride)
 
     def beginning_within(self, data: Tensor) -> Tensor:
-        """Return the same as a tensor whose storage begins with it, as that of a tensor of its own."""
+        """Return the inner tensor as a view of ``data`` with a storage of its own that begins where the tensor does."""
         own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
         return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 def views_of(layout: Sequence[Part], data: Tensor) -> list[Tensor]:
-    """Return the tensors of ``layout`` as views of ``data``, uint8."""
+    """Return the inner tensors of ``layout`` as views of ``data``, uint8."""
     if len(layout) == 1:
         return [layout[0].within(data)]
-    # A class may take only tensors that begin alike in their storages, as tensors of their own do.
+    # A class may take only tensors that begin at the same offset of their storages.
     return [part.beginning_within(data) for part in layout]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How tensors of a subclass are put together from plain ones.
+    """How to construct tensors of a subclass from plain ones.
 
     ``kind`` is ``Tensor`` for a plain tensor.
     """
 
     kind: type[Tensor]
     names: tuple[str, ...]
-    """Attributes of the tensors that it wraps; none for a class that is itself a plain tensor."""
+    """Names of the attributes that hold the inner tensors; none for a class that is itself a plain tensor."""
     context: Any
-    """What ``__tensor_flatten__`` tells beside them, or the attributes of a class that is a plain tensor."""
+    """Metadata from ``__tensor_flatten__``, or the attributes of a class that is a plain tensor."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form | None:
-        """Return the form of ``tensor``; None where its class does not tell what it is made of."""
+        """Return the form of ``tensor``; None if its class does not tell its inner tensors."""
         kind = type(tensor)
         if kind in PLAIN:
             return cls(Tensor, (), {})
@@ -104,14 +103,14 @@ class Form:
         return cls(kind, (), dict(vars(tensor)))
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors that ``tensor`` is made of, in the order of ``names``, sharing its memory."""
+        """Return the inner tensors of ``tensor`` in the order of ``names``, sharing its memory."""
         if not self.names:
             with torch._C.DisableTorchFunctionSubclass():
                 return [tensor.detach().as_subclass(Tensor)]
         return [getattr(tensor, name) for name in self.names]
 
     def made_of(self, parts: list[Tensor], size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return a tensor of ``kind`` that is made of ``parts``, which it shares memory with."""
+        """Return a tensor of ``kind`` with the inner tensors ``parts``, sharing their memory."""
         if self.kind is Tensor:
             return parts[0]
         if self.names:
@@ -119,13 +118,13 @@ class Form:
             made: Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, stride)  # type: ignore[attr-defined]
             return made
         made = torch.Tensor._make_subclass(self.kind, parts[0], False)
-        # A forward that changes the state of a quantised weight changes that of this tensor alone.
+        # copy quantisation state: a forward may change this tensor's, and no other's
         made.__dict__.update({name: _copied(value) for name, value in self.context.items()})
         return made
 
 
 def _wraps(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has no memory of its own: it was made by ``_make_wrapper_subclass``."""
+    """Return whether ``tensor`` was made by ``_make_wrapper_subclass`` and has no memory of its own."""
     try:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == 0
     except (RuntimeError, NotImplementedError):
@@ -139,20 +138,21 @@ def _copied(value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class TensorSubclass:
-    """The class of a parameter that is sharded as a plain one, or as one of the class.
+    """The tensor subclass of a parameter, and how the parameter is sharded.
 
-    What is sharded carries it (``subclass_of``), and restoring gives tensors of the class.
+    The tensor that is sharded has it as an attribute (``subclass_of``), and ``restore`` gives tensors of the class
+    again.
     """
 
     form: Form
     extends_all_gather: bool
-    """Whether an all-gather extension decides what is gathered; otherwise its bytes are."""
+    """Whether an all-gather extension decides what is gathered; else the parameter's bytes are."""
     keeps_class: bool
-    """Whether what a rank has of it is of the class, too."""
+    """Whether each rank's local tensor is of the class, too."""
     layout: tuple[Part, ...]
-    """Where its tensors lie in the plain parameter's bytes."""
+    """Places of the inner tensors among the plain parameter's bytes."""
     size: torch.Size
-    """The parameter's shape, and its strides."""
+    """Shape of the parameter; ``stride`` has its strides."""
     stride: tuple[int, ...]
 
     def restore(self, whole: Tensor) -> Tensor:
@@ -163,11 +163,11 @@ class TensorSubclass:
         return self.form.made_of(views_of(self.layout, data), self.size, self.stride)
 
     def around(self, rows: Tensor) -> Tensor:
-        """Return a tensor of a class with the extension that holds ``rows``: some of the parameter's, or all."""
+        """Return a tensor of a class with the extension around ``rows``, some or all rows of the parameter."""
         return self.form.made_of([rows], rows.size(), rows.stride())
 
     def metadata(self) -> Iterator[Tensor]:
-        """Yield the tensors among its attributes, such as scales, which every rank keeps whole."""
+        """Yield the tensors among the class's attributes, such as scales, which every rank has whole."""
         yield from _tensors_of(self.form.context, set())
 
     @property
@@ -193,7 +193,7 @@ def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-    """Yield what the class of ``parameter`` shows as properties, beyond those of every tensor."""
+    """Yield the properties that the class of ``parameter`` has beyond those of every tensor."""
     for kind in type(parameter).__mro__:
         if kind in (nn.Parameter, Tensor):
             return
@@ -204,30 +204,30 @@ def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 SUBCLASS = "_yafsdp_cc_subclass"
-"""Attribute of plain parameters that stand for those of a subclass: its ``TensorSubclass``."""
+"""Name of an attribute of plain parameters that replace those of a subclass: their ``TensorSubclass``."""
 
 
 def tensors_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold the elements of ``tensor``: those that its class wraps, or itself."""
+    """Return the plain tensors that hold the elements of ``tensor``: its inner tensors, or itself."""
     if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of all tensors that ``tensor`` is made of."""
+    """Return the bytes of all inner tensors of ``tensor``."""
     return sum(each.nbytes for each in tensors_of(tensor))
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as its class copies it to a plain one; plain ones as they are."""
+    """Return ``tensor`` copied to a plain tensor by its class; a plain tensor itself."""
     if type(tensor) in PLAIN:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def check_plain(name: object, local: Tensor, what: str, instead: str) -> None:
-    """Raise a ``NotImplementedError`` where a local tensor is of a class, and ``what`` takes plain ones."""
+    """Raise a ``NotImplementedError`` if a local tensor is of a subclass, and ``what`` takes only plain ones."""
     if type(local) not in PLAIN:
         raise NotImplementedError(
             f"{what} takes plain tensors, and what this rank has of {name} is a {_name_of(type(local))}: {instead}"
@@ -235,16 +235,16 @@ def check_plain(name: object, local: Tensor, what: str, instead: str) -> None:
 
 
 def subclass_of(parameter: Tensor) -> TensorSubclass | None:
-    """Return what ``parameter`` is, or was before it became a plain one; None where it never was of a subclass."""
+    """Return the tensor subclass that ``parameter`` has, or had before it was made plain; None if it never had one."""
     found: TensorSubclass | None = parameter.__dict__.get(SUBCLASS)
     return found
 
 
 def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Return the plain parameter that is sharded in the place of one of a tensor subclass; others as they are.
+    """Return the plain parameter that is sharded in place of one of a tensor subclass; other parameters unchanged.
 
-    It shares the parameter's memory. Where a frozen one is made of several tensors, their bytes are moved to one
-    buffer, which they are views of from then on. One that is sharded as one of its class is returned itself.
+    It shares the parameter's memory. If a frozen parameter has several inner tensors, their bytes are moved to one
+    buffer and they become views of it. A parameter that is sharded as a tensor of its class is returned unchanged.
 
     Raises:
         ValueError: a parameter of this class cannot be sharded; the message says why, and what to do.
@@ -280,14 +280,14 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         )
     values, layout = (parts[0], ()) if extends else _bytes_of(name, parameter, form, parts)
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
-    if not form.names:  # state dicts have what it shows beside its elements: torch finds that by name
+    if not form.names:  # a state dict stores the class's properties, which torch finds by name
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
     plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, False, layout, parameter.size(), parameter.stride())
     return plain
 
 
 def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter like this one on ``device``, without values."""
+    """Return an uninitialised parameter like this one on ``device``."""
     fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     if (subclass := subclass_of(parameter)) is not None:
         fresh.__dict__[SUBCLASS] = subclass
@@ -295,7 +295,7 @@ def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
-    """Let a plain parameter on the meta device have the memory of ``original``, whose place it takes."""
+    """Give a plain parameter on the meta device the memory of ``original``, which it replaces."""
     subclass = subclass_of(plain)
     if subclass is None or original.is_meta:
         return
@@ -316,7 +316,7 @@ def _name_of(kind: type) -> str:
 
 
 def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the class has FSDP2's extension; raise a ``ValueError`` where it has one half of it."""
+    """Return whether the class has FSDP2's extension; raise a ``ValueError`` if it has only one half of it."""
     has = [hasattr(parameter, f"fsdp_{each}_all_gather") for each in ("pre", "post")]
     if any(has) and not all(has):
         found, missing = ("pre", "post") if has[0] else ("post", "pre")
@@ -328,7 +328,7 @@ def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bool:
-    """Return whether the class makes a tensor of itself again from what it tells."""
+    """Return whether the class can make a tensor of itself from its form."""
     try:
         return type(form.made_of(parts, parameter.size(), parameter.stride())) is form.kind
     except (AttributeError, TypeError):
@@ -337,16 +337,16 @@ def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bo
 
 @torch.no_grad()
 def _divides_rows(parameter: nn.Parameter, form: Form) -> bool:
-    """Return whether rows of a parameter are one of its class, around as many rows of each tensor."""
+    """Return whether rows of a parameter are a tensor of its class, around as many rows of each inner tensor."""
     firsts: list[tuple[int, ...]] = []
-    with suppress(Exception):  # whatever its operations raise
+    with suppress(Exception):  # the class's operations may raise anything
         row = parameter.new_zeros((2, *parameter.shape[1:])).narrow(0, 0, 1)
         firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
     return set(firsts) == {(1,)}
 
 
 def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
-    """Raise a ``ValueError`` where a trained parameter cannot be sharded as one of its class."""
+    """Raise a ``ValueError`` if a trained parameter cannot be sharded as a tensor of its class."""
     described = f"{_described(name, parameter)} of {list(parameter.shape)} and requires a gradient"
     if not form.names:
         raise ValueError(
@@ -363,7 +363,7 @@ def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
 
 
 def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, tuple[Part, ...]]:
-    """Return what is sharded of a frozen parameter, never cast, and what lies where in its bytes."""
+    """Return the bytes of a frozen parameter, which are sharded and never cast, and the places of its inner tensors."""
     if any(part.is_meta for part in parts):
         raise ValueError(
             f"{_described(name, parameter)} on the meta device, which has no quantisation to tell what its bytes "
@@ -384,7 +384,8 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
         end += -(-layout[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(layout, parts, strict=True):
-        setattr(parameter, place.name, place.beginning_within(data).copy_(part))  # what it was in before is free then
+        # frees the memory that the inner tensor had before
+        setattr(parameter, place.name, place.beginning_within(data).copy_(part))
     return data, tuple(layout)
 
 

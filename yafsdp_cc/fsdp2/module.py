@@ -1,9 +1,9 @@
-"""What a module becomes when it is sharded: still itself, with hooks around its forward, and FSDP2's methods.
+"""A sharded module keeps its class and state, and gains hooks around its forward and FSDP2's methods.
 
-The methods have the names and the meaning of torch's ``FSDPModule``. Those that change how many buffers there are take
-effect with the next forward for which no gradient is held back. What has no meaning here raises, and tells why. Below
-are the ways to the unsharded parameters outside of a forward: to read or edit all of them, one group after another, or
-for good (``unshard_model``).
+The methods have the names and meaning of torch's ``FSDPModule``. A setting that changes the number of buffers takes
+effect in the next forward for which no gradients wait to be reduced. Methods that make no sense here raise an error
+that says why. Functions below give access to unsharded parameters outside of a forward: all of them to read or edit,
+one group after the other, or for good (``unshard_model``).
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 _UNDO = "_yafsdp_cc_undo"
-"""Attribute of sharded modules: what takes back what was done to them."""
+"""Attribute of sharded modules: functions that undo what sharding has done to them."""
 _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
-"""What the ``__dict__`` of a sharded parameter holds beside the notes of users and frameworks."""
+"""Entries that sharding makes in the ``__dict__`` of a sharded parameter; all others are users' and frameworks' own."""
 
 
 class MisuseError(ValueError, AssertionError):
-    """A call that cannot be; FSDP2 raises an ``AssertionError`` for it."""
+    """An unsupported call for which FSDP2 raises an ``AssertionError``."""
 
 
 class UnshardHandle(_UnshardHandle):
-    """What ``unshard(async_op=True)`` has begun."""
+    """The handle of an ``unshard(async_op=True)``."""
 
     def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state
@@ -73,20 +73,21 @@ class UnshardHandle(_UnshardHandle):
         self._group = group
 
     def wait(self) -> None:
-        """Let the group's modules see unsharded weights, and the current stream use them."""
+        """Show unsharded weights to the group's modules, and make the current stream wait for them."""
         group, self._group = self._group, None
         if group is not None and group.held is not None:
             register_until_reshard(self._state, self._spec, group)
 
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where ``torch.compile`` and checkpoint wrappers have the module that they wrap; torch's state dicts leave it out."""
+"""Attributes in which ``torch.compile`` and checkpoint wrappers hold the wrapped module; torch omits them in state
+dicts."""
 
 
 class ShardedModule(FSDPModule, nn.Module):
-    """The class that sharded modules gain; their own class and all of its methods stay.
+    """Class that a sharded module gets in addition to its own, whose methods remain.
 
-    A subclass of FSDP2's, because frameworks recognise sharded modules by that.
+    It derives from FSDP2's, because frameworks recognise sharded modules by that class.
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
@@ -113,19 +114,20 @@ class ShardedModule(FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own weights, not those of modules sharded within it, until ``reshard``. A collective.
 
-        Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses what
-        was gathered, and afterwards lets go of it if the module reshards after forward, as do the backward,
-        ``state_dict()`` and ``load_state_dict()``. (An optimizer takes the sharded ones: make it outside.)
+        Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses the
+        gathered weights, and releases them afterwards if the module reshards after forward; so do the backward,
+        ``state_dict()`` and ``load_state_dict()``. (Make optimizers before ``unshard`` or after ``reshard``: they take
+        the sharded parameters.)
 
         Args:
-            async_op: return at once, with a handle; a forward waits by itself.
+            async_op: return a handle at once; a forward waits by itself.
         """
         state, group, spec = current_state(self), group_of(self), spec_of(self)
-        if spec is None:  # all that there is, is sharded within it
+        if spec is None:  # modules sharded within it have all its parameters
             return None
         if group is not None:
             unshard_until_reshard(group, elsewhere=state.awaits_backward)
-        else:  # nothing to gather
+        else:  # all its parameters are replicated
             register_until_reshard(state, spec, None)
         handle = UnshardHandle(state, spec, group)
         if async_op:
@@ -134,9 +136,11 @@ class ShardedModule(FSDPModule, nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Let go of what ``unshard`` or a forward has gathered of this module's own weights: the next one gathers anew.
+        """Release the weights that ``unshard`` or a forward has gathered for this module: the next forward gathers
+        anew.
 
-        On all ranks. It is what to call after a write that torch does not count, where weights are kept: docs/using.md.
+        Call it on all ranks. After a write that torch's versions do not count it is required where weights are kept
+        between forwards (docs/using.md).
         """
         if (spec := spec_of(self)) is not None:
             reshard(spec, expires=True)
@@ -144,7 +148,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
 
-        The root's own weights have one anyway. A secondary shard, asked for by a number, is given up.
+        The root's own weights always have one. A secondary shard, requested by a number, is dropped.
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         self._change_setting(recurse, "keeps_after_forward", not reshard_after_forward)
@@ -154,40 +158,43 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether weights are dropped after backward, or kept for the next forward in a buffer of their own.
 
-        A group that has got such a buffer keeps it: True only allows to drop the weights. The next forward gathers them
-        again if they have changed.
+        A group that has such a buffer keeps it: True only lets other uses overwrite the weights. The next forward
+        gathers them again if they have changed.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         if not reshard_after_backward:
             self._change_setting(recurse, "keeps_after_backward", True)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether the backward reads the weights. Embeddings are known not to."""
+        """Set whether the backward reads the weights. For embeddings it is False without this call."""
         _check_bool("unshard_in_backward", unshard_in_backward)
         self._change_setting(False, "unshards_in_backward", unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these when this module is about to run, instead of what ran next the last time.
+        """Set which modules are gathered when this module is about to run, instead of those that ran next the last
+        time.
 
-        There are as many weight buffers as the longest such list and one more.
+        The number of weight buffers is the length of the longest such list plus one.
         """
         self._change_setting(False, "forward_prefetch", _specs_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these when the backward comes to this module, instead of what the forward's order tells."""
+        """Set which modules are gathered when the backward reaches this one, instead of those before it in the
+        forward's order."""
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream.
 
-        Where weights are changed after this call, they wait for both. None, which ``record_event()`` of a CPU's stream
+        If weights are changed after this call, they wait for both. None, which ``record_event()`` of a CPU's stream
         returns, changes nothing; nor does a call before the first forward, which waits for all work.
         """
         if (state := state_of(self)) is not None:
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As torch's; names may also be those of the model without ``torch.compile``, as of ``full_state_dict``."""
+        """Load like torch's method; names may also be without the prefix of ``torch.compile``, as ``full_state_dict``
+        has them."""
         if isinstance(state_dict, Mapping) and any(_name_here(self, name) != name for name in state_dict):
             versions = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict((_name_here(self, name), value) for name, value in state_dict.items())
@@ -200,16 +207,17 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set whether a backward reduces the gradients.
 
         False keeps unsharded gradients on this rank (a warning tells how many bytes that costs) until the first
-        backward after True, which reduces what has come together. All ranks must set the same. Left alone, every
-        micro-batch is reduced into the sharded gradients and nothing unsharded is kept.
+        backward after True, which reduces their sum. All ranks must set the same. By default every micro-batch is
+        reduced into the sharded gradients and no unsharded gradients are kept.
         """
         for spec in self._specs(recurse):
             spec.settings.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether a backward sums over the replicas of a 2-D mesh, or leaves that to a later one. A collective.
+        """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
+        collective.
 
-        It is for all that one forward runs. Gradients are final, and in ``.grad``, after a backward that does.
+        It applies to the whole root. ``.grad`` has final gradients only after a backward that sums over replicas.
 
         Raises:
             ValueError: this is not the root, or ``recurse`` is False.
@@ -223,7 +231,7 @@ class ShardedModule(FSDPModule, nn.Module):
         state.context.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing, for the loops that announce the last of several backwards: after each one ``.grad`` is final."""
+        """Do nothing: FSDP2's loops announce the last of several backwards, but here ``.grad`` is final after each."""
         _check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -236,15 +244,15 @@ class ShardedModule(FSDPModule, nn.Module):
                 part.divisor = divisor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept what is so anyway: gradients are summed on the network and divided at the end."""
+        """Do nothing: gradients are always summed on the network and divided at the end."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accept what is so anyway: a rank may leave parameters of a group unused."""
+        """Do nothing: a rank may always leave parameters of a group unused."""
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many gradient buffers blocks take in turn: two, unless this tells otherwise."""
+        """Set the number of gradient buffers that blocks take in turn; two by default."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -254,7 +262,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether gradients have a communicator of their own, so that all-gathers and reduces can overlap.
 
-        It is for all that one forward runs: one module that asks for it is enough.
+        It applies to the whole root if one module sets it.
         """
         _check_bool("enable", enable)
         self._change_setting(recurse, "separate_reduce_group", enable)
@@ -262,8 +270,8 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether buffers are allocated by the process group, which registers them with NCCL.
 
-        Of all units that share buffers with this module, from the next forward on. Overflow buffers and the shards,
-        which all-gathers without a cast send from, are ordinary memory. Not run on a GPU so far.
+        It applies to all units that share buffers with this module, from the next forward on. Overflow buffers and the
+        shards, which all-gathers without a cast send from, are ordinary memory. It has not been run on a GPU.
         """
         _check_bool("enable", enable)
         for spec in self._specs(False):
@@ -276,9 +284,9 @@ class ShardedModule(FSDPModule, nn.Module):
         self._change_setting(False, "allocates_from_group", enable)
 
     def set_custom_all_gather(self, comm: fsdp2.AllGather) -> None:
-        """Gather this module's own weights by ``comm``, an object of FSDP2's ``AllGather``.
+        """Gather this module's own weights with ``comm``, an object of FSDP2's ``AllGather``.
 
-        It is called with memory of its own ``allocate``, from which weights are copied to their buffer.
+        ``comm`` gathers into memory of its own ``allocate``, from which weights are copied to their buffer.
 
         Raises:
             ValueError: a compression, ownership or tensor subclass decides what is sent.
@@ -286,10 +294,10 @@ class ShardedModule(FSDPModule, nn.Module):
         self._set_custom("custom_all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: fsdp2.ReduceScatter) -> None:
-        """Sum gradients of this module's own weights by ``comm``, an object of FSDP2's ``ReduceScatter``.
+        """Sum gradients of this module's own weights with ``comm``, an object of FSDP2's ``ReduceScatter``.
 
-        It is called with memory of its own ``allocate`` and ``op=ReduceOp.SUM``; the engine divides afterwards.
-        Replicated parameters go on to be summed together.
+        ``comm`` gets memory of its own ``allocate`` and ``op=ReduceOp.SUM``; the engine divides afterwards. Replicated
+        parameters are still summed by the engine.
 
         Raises:
             ValueError: a compression, ownership or tensor subclass decides what is sent.
@@ -314,9 +322,9 @@ class ShardedModule(FSDPModule, nn.Module):
         self._change_setting(False, name, comm)
 
     def reset_iter_state(self) -> None:
-        """Drop what a forward or backward that raised has left behind, gradients not reduced yet with it.
+        """Drop the state of a forward or backward that raised, gradients that were not reduced included.
 
-        The next forward does it by itself.
+        The next forward does so by itself.
 
         Raises:
             RuntimeError: this is not the root.
@@ -336,9 +344,10 @@ class ShardedModule(FSDPModule, nn.Module):
     # As a module -----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Let ``.to()`` and its like move buffers and ignored parameters, and ``to_empty`` make what was on meta.
+        """Make ``.to()`` and the like move buffers and ignored parameters, and ``to_empty`` allocate those on the meta
+        device.
 
-        Sharded parameters stay where they are, and from the first forward on what they are.
+        Sharded parameters keep their device, and from the first forward on their dtype.
         """
         for own in self._specs(recurse):
             reshard(own)
@@ -356,7 +365,7 @@ class ShardedModule(FSDPModule, nn.Module):
                         ignored.data = moved
                     else:
                         fresh = nn.Parameter(moved, ignored.requires_grad)
-                        torch.utils.swap_tensors(ignored, fresh)  # remains the object that everybody knows
+                        torch.utils.swap_tensors(ignored, fresh)  # the parameter remains the same object
                     if makes_empty(fn):
                         mark_unwritten(ignored)
             for key, buffer in inner._buffers.items():
@@ -398,7 +407,7 @@ class ShardedModule(FSDPModule, nn.Module):
         return specs_below(self) if recurse else [] if own is None else [own]
 
     def _is_assembled(self) -> bool:
-        """Return whether the engine has been made of something that is sharded in here."""
+        """Return whether an engine was made of any group that is sharded inside this module."""
         return any(state_of(module) is not None for spec in specs_below(self) for module in spec.modules)
 
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
@@ -420,7 +429,7 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
 
 
 def _outdate(spec: ParamGroupSpec) -> None:
-    """Let the engine be assembled again before the next forward."""
+    """Mark the engine to be assembled again before the next forward."""
     if (state := state_of(spec.modules[0])) is not None:
         state.outdated = True
 
@@ -435,7 +444,7 @@ _REFUSED = {
     "set_symm_mem_for_comm": "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL",
     "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",
 }
-"""Methods of FSDP2's that have no meaning here, and why."""
+"""Methods of FSDP2 that are refused, with what to do instead."""
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
@@ -450,11 +459,12 @@ for _name, _why in _REFUSED.items():
 
 
 def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_assembled: bool) -> None:
-    """Raise a ``RuntimeError`` where ``fn`` would move the parameter ``name``, or convert what cannot be any more."""
+    """Raise a ``RuntimeError`` if ``fn`` would move the parameter ``name``, or convert it when it can no longer be
+    converted."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
         return
-    # Frameworks pass "cpu:0", which copies what lies on "cpu".
+    # frameworks pass "cpu:0", to which ``.to`` copies a tensor that is on "cpu"
     is_here = local.is_meta or after.device == local.device
     if is_here and after.dtype == local.dtype and torch.equal(after, local):
         return
@@ -489,11 +499,11 @@ def make_sharded(module: nn.Module) -> None:
     """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
-        # FSDP2's name, which programs take the prefix off to find the class: transformers, for a config's architecture.
+        # FSDP2's prefix: programs such as transformers remove it to find the class named in a model's config
         sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
-    # torch's replicate, DDP around parts that are sharded, leaves out what this names.
+    # torch's ``replicate`` and DDP leave out modules that this registry names
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
     _undo_later(module, functools.partial(_unregister, module))
@@ -510,7 +520,7 @@ def make_sharded(module: nn.Module) -> None:
 
 
 def make_plain(module: nn.Module) -> None:
-    """Take back what ``make_sharded`` and ``register_forward_method`` have done to ``module``."""
+    """Undo ``make_sharded`` and ``register_forward_method`` on ``module``."""
     for undo in module.__dict__.pop(_UNDO):
         undo()
     for hook in chain.from_iterable(module.__dict__.pop(PARTS, {}).values()):
@@ -549,7 +559,7 @@ def check_sharded(module: nn.Module) -> None:
 
 
 def require_state(module: nn.Module) -> FSDPState:
-    """Return the engine that a sharded module belongs to. A collective: it is made where it is outdated or not there.
+    """Return the engine of a sharded module. A collective: the engine is assembled if it is outdated or does not exist.
 
     Raises:
         ValueError: the module is not sharded.
@@ -559,11 +569,11 @@ def require_state(module: nn.Module) -> FSDPState:
 
 
 def built_state(module: nn.Module, what: str, *, is_current: bool = False) -> FSDPState:
-    """Return the engine that a sharded module belongs to, as it is, for what one rank alone may ask.
+    """Return the engine of a sharded module, never assembling it, for queries of one rank alone.
 
     Args:
-        what: who asks, for errors.
-        is_current: whether an engine will not do that is to be made anew, as a setting has changed.
+        what: name of the query, for errors.
+        is_current: whether to refuse an engine that a changed setting has outdated.
 
     Raises:
         ValueError: the module is not sharded.
@@ -616,15 +626,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Have whole, plain parameters of a sharded ``model`` on every rank while it is open. A collective, at both ends.
+    """Show whole, plain parameters of a sharded ``model`` on every rank inside the block. A collective, at both ends.
 
-    Each is in its own dtype. Tensor-parallel ones are the DTensors that ``parallelize_module`` has made.
-    ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies of the whole model, so mind
-    the memory.
+    Each has its own dtype. Tensor-parallel parameters are the DTensors that ``parallelize_module`` made.
+    ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies that take the memory of a
+    whole model.
 
     Args:
-        model: what was given to ``shard``.
-        write: keep what was changed; every rank must make the same changes, and each keeps those to its own part.
+        model: the model that was passed to ``shard``.
+        write: whether to write changes back. All ranks must make the same changes; each stores its own part.
 
     Raises:
         ValueError: ``model`` is not sharded.
@@ -649,7 +659,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
 @torch.no_grad()
 def _name_here(module: nn.Module, name: str) -> str:
-    """Return a name in a state dict with what ``torch.compile`` puts in; checkpoint wrappers find their own."""
+    """Return a name in a state dict with the prefixes of ``torch.compile``; checkpoint wrappers add their own."""
     found: list[str] = []
     inner: nn.Module | None = module
     for part in name.split("."):
@@ -664,14 +674,14 @@ def _name_here(module: nn.Module, name: str) -> str:
 def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tuple[FSDPParam, Tensor | None]]:
     """Yield every parameter with its whole value, group by group in module order, and the replicated ones last.
 
-    Of a tensor-parallel one, the local tensor that this rank has held. Values are plain, in the parameter's own dtype
-    and shape, on the engine's device (in host memory where gloo brings them to one rank), and gone when the next one is
-    asked for: take a copy. At any time a rank holds one buffer of a group, or none where it receives nothing. A
-    collective: go through it to the end, on all ranks.
+    For a tensor-parallel parameter the value is this rank's local tensor before sharding. Values are plain, in the
+    parameter's own dtype and shape, on the engine's device (in host memory if gloo sends them to one rank). The next
+    value overwrites them: copy what you keep. A rank holds one group's buffer at a time, or none if it receives
+    nothing. A collective: iterate to the end, on all ranks.
 
     Args:
-        state: of a sharded model.
-        everywhere: give every rank the values; otherwise only the first of the mesh, and the others None.
+        state: engine of a sharded model.
+        everywhere: whether every rank gets the values; else only the first of the mesh does, and others get None.
     """
     info = state.context.info
     is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
@@ -686,7 +696,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
-        del buffer  # before there is another
+        del buffer  # free it before the next buffer is made
     for param in state.replicated.params:
         is_first = not any(param.spec.mesh.get_coordinate() or ())
         yield param, param.local.detach() if everywhere or is_first else None
@@ -695,7 +705,8 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
 def _unsharded_parameter(
     param: FSDPParam, whole: Tensor | None, device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """Return what ``param`` was before it was sharded, with a copy of ``whole``, or on the meta device without."""
+    """Return ``param`` as it was before it was sharded, with a copy of ``whole``, or on the meta device if that is
+    None."""
     sharded, parallel = param.parameter, param.spec.tensor_parallel
     if whole is None:
         values = param.local.new_zeros(param.spec.shape, device="meta")
@@ -725,8 +736,8 @@ def ranks_of_model(state: FSDPState) -> list[int]:
 
 def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
     if not everywhere and backend_of(group, shard.device) != "nccl":
-        shard = shard.cpu()  # gloo sends messages from host memory only
-    part = shard.view(torch.uint8)  # bytes: not every dtype is carried
+        shard = shard.cpu()  # gloo sends messages only from host memory
+    part = shard.view(torch.uint8)  # send bytes, as backends do not support every dtype
     if not everywhere and group.rank() > 0:
         for work in (
             dist.batch_isend_irecv([dist.P2POp(dist.isend, part, group=group, group_peer=0)]) if len(part) else ()
@@ -744,7 +755,7 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
             if theirs.numel():
                 dist.broadcast(theirs, group=group, group_src=root)
         return buffer
-    # One message from each, right to its place: a gather would receive into a second buffer.
+    # One message from each rank is received into its place: a gather would need a second buffer.
     receives = [
         dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)
         for peer, theirs in enumerate(parts)
@@ -756,7 +767,7 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
 
 
 def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    """Return the whole of a parameter that is sharded as one of its class."""
+    """Return the whole of a parameter that is sharded as a tensor of its class."""
     whole: Tensor | None = None
     for place, own in enumerate(tensors_of(flat.sharded)):
         part = _gathered(own.contiguous().view(-1), (own.numel(),) * group.size(), group, everywhere)
@@ -770,7 +781,7 @@ def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: 
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:
-    """Reshard; raise a ``RuntimeError`` inside ``whole_parameters``, whose copies ``what`` would write to."""
+    """Reshard. Raise a ``RuntimeError`` inside ``whole_parameters``, where ``what`` would write to copies."""
     if not isinstance(model, ShardedModule):
         return
     for spec in specs_below(model):
@@ -784,7 +795,7 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
 
 
 def check_at_rest(state: FSDPState, what: str) -> None:
-    """Reshard; raise a ``RuntimeError`` inside a forward or a backward."""
+    """Reshard. Raise a ``RuntimeError`` inside a forward or a backward."""
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")
     for spec in state.specs:
@@ -794,20 +805,20 @@ def check_at_rest(state: FSDPState, what: str) -> None:
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
     """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 
-    It goes one group at a time: beside the plain model a rank holds its shards and one group. Gradients are
-    dropped. An optimizer goes on holding the sharded parameters, and their memory: make a new one.
+    It works group by group: beside the plain model a rank holds its shards and one group. Gradients are dropped. An
+    optimizer still refers to the sharded parameters and their memory: make a new one.
 
     Args:
-        model: what was given to ``shard``.
-        rank0_only: whole parameters on the first rank of the mesh alone; elsewhere they are on the meta device.
-        device: where parameters and buffers shall be; None: where they were. ``"cpu"`` is for models that are larger
-            than one GPU.
+        model: the model that was passed to ``shard``.
+        rank0_only: whether only the first rank of the mesh gets whole parameters; on others they are on the meta
+            device.
+        device: device of parameters and buffers; None: unchanged. ``"cpu"`` is for models that are larger than one GPU.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: ``model`` is not what was given to ``shard``.
+        ValueError: ``model`` is only a part of what was passed to ``shard``.
         RuntimeError: called inside a forward or a backward.
     """
     state = require_state(model)
@@ -826,5 +837,5 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
                 module._buffers[name] = None if buffer is None else buffer.to(device)
     state.retire()
     del state
-    gc.collect()  # groups and their buffers refer to each other
+    gc.collect()  # groups and their buffers are reference cycles
     return model

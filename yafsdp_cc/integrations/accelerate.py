@@ -1,7 +1,7 @@
-"""Accelerate leaves a model that is sharded already as it is, and saves its parts.
+"""Makes Accelerate leave a sharded model unwrapped, and save its shards.
 
-Left alone, an ``Accelerator`` on CPUs would put ``DistributedDataParallel`` around it. On GPUs, configured for FSDP2,
-it finds the optimizer's new parameters by their addresses, and all that a rank owns nothing of have the same one.
+Otherwise an ``Accelerator`` on CPUs would wrap the model in ``DistributedDataParallel``. On GPUs, configured for FSDP2,
+it identifies parameters by their addresses, but all parameters of which a rank owns no element have the same one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
         )
     if state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
-    # Every new AcceleratorState, a data loader makes one, copies that of PartialState.
+    # every new AcceleratorState, which a data loader makes, copies that of PartialState
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def prepare(*objects: Any) -> tuple[Any, ...]:
         prepared = [_prepare(accelerator, each) for each in objects]
-        # Schedulers come last: they look for their optimizer among what is prepared.
+        # schedulers look for their optimizer among the prepared objects, so they come last
         return tuple(each if isinstance(each, nn.Module) else accelerator._prepare_one(each) for each in prepared)
 
     accelerator._prepare_fsdp2 = prepare
@@ -56,7 +56,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
-    check_sharded(each)  # or Accelerate would shard it, or wrap it, and nobody notice
+    check_sharded(each)  # Accelerate would shard or wrap the model again without a word
     if each in accelerator._models:
         return each
     return accelerator.prepare_model(each, evaluation_mode=True)

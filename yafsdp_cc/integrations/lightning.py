@@ -1,4 +1,4 @@
-"""Lightning's Trainer writes ``metrics.jsonl``."""
+"""A callback with which Lightning's Trainer writes ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
     logs are written after it.
 
     Args:
-        folder: of the run.
-        options: of ``yafsdp_cc.Metrics``; ``every`` is of optimizer steps.
+        folder: folder of the run.
+        options: arguments of ``yafsdp_cc.Metrics``; ``every`` counts optimizer steps.
     """
     from lightning.pytorch import Callback
 
@@ -30,7 +30,8 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
             self.metrics = Metrics(pl_module, folder, **made | options)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            if trainer.global_step > self.metrics.steps_made:  # not a micro-batch whose gradients are kept
+            # a micro-batch that is not followed by an optimizer step does not count
+            if trainer.global_step > self.metrics.steps_made:
                 self.metrics.step(outputs["loss"] if isinstance(outputs, dict) else outputs)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

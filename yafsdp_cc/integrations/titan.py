@@ -1,4 +1,4 @@
-"""What a torchtitan ``ModelSpec`` takes as ``parallelize_fn`` to have its model sharded by ``yafsdp_cc``."""
+"""A ``parallelize_fn`` for a torchtitan ``ModelSpec`` that shards the model by ``yafsdp_cc``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def parallelize(
     """Apply torchtitan's activation checkpointing and compilation to a decoder, and shard it over ``dp_shard``.
 
     The arguments are those that torchtitan calls a ``parallelize_fn`` with. Gradients are summed over ranks, not
-    averaged: torchtitan's losses are divided by the tokens of all ranks. A model on the meta device is given its
-    values here, unit by unit, and not by the Trainer's ``init_weights`` afterwards: that would see parts of parameters.
+    averaged: torchtitan's losses are divided by the tokens of all ranks. A model on the meta device is given its values
+    here, unit by unit, and not by the Trainer's later ``init_weights``, which would see only shards.
 
     Raises:
         NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, for
@@ -59,7 +59,7 @@ def parallelize(
         from torchtitan.distributed.compile import apply_compile
 
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    # The head, too: the Trainer calls it by itself where it computes the loss in chunks.
+    # the Trainer calls the head by itself if it computes the loss in chunks
     ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
     shard(
         model,
@@ -77,7 +77,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    # What the Trainer calls next, for models that are on the meta device still.
+    # methods that the Trainer calls next on models that are still on the meta device
     model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
     return model
 

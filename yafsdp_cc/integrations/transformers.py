@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face Transformers trains a model that is sharded already, and saves its parts."""
+"""Makes the Trainer of Hugging Face Transformers train a model that is sharded already, and save its shards."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
-    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for evaluate() before train()
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for an evaluate() before train()
 
     class KeepGenerate(TrainerCallback):  # type: ignore[misc]
-        """Undo what the Trainer does to ``generate`` for FSDP2's sake: it would go by FSDP2's own state."""
+        """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
 
         def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
             _generate_together(model)
@@ -47,10 +47,10 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
         if _internal_call:
-            # Its checkpoints get their folder later. Until then ranks could differ in which is the best one, and at
-            # the end load parts of two.
+            # Checkpoints get their folder only after ranks have compared which one is the best; if it did not exist
+            # yet, ranks could differ, and load parts of two at the end.
             os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
-        else:  # by the user: the Trainer itself would silently write nothing
+        else:  # for a call by the user the Trainer itself would silently write nothing
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
         save(output_dir, _internal_call)
 
@@ -59,7 +59,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
 
 def _generate_together(model: Any) -> None:
-    """Have ``model.generate`` call the model as often on every rank, as its all-gathers need."""
+    """Make ``model.generate`` call the model equally often on every rank, as its all-gathers require."""
     model.__dict__.pop("generate", None)
     if hasattr(model, "generate"):
         model.__dict__["generate"] = functools.partial(model.generate, synced_gpus=True)
@@ -71,8 +71,8 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     It reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
 
     Args:
-        folder: of the run.
-        options: of ``yafsdp_cc.Metrics``, except ``every``.
+        folder: folder of the run.
+        options: arguments of ``yafsdp_cc.Metrics``, except ``every``.
     """
     from transformers import TrainerCallback
 

@@ -1,6 +1,6 @@
 """Optimizers of sharded models: Muon and the base of others that update whole matrices, Adafactor, the 1-bit family.
 
-The last sums exactly for a short while, and then sends about a bit per element.
+The 1-bit family sums exactly for a short while, and then sends about a bit per element.
 """
 
 from yafsdp_cc.optim.adafactor import Adafactor

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 class Adafactor(torch.optim.Adafactor):
     """``torch.optim.Adafactor`` of sharded parameters: the same arguments, steps and state.
 
-    Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5) keeps of the second moment of a matrix its means over rows
-    and over columns. A rank has a flat range of each matrix, adds up its squares by row and by column, and all ranks
-    add up theirs: one all-reduce in each step for all parameters of a mesh, of as many numbers as their matrices have
-    rows and columns, and a second one of a number for each parameter, since updates are clipped by their norms.
+    Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5) stores the second moment of a matrix as its means over rows
+    and over columns. Each rank sums the squares of its flat range by row and by column, and the ranks add these sums:
+    one all-reduce per step for all parameters of a mesh, of as many numbers as their matrices have rows and columns,
+    and a second one of a number for each parameter, since updates are clipped by their norms.
 
-    The state is that of ``torch.optim.Adafactor`` in a single process: ``row_var`` [..., m, 1] and ``col_var``
-    [..., 1, n] of a matrix [..., m, n] are plain tensors, the same on every rank, and ``variance`` of a vector is
-    sharded like it. State and updates are in fp32 at least, also of parameters in half precision. A step needs memory
-    for the update of one parameter at a time, of this rank's elements.
+    The state is that of ``torch.optim.Adafactor`` in a single process: ``row_var`` [..., m, 1] and ``col_var`` [..., 1,
+    n] of a matrix [..., m, n] are plain tensors, the same on every rank, and ``variance`` of a vector is sharded like
+    it. State and updates are in fp32 at least, also of parameters in half precision. A step needs memory for this
+    rank's elements of one parameter's update at a time.
 
     Args:
         params: parameters of a sharded model, or groups of them.
@@ -44,7 +44,7 @@ class Adafactor(torch.optim.Adafactor):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as ``torch.optim.Optimizer`` does; all of them sharded."""
+        """Add parameters as ``torch.optim.Optimizer`` does; all of them must be sharded."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not isinstance(parameter, FlatDTensor):
@@ -55,7 +55,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step; a collective. ``closure`` as torch's optimizers have it."""
+        """Make a step. A collective. ``closure`` is called as by torch's optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +76,7 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter, which is made if there is none."""
+        """Return the state of a parameter, and make it if there is none."""
         state = self.state[parameter]
         if not state:
             width, shape = width_of(parameter), parameter.shape
@@ -91,15 +91,14 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process.
-
-        A collective.
-        """
+        """Load a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process. A
+        collective."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
             for name in ("row_var", "col_var"):
-                if isinstance(state.get(name), FlatDTensor):  # those of [m, 1] or [1, n] have the parameter's shape
+                # means of a [m, 1] or [1, n] matrix have its shape, and were loaded as sharded
+                if isinstance(state.get(name), FlatDTensor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")
             if variance is not None and not isinstance(variance, FlatDTensor):
@@ -108,7 +107,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class _Member:
-    """A parameter in one step."""
+    """A parameter within one step."""
 
     def __init__(self, parameter: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.spec: ShardSpec = parameter.shard_spec
@@ -127,11 +126,12 @@ class _Member:
 
     @property
     def counts(self) -> bool:
-        """Whether no other rank counts the same elements."""
+        """Whether this rank's elements count in sums; elements that several ranks hold count on one."""
         return self.spec.bounds is not None or self.spec.rank == 0
 
     def squares(self) -> Tensor:
-        """Return sums of squares of this rank's elements: of the weights, and of gradients by row and by column."""
+        """Return sums of squares over this rank's elements: of the weights, and of the gradients by row and by
+        column."""
         parts = [_square_sum(local_of(self.parameter)).to(self.gradient.dtype)]
         if self.block is not None:
             shape = self.spec.shape
@@ -147,7 +147,8 @@ class _Member:
         return torch.cat([part.reshape(-1) for part in parts])
 
     def _in_whole(self, means: Tensor, over: int) -> Tensor:
-        """Return means over dimension ``over`` of what tensor parallelism has left of a matrix, among zeros."""
+        """Return means over dimension ``over`` of this tensor-parallel rank's block, in a full-size tensor with zeros
+        elsewhere."""
         if self.spec.tensor_parallel is None:
             return means
         shape = list(self.spec.global_shape)
@@ -157,7 +158,8 @@ class _Member:
         return whole
 
     def _of_whole(self, means: Tensor, *over: int) -> Tensor:
-        """Return the view of whole means that belongs to what tensor parallelism has left of the matrix."""
+        """Return the slice of the full matrix's means that covers this tensor-parallel rank's block (all without tensor
+        parallelism)."""
         if (parallel := self.spec.tensor_parallel) is None:
             return means
         kept = set(range(means.dim())) - {dim % means.dim() for dim in over}
@@ -166,7 +168,7 @@ class _Member:
         return means
 
     def track(self, squares: Tensor) -> None:
-        """Take the sums of all ranks into the second moment."""
+        """Add the sums of all ranks to the second moment."""
         self.state["step"] += 1
         taken = float(self.state["step"]) ** self.group["beta2_decay"]
         if self.is_matrix:
@@ -178,7 +180,7 @@ class _Member:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), taken)
 
     def update(self) -> Tensor:
-        """Return what is subtracted from this rank's elements, but for a factor. (Made twice, and not kept.)"""
+        """Return this rank's elements of the update, without the learning rate. Computed twice rather than stored."""
         if self.block is not None:
             row, column = self._of_whole(self.state["row_var"], -1), self._of_whole(self.state["col_var"], -2)
             mean = self._of_whole(self.state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=self.eps), -1, -2)
@@ -188,11 +190,11 @@ class _Member:
         return variance.clamp_(min=self.eps**2).rsqrt_().mul_(self.gradient)
 
     def apply(self, norm: float, update: float) -> None:
-        """Change the weights.
+        """Update the weights.
 
         Args:
             norm: the sum of the squares of the whole parameter.
-            update: that of the whole ``update``.
+            update: the sum of the squares of the whole ``update``.
         """
         lr, numel, step = float(self.group["lr"]), self.parameter.numel(), float(self.state["step"])
         relative = max(self.group["eps"][1], math.sqrt(norm / numel)) * min(lr, step**-0.5)
@@ -207,18 +209,18 @@ class _Member:
 
 
 class _Block(NamedTuple):
-    """What a flat range touches: rows [n, columns] of one matrix, or matrices [n, rows, columns] of a stack."""
+    """The rows [n, columns] of a matrix, or matrices [n, rows, columns] of a stack, that a flat range touches."""
 
     shape: tuple[int, ...]
-    """Of the whole: [rows, columns], or [matrices, rows, columns]."""
+    """Shape of the whole: [rows, columns], or [matrices, rows, columns]."""
     touched: slice
     before: int
-    """Elements of what is touched in front of the range."""
+    """Number of elements of the touched rows or matrices that precede the range."""
     numel: int
 
     @classmethod
     def of(cls, spec: ShardSpec) -> _Block:
-        """Return what this rank's range of a tensor with at least two dimensions touches."""
+        """Return the block that this rank's range of a tensor with at least two dimensions touches."""
         *stack, rows, columns = spec.shape
         count = math.prod(stack)
         shape = (rows, columns) if count == 1 else (count, rows, columns)
@@ -231,7 +233,7 @@ class _Block(NamedTuple):
         return len(self.shape) == 2
 
     def padded(self, local: Tensor) -> Tensor:
-        """Return all that is touched, with zeros around this rank's elements."""
+        """Return the whole block, with zeros around this rank's elements."""
         shape = (self.touched.stop - self.touched.start, *self.shape[1:])
         if not self.numel:
             return local.new_zeros(shape)
@@ -257,7 +259,7 @@ def _square_sum(local: Tensor) -> Tensor:
 
 
 def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums over ranks of what each has found of each parameter: one all-reduce for those of a mesh."""
+    """Return the sums over ranks of the ``found`` tensors of each parameter: one all-reduce for all of a mesh."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for place, (member, values) in enumerate(zip(members, found, strict=True)):
         alike[member.across, values.device, values.dtype].append(place)
@@ -272,5 +274,5 @@ def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]
 
 
 def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Return one number of each, by one copy from the device."""
+    """Return the number in each tensor, by one copy from the device."""
     return cast("list[float]", torch.cat(list(values)).tolist()) if values else []

@@ -22,39 +22,40 @@ if TYPE_CHECKING:
 class OneBitAdam(OneBitOptimizer):
     """AdamW whose gradients are encoded for the network, by the codec that ``Compression(gradients=...)`` names.
 
-    Tang et al., "1-bit Adam", 2021: exact Adam first, then a second moment that changes rarely and a first one that is
-    encoded with error feedback. Where the paper encodes a momentum that every rank holds whole, this encodes
+    Tang et al., "1-bit Adam", 2021: exact Adam first, then a second moment that changes rarely and a first moment that
+    is encoded with error feedback. The paper encodes a momentum that every rank holds whole; this optimizer encodes
 
-    - ``form="momentum"``: each rank's own momentum, which is its residual at the same time. ``.grad`` is then the first
+    - ``form="momentum"``: each rank's own momentum, which also serves as its residual. ``.grad`` is then the first
       moment itself, so that clipping it limits the update. Memory beyond AdamW's: the residuals, 1 byte for each
       element and rank with ``Compression(residual="int8")``, 2 with bf16; divided by the ranks of a shard where only
       sums over replicas are encoded.
-    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from
-      what it decodes. As much memory. Works for several backwards per step without ``no_sync``, and learns less well
-      from a single bit.
+    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from the
+      decoded sum. It takes as much memory. Works for several backwards per step without ``no_sync``, and learns less
+      well from a single bit.
 
     Parameters that are never encoded (replicated ones, ``overrides`` with "fp32") go through exact AdamW throughout,
     and so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
-    Adam's can (Kingma & Ba, "Adam", 2015, section 2.1), however small its second moment was when it was last seen.
+    Adam's can (Kingma & Ba, "Adam", 2015, section 2.1), however small its second moment was when it was last updated.
 
     A state dict is that of ``torch.optim.AdamW``: either can load the other's, at any number of ranks. Residuals are
     saved beside it by ``yafsdp_cc.save``.
 
     Args:
-        params: of a model that was sharded with a compression, or groups of them: all that are trained.
+        params: all trained parameters of a model that was sharded with a compression, or groups of them.
         lr: the learning rate; the loop or a scheduler changes it in the groups.
         betas: decay of the moments, the same in all groups.
         eps: added to the root of the second moment.
         weight_decay: decoupled (Loshchilov & Hutter, 2019).
-        warmup_steps: with exact sums: about a twentieth of all.
-        form: what is encoded, see above.
-        refreshes: after the warm-up the second moment still learns from exact sums, in so many steps one after the
-            other, in as many every second step, every fourth, and so on (Lu et al., "0/1 Adam", 2022); 0: never.
-        max_grad_norm: what the training loop clips gradients to, so that those exact ones are clipped too.
+        warmup_steps: number of steps with exact sums: about a twentieth of all.
+        form: "momentum" or "gradient", see above.
+        refreshes: after the warm-up the second moment is still updated from exact sums in this many consecutive steps,
+            then in as many of every second step, of every fourth, and so on (Lu et al., "0/1 Adam", 2022); 0: never.
+        max_grad_norm: the limit that the training loop clips gradients to, so that the exact gradients of refreshes are
+            clipped too.
 
     Raises:
-        ValueError: the model is not sharded with a compression, or something of that does not fit; the message says
-            what to change.
+        ValueError: the model is not sharded with a compression, or an argument does not fit; the message says what to
+            change.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -84,15 +85,15 @@ class OneBitAdam(OneBitOptimizer):
     def _init_state(self, parameter: Tensor) -> None:
         super()._init_state(parameter)
         state = self.state[parameter]
-        if self._is_encoded(parameter):  # AdamW's own has seen as many gradients as steps
+        if self._is_encoded(parameter):  # AdamW's second moment has seen a gradient in every step
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # of a checkpoint where it was encoded
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the state is of a checkpoint in which it was encoded
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
 
     @property
     def phase(self) -> Phase:
-        """How the gradients of the next step are summed: exactly besides, where a second moment has seen none."""
+        """The phase of the next step: with exact sums besides if a second moment has seen no gradient yet."""
         phase = super().phase
         new = phase is Phase.ENCODED and any(
             state.get("variance_step") == 0 and (state["step"] > 0 or parameter.grad is not None)
@@ -117,17 +118,18 @@ class OneBitAdam(OneBitOptimizer):
         rows, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
-            if self._is_encoded(parameter) and state["variance_step"] != state["step"]:  # long after the warm-up
+            # exact sums long after the warm-up
+            if self._is_encoded(parameter) and state["variance_step"] != state["step"]:
                 late.append(parameter)
                 continue
             if self._is_encoded(parameter):
                 state["variance_step"] += 1
             moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
             rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
-        # The fused kernel does not count what it changes. What a rank has nothing of has changed, too: all ranks are to
-        # all-gather it anew.
+        # The fused kernel does not raise versions. A shard without elements on this rank counts as changed, too: all
+        # ranks must all-gather it anew.
         increment_version([row[0] for row in rows])
-        # As AdamW(fused=True), to the bit; on a GPU that would read the steps, which are in host memory, there.
+        # The same bits as AdamW(fused=True), which on a GPU would need the steps there; they are in host memory.
         adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
         self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
         self._move(group, late, Rule.ADAM_GRADIENT)
@@ -136,7 +138,7 @@ class OneBitAdam(OneBitOptimizer):
         self._move(group, parameters, Rule.ADAM_GRADIENT if self.form == "gradient" else Rule.ADAM_MOMENTUM)
 
     def _move(self, group: dict[str, Any], parameters: list[Tensor], rule: Rule) -> None:
-        """Make Adam's step by what was decoded, and a second moment that has seen as many gradients as it has."""
+        """Make Adam's step with the decoded sum, and a second moment that has seen ``seen`` gradients."""
         rows = []
         for parameter in parameters:
             state, gradient = self.state[parameter], local_of(parameter.grad)
@@ -145,7 +147,8 @@ class OneBitAdam(OneBitOptimizer):
             if seen := float(state["variance_step"]):
                 settings = adam_settings(group, float(state["step"]), seen)
                 rows.append(Row(local_of(parameter), gradient, moment, local_of(state["exp_avg_sq"]), settings))
-            elif moment is not None:  # trained for the first time: the next step brings an exact gradient
+            # the parameter was never trained: leave it until the next step brings an exact gradient
+            elif moment is not None:
                 moment.lerp_(gradient.to(moment.dtype), 1 - group["betas"][0])
         update(rule, rows)
 
@@ -155,8 +158,8 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
 
     Args:
         group: the settings.
-        rows: of each parameter its values, gradient, first and second moment, and number of steps.
-        fused: by the fused kernel, or by the one for lists of tensors.
+        rows: values, gradient, first and second moment, and number of steps of each parameter.
+        fused: whether to call the fused kernel; else the foreach functions.
     """
     wide = [[each.to(width_of(row[0])) for each in row[:4]] for row in rows]
     weights, grads, moments, squares = ([row[index] for row in wide] for index in range(4))
@@ -172,7 +175,7 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=float(group["lr"]),  # a tensor, which lists of tensors are not updated with
+        lr=float(group["lr"]),  # the foreach functions take no tensor as learning rate
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,

@@ -1,4 +1,4 @@
-"""Matrices that are sharded evenly, assembled on the ranks that update them: one all-to-all there, and one back.
+"""Assembles matrices that are sharded evenly on the ranks that update them: one all-to-all to the owners, and one back.
 
     shards of W      | rank 0 | rank 1 | rank 2 |        gradients, each rank's range to the owner
                         └────────┼────────┘
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
 
 _BUCKET = 1 << 26
-"""Elements of all ranks that are exchanged at once, unless few units have more."""
+"""Elements of all ranks that one exchange moves, unless two units have more."""
 
 
 def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters that are exchanged at once: of one mesh and dtype, and of two units at least, if there are.
+    """Yield the parameters of one exchange: of one mesh and dtype, and of at least two units if there are two.
 
-    So a unit has one message more than without, on average, or less.
+    Thus a unit causes one message more on average than without assembly, or less.
     """
     kinds: dict[Any, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for each in parameters:
@@ -53,10 +53,10 @@ def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class MatrixExchange:
-    """Moves matrices between the ranges that ranks hold of them and those that they update.
+    """Moves matrices between the flat ranges of the shards and the ranges that ranks update.
 
     Args:
-        specs: how they are sharded, across one mesh.
+        specs: specs of the matrices, on one mesh.
     """
 
     def __init__(self, specs: Sequence[ShardSpec]) -> None:
@@ -65,15 +65,15 @@ class MatrixExchange:
         self._group, self._rank = shard_group(self._mesh), shard_rank(self._mesh)
 
     def assemble(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return of each matrix the range that this rank updates, flat. A collective.
+        """Return the flat range of each matrix that this rank updates. A collective.
 
         Args:
-            shards: the range of each that this rank holds, flat, all of one dtype.
+            shards: this rank's shard of each matrix, flat, all of one dtype.
         """
         return self._move(shards, [_bounds_of(spec) for spec in self._specs])
 
     def distribute(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Return of each matrix the range that this rank holds, flat. A collective.
+        """Return the flat range of each matrix in this rank's shard. A collective.
 
         Args:
             updates: the range of each that this rank updates, flat, all of one dtype.
@@ -81,7 +81,7 @@ class MatrixExchange:
         return self._move(updates, [_bounds_of(spec)[::-1] for spec in self._specs])
 
     def _move(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """Move ranges of matrices between ranks; ``bounds`` of each matrix before and after."""
+        """Move ranges between ranks; ``bounds`` has for each matrix those before and those after."""
         ranks, own = range(self._group.size()), self._rank
         sent, received = [], []
         for peer in ranks:
@@ -96,7 +96,7 @@ class MatrixExchange:
         message = to_mesh_device(torch.cat(parts), self._mesh)
         theirs, ours = ([message.itemsize * sum(map(len, each)) for each in of_peers] for of_peers in (received, sent))
         arrived = message.new_empty(sum(theirs) // message.itemsize)
-        # As bytes, for gloo knows fewer dtypes.
+        # send bytes, as gloo supports fewer dtypes
         dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=self._group)
         found = [tensors[0].new_empty(after[own + 1] - after[own]) for _, after in bounds]
         offset = 0
@@ -108,13 +108,13 @@ class MatrixExchange:
 
 
 def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the bounds of what ranks hold of a matrix, and of what they update."""
+    """Return the bounds of a matrix's shards, and of the ranges that ranks update."""
     assert spec.bounds is not None
     assert spec.update_bounds is not None
     return spec.bounds, spec.update_bounds
 
 
 def _overlap(bounds: Sequence[int], rank: int, others: Sequence[int], other: int) -> range:
-    """Return the elements that are in a range of some bounds and in one of others."""
+    """Return the elements that ``rank``'s range of ``bounds`` and ``other``'s range of ``others`` share."""
     start = max(bounds[rank], others[other])
     return range(start, max(min(bounds[rank + 1], others[other + 1]), start))

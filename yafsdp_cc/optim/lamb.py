@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.optim.one_bit import Form
 
 _REMEMBERED = 0.9
-"""β₃: how much of the average trust ratio a step of the warm-up keeps."""
+"""β₃: weight of the average trust ratio so far when a warm-up step adds its own."""
 _LEAST, _MOST, _CHANGE = 0.5, 4.0, 0.1
-"""What the average is multiplied by after the warm-up: bounds, and how far that may move in a step, relatively."""
+"""Factor on the average trust ratio after the warm-up: its bounds, and its largest relative change in a step."""
 _LARGEST = Reduction(math.inf)
 
 
@@ -41,7 +41,8 @@ class Job(NamedTuple):
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
-"""Lists of parameters whose updates are made and reduced alike; the last of a key is whether they are replicated."""
+"""Parameters grouped by a key, so that each list is updated and reduced alike; the key ends with whether they are
+replicated."""
 
 
 class OneBitLamb(OneBitAdam):
@@ -49,27 +50,27 @@ class OneBitLamb(OneBitAdam):
 
     LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020, algorithm 2) is Adam whose step of each
     parameter is multiplied by a trust ratio, ‖x‖ / ‖update‖. After the warm-up that ratio would follow the errors of
-    encoded sums. In Li et al., "1-bit LAMB", 2021, algorithm 1, it is the average over the warm-up, times a factor that
-    follows the second moment that decoded gradients have:
+    encoded sums. In Li et al., "1-bit LAMB", 2021, algorithm 1, the trust ratio is its average over the warm-up, times
+    a factor that follows the second moment of decoded gradients:
 
         g̃ = (m − β₁·m₋₁) / (1 − β₁)                   the gradient, from decoded momenta
         w ← β₂·w + (1 − β₂)·g̃²                        a fresh second moment, w = v at first
         factor = max over elements of √v / √w         from 0.5 to 4, and within a tenth of the one before
 
-    Here, other than there,
+    This implementation differs from the paper:
 
-    - what is encoded is what ``OneBitAdam`` encodes, with scales of blocks, so momenta need not be brought to one scale
-      before; with ``form="gradient"`` g̃ is what was decoded;
-    - v is refreshed as ``OneBitAdam`` does it, so √v / √w compares with what v is now;
+    - it encodes what ``OneBitAdam`` encodes, with a scale per block, so momenta need not be brought to one scale first;
+      with ``form="gradient"`` g̃ is the decoded gradient;
+    - v is refreshed as in ``OneBitAdam``, so √v / √w uses the present v;
     - both moments are corrected for their start at zero, as LAMB's are, and the average of ratios by starting at the
       first; a parameter that is all zero counts with a ratio of 1, and not in the average;
-    - a factor is that of the step before: it moves by a tenth at most, and a step can so update w and the weights in
-      one pass over memory, in which the next factor's norms are summed up;
+    - a step uses the factor computed in the step before, which differs by a tenth at most: so one pass over memory
+      updates w and the weights and sums up the norms for the next factor;
     - norms are those of whole parameters: a step makes one all-reduce of a few numbers for each parameter, and after
       the warm-up a second one for the largest ratios.
 
-    Parameters that are never encoded go through exact LAMB throughout. The state is that of ``torch.optim.AdamW``, w
-    and m₋₁, which is 4 to 8 bytes more for each element of a rank's shard.
+    Parameters that are never encoded go through exact LAMB throughout. The state is that of ``torch.optim.AdamW`` with
+    w and m₋₁ added: 4 to 8 bytes more for each element of a rank's shard.
 
     Arguments that are not listed are those of ``OneBitAdam``. The weight decay is a part of the update that the trust
     ratio multiplies.
@@ -125,15 +126,15 @@ class OneBitLamb(OneBitAdam):
     def _update_all(self, phase: Phase) -> None:
         rows: dict[int, Row] | None = None
         for members in self._by_param_group():
-            if rows is None:  # the weights' versions before the step are noted by now
+            if rows is None:  # the versions before the step were recorded already
                 rows = self._update_moments(phase)
             update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
     def _update_moments(self, phase: Phase) -> dict[int, Row]:
-        """Update what needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
+        """Update all that needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
 
         Returns:
-            By id of a parameter with an exact gradient, its step.
+            The step of each parameter with an exact gradient, by the parameter's id.
         """
         jobs: Jobs = defaultdict(list)
         learned: list[Tensor] = []
@@ -143,10 +144,12 @@ class OneBitLamb(OneBitAdam):
                 self._job_of_decoded(group, each) for each in encoded
             ]:
                 summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
-                # Not by what counts on this rank: numbers are in one order on all of them.
+                # The list is the same on all ranks, with or without elements of a parameter on this one: sums are in
+                # one order.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
-        if self.steps == self.warmup_steps:  # of those too that the last step of the warm-up has not used
+        # parameters that the last step of the warm-up has not used are sent encoded, too
+        if self.steps == self.warmup_steps:
             learned = [each for each in self._parameters if self._is_encoded(each)]
         if self.steps >= self.warmup_steps and self.form == "momentum":
             for parameter in learned:
@@ -167,7 +170,8 @@ class OneBitLamb(OneBitAdam):
         return rows
 
     def _job_of_exact(self, group: dict[str, Any], parameter: Tensor) -> tuple[LambRule, Job]:
-        """LAMB's step (You et al., 2020, algorithm 2); long after the warm-up one with the average ratio."""
+        """Return the job of LAMB's step (You et al., 2020, algorithm 2); long after the warm-up it uses the average
+        trust ratio."""
         state, encoded = self.state[parameter], self._is_encoded(parameter)
         if encoded and self.steps > self.warmup_steps:
             self._update_variance([(parameter, grad_of(parameter))])
@@ -182,18 +186,18 @@ class OneBitLamb(OneBitAdam):
     def _job_of_decoded(
         self, group: dict[str, Any], parameter: Tensor, rule: LambRule | None = None
     ) -> tuple[LambRule, Job]:
-        """1-bit LAMB's step (Li et al., 2021, algorithm 1)."""
+        """Return the job of 1-bit LAMB's step (Li et al., 2021, algorithm 1)."""
         state = self.state[parameter]
         state["step"] += 1
         rule = rule or (LambRule.GRADIENT if self.form == "gradient" else LambRule.MOMENTUM)
-        # What is trained for the first time stays as it is: the next step brings an exact gradient.
+        # a parameter that was never trained waits for the next step, which brings an exact gradient
         trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
         settings = lamb_settings(group, trust, float(state["step"]), seen)
         moment = "exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"
         return rule, Job(parameter, group, _row_of(parameter, state, moment, "exp_avg_sq_fresh", settings))
 
     def _trust_of(self, parameter: Tensor, weight: float, update: float) -> float:
-        """‖x‖ / ‖update‖, of their squares, which the average takes in where there is one."""
+        """Return ‖x‖ / ‖update‖ from their squares, and add it to the average if there is one."""
         if not weight or not update:
             return 1.0
         ratio = min(max(math.sqrt(weight) / math.sqrt(update), self.trust[0]), self.trust[1])
@@ -202,7 +206,7 @@ class OneBitLamb(OneBitAdam):
         return ratio
 
     def _adapt_factor(self, parameter: Tensor, bare: float, update: float, largest: float) -> None:
-        """Move the factor of the next step towards what this one's second moments make it."""
+        """Move the factor of the next step towards the ratio of this step's second moments."""
         state = self.state[parameter]
         if not state["variance_step"]:
             return
@@ -225,9 +229,9 @@ def _row_of(
 
 
 def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
-    """Make all updates; return an iterator over what ``update_lamb`` returns, of whole parameters.
+    """Make all updates; return an iterator over the results of ``update_lamb``, reduced to whole parameters.
 
-    By one all-reduce of sums, one of what is the largest, and one transfer.
+    It takes one all-reduce of sums, one of maxima, and one transfer to the host.
     """
     partials: list[tuple[Partials, Partials]] = []
     for (rule, across, *_), members in jobs.items():

@@ -1,8 +1,8 @@
-"""LAMB's updates of lists of parameters at once, and the sums and extremes that its trust ratios are made of.
+"""LAMB's updates of lists of parameters at once, with the sums and maxima that its trust ratios need.
 
-``update_lamb`` calls one native operator for all parameters of a list. ``_update_plainly`` is the definition in plain
-torch, of the same bits on every device, written as that of ``update``. The order of its sums is defined, too: blocks of
-512 elements in the order of codecs (``block_sum``), 16 of them to a stretch in the same order, all in the dtype of the
+``update_lamb`` calls one native operator for all parameters of a list. ``_update_plainly`` defines the same bits in
+plain torch on every device, as the one of ``update`` does. The order of its sums is defined, too: blocks of 512
+elements are summed in the order of codecs (``block_sum``), stretches of 16 blocks likewise, all in the dtype of the
 update; stretches are then added in double precision.
 """
 
@@ -27,44 +27,45 @@ _BLOCK, _STRETCH = 512, 8192
 
 
 class LambRule(IntEnum):
-    """Which moments an update changes, as numbered in ``csrc``."""
+    """Moments that an update changes, numbered as in ``csrc``."""
 
     EXACT = 0
-    """m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². Weights stay: their step waits for the norms."""
+    """m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². Weights are not changed: their step waits for the norms."""
     GRADIENT = 1
-    """m as above; w = β₂·w + (1 − β₂)·g²; and then x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust ratio."""
+    """m as in EXACT; w = β₂·w + (1 − β₂)·g²; and then x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust
+    ratio."""
     MOMENTUM = 2
-    """With a decoded m: w as above, by g = (m − β₁·m₋₁) / (1 − β₁), m₋₁ = m, and x."""
+    """With a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
 
 
 class LambRow(NamedTuple):
-    """One parameter, this rank's elements of it, possibly none; all tensors of one shape and device."""
+    """Tensors of one parameter, this rank's elements (possibly none), all of one shape and device."""
 
     weights: Tensor
-    """x, floating-point. Computed with in fp32 at least, and rounded once."""
+    """x, floating-point. Computed in fp32 at least, and rounded once."""
     gradient: Tensor
-    """Floating-point: the gradient, or the decoded momentum."""
+    """The gradient, or the decoded momentum; floating-point."""
     moment: Tensor
-    """Of ``width_of`` the weights, updated in place: m; m₋₁ with ``MOMENTUM``."""
+    """m, or m₋₁ with ``MOMENTUM``, in ``width_of`` the weights; updated in place."""
     square: Tensor
-    """Of ``width_of`` the weights: v, updated in place with ``EXACT``."""
+    """v, in ``width_of`` the weights; updated in place with ``EXACT``."""
     fresh: Tensor | None
-    """Of ``width_of`` the weights, updated in place: w; None with ``EXACT``."""
+    """w, in ``width_of`` the weights; updated in place. None with ``EXACT``."""
     settings: tuple[float, ...]
-    """``lamb_settings``."""
+    """Result of ``lamb_settings``."""
 
 
 def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float) -> tuple[float, ...]:
-    """Return what a row is updated with.
+    """Return the numbers that update a row.
 
     Args:
         group: the settings of its parameter group.
         trust: the trust ratio.
-        steps: that the first moment and the fresh second one are made of, this one counted.
-        seen: gradients that the second moment is made of. 0: the weights stay.
+        steps: number of steps in the first moment and the fresh second one, this step counted.
+        seen: number of gradients in the second moment. 0: the weights are not changed.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # a root of 1: nothing is divided by 0
+    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # a root of 1, so that nothing is divided by 0
     adam = adam_settings(group, steps, seen, trust) if seen else stays
     return *adam, decay, beta2, 1 - beta2, 1 / (1 - beta2**steps), 1 / (1 - beta1)
 
@@ -73,7 +74,8 @@ def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
     """Update parameters of one device by ``rule``, in place; versions of weights grow if they change.
 
     Returns:
-        [rows, 3] fp64, of this rank's elements. ``EXACT``: the sum of x² and that of u², where u = m̂ / (√v̂ + ε) + λ·x,
+        [rows, 3] fp64, over this rank's elements. ``EXACT``: the sum of x² and that of u², where u = m̂ / (√v̂ + ε) +
+            λ·x,
         and 0. Else the sums of (u − λ·x)² and of u², both with the bounded update and x as it was, and the largest
         (√v̂ + ε) / (√ŵ + ε), which is NaN if one is.
     """
@@ -106,7 +108,7 @@ def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
 
 
 def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
-    """Define what ``update_lamb`` does; return the sums of stretches, [3, stretches]."""
+    """Define the result of ``update_lamb``; return the sums of stretches, [3, stretches]."""
     weights, moment, square = row.weights.to(row.moment.dtype), row.moment, row.square
     gradient = row.gradient.to(moment.dtype)
     carry, taken, unbias, eps, share, largest, keep, rate, decay, carry2, taken2, unbias_fresh, gain = row.settings
@@ -124,7 +126,7 @@ def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
     else:
         ratio = root / (root_of(row.fresh * unbias_fresh) + eps)
         first = step.clamp_(-largest, largest)
-    update = step + weights * decay if decay else step  # 0·inf is not a number
+    update = step + weights * decay if decay else step  # 0·inf would be NaN
     found = [block_sum(block_sum(_by_blocks(each * each))) for each in (first, update)]
     found.append(_by_blocks(ratio).amax((1, 2)))
     if row.fresh is not None:
@@ -133,7 +135,7 @@ def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
 
 
 def _by_blocks(values: Tensor) -> Tensor:
-    """Return values, and zeros at the end, as [stretches, blocks, elements]."""
+    """Return values, padded with zeros, as [stretches, blocks, elements]."""
     flat = values.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _STRETCH))
     return padded.view(len(padded) // _STRETCH, _STRETCH // _BLOCK, _BLOCK)

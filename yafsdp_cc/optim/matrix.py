@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 _ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-"""Settings as of ``torch.optim.AdamW``, and its defaults."""
+"""Settings of ``torch.optim.AdamW`` with its defaults."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -53,10 +53,10 @@ class MatrixOptimizer(Optimizer):
 
     Args:
         params: parameters of a model that was sharded with ``ownership="matrix"`` or patterns, or groups of them. With
-            an entry ``"adamw"``, a dict, a group has settings of its own for what is no matrix.
+            an entry ``"adamw"``, a dict, a group has settings of its own for its parameters that are no matrices.
         defaults: settings of the matrices; ``lr`` and ``weight_decay`` are among them.
-        adamw: settings for all that is no matrix where they differ from the defaults of ``torch.optim.AdamW``: ``lr``,
-            ``betas``, ``eps`` and ``weight_decay``.
+        adamw: settings for parameters that are no matrices, where they differ from the defaults of
+            ``torch.optim.AdamW``: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
 
     Raises:
         ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
@@ -88,12 +88,12 @@ class MatrixOptimizer(Optimizer):
     ) -> Sequence[Tensor]:
         """Return the update of each matrix, which is subtracted from it times ``learning_rate``.
 
-        Is called on the rank that owns the matrices, for those of one shape and parameter group together, which may be
-        any number and differ from step to step: a parameter without a gradient is left out.
+        Called on the rank that owns the matrices, for all of one shape and parameter group together. Their number may
+        differ from step to step, as a parameter without a gradient is left out.
 
         Args:
             gradients: [m, n] each, means over all ranks, fp32 at least; may be changed.
-            states: of each matrix, by the names of ``state_shapes``; to be changed in place.
+            states: state of each matrix by the names of ``state_shapes``, to be updated in place.
             group: the settings of their parameter group.
 
         Returns:
@@ -101,24 +101,24 @@ class MatrixOptimizer(Optimizer):
         """
 
     def update_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the dtype in which updates go back to where a matrix is sharded evenly; None: that of gradients.
+        """Return the dtype in which updates of assembled matrices are sent back to the shards; None: that of gradients.
 
-        It has to be the same on all ranks.
+        It must be the same on all ranks.
         """
         return None
 
     def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
-        """Return what the update of a matrix [rows, columns] is multiplied by."""
+        """Return the factor on the update of a matrix [rows, columns]."""
         return float(group["lr"])
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
-        """Return the rows of each matrix that the parameter ``name`` is made of, one below the other."""
+        """Return the rows of each of the matrices that the parameter ``name`` consists of, one below the other."""
         return (rows,)
 
     # Parameter groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; matrices and others become a group of their own each."""
+        """Add parameters; matrices and other parameters become a group each."""
         group = dict(param_group)
         adamw = _completed({**self._adamw, **group.pop("adamw", {})})
         given = group.pop("params")
@@ -130,11 +130,11 @@ class MatrixOptimizer(Optimizer):
             super().add_param_group({**group, "params": kinds[True]})
         if kinds[False]:
             super().add_param_group({**adamw, "params": kinds[False]})
-            for name in self.defaults.keys() - adamw.keys():  # torch adds what only matrices have
+            for name in self.defaults.keys() - adamw.keys():  # torch adds defaults that only matrices have
                 del self.param_groups[-1][name]
 
     def _spec_of(self, given: Any) -> ShardSpec:
-        """Return how a parameter, or a pair of its name and it, is sharded."""
+        """Return the spec of a parameter, or of a (name, parameter) pair."""
         name, parameter = given if isinstance(given, tuple) else ("", given)
         kind = type(self).__name__
         if not isinstance(parameter, FlatDTensor):
@@ -149,7 +149,7 @@ class MatrixOptimizer(Optimizer):
         return bool(group["params"][0].shard_spec.owners)
 
     def describe(self) -> str:
-        """Return a line for each kind of parameters: names, shape, number, what updates them, and on which ranks."""
+        """Describe each kind of parameters in a line: names, shape, number, what updates them, and on which ranks."""
         lines = [f"{type(self).__name__} updates"]
         for group in self.param_groups:
             alike: dict[tuple[str, tuple[int, ...]], list[ShardSpec]] = defaultdict(list)
@@ -171,7 +171,7 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step; ``closure`` as torch's optimizers have it."""
+        """Make a step. ``closure`` is called as by torch's optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -180,7 +180,8 @@ class MatrixOptimizer(Optimizer):
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in used:
                 self._init_state(parameter, group)
-            # What a rank has nothing of has changed, too: all are to gather it. Kernels do not count all changes.
+            # Kernels do not raise all versions. A shard without elements on this rank counts as changed, too: all ranks
+            # must gather it.
             increment_version([local_of(parameter) for parameter in used])
             if self._is_of_matrices(group):
                 self._update_matrices(group, used)
@@ -240,8 +241,8 @@ class MatrixOptimizer(Optimizer):
         """Yield for each matrix its view of ``targets``, its update and its learning rate.
 
         Args:
-            group: of the parameters.
-            parameters: what the matrices are of.
+            group: settings of the parameters.
+            parameters: the parameters.
             gradients, targets: whole matrices of each parameter, one after the other: those that this rank updates.
         """
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
@@ -257,7 +258,7 @@ class MatrixOptimizer(Optimizer):
     def _matrices_of(
         self, parameter: Any, gradient: Tensor, target: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield views of ``gradient``, ``target`` and the state of each matrix that a parameter is made of."""
+        """Yield views of ``gradient``, ``target`` and the state for each matrix of a parameter."""
         spec: ShardSpec = parameter.shard_spec
         rows, columns = spec.global_shape[-2:]
         parts = self._parts_of(spec)
@@ -284,7 +285,7 @@ class MatrixOptimizer(Optimizer):
     # State
 
     def _init_state(self, parameter: Any, group: Mapping[str, Any]) -> None:
-        """Make what a parameter's state lacks."""
+        """Make the missing state of a parameter."""
         state = self.state[parameter]
         if not self._is_of_matrices(group):
             state.setdefault("step", torch.tensor(0.0, device="cpu"))
@@ -296,7 +297,7 @@ class MatrixOptimizer(Optimizer):
                 )
 
     def _state_specs(self, parameter: Any, group: Mapping[str, Any]) -> dict[str, ShardSpec]:
-        """Return how each tensor in a parameter's state is sharded, by name; counts of steps are left out."""
+        """Return the spec of each tensor in a parameter's state by name; counts of steps are left out."""
         spec: ShardSpec = parameter.shard_spec
         if not self._is_of_matrices(group):
             return dict.fromkeys(("exp_avg", "exp_avg_sq"), spec)
@@ -306,7 +307,8 @@ class MatrixOptimizer(Optimizer):
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
             if tuple(shape) == (parts[0], columns):
-                # What tensor parallelism divides is whole in the state, and what is assembled is where it is updated.
+                # state is whole where tensor parallelism divides the matrix, and on its owner where the matrix is
+                # assembled
                 specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.updated_shape)
                 continue
             if len(set(parts)) > 1:
@@ -319,9 +321,9 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of any number of ranks, or of whole tensors as of a single process.
+        """Load a state dict of any number of ranks, or of whole tensors as from a single process.
 
-        A collective where tensor parallelism has divided matrices.
+        A collective if tensor parallelism has divided matrices.
         """
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
@@ -346,11 +348,11 @@ def _apply(group: Mapping[str, Any], weight: Tensor, update: Tensor, rate: float
 
 
 def _gathered(parameter: Any, local: Tensor) -> Tensor:
-    """Return the whole of a matrix that this rank owns, or its part by tensor parallelism: then a collective.
+    """Return the whole matrix that this rank owns; a collective if tensor parallelism has divided it.
 
     Args:
-        parameter: tells how it is divided.
-        local: this rank's elements; returned unless tensor parallelism has divided matrices.
+        parameter: the parameter, whose spec tells how it is divided.
+        local: this rank's elements; returned unchanged unless tensor parallelism has divided the matrix.
     """
     spec: ShardSpec = parameter.shard_spec
     if spec.tensor_parallel is None or not spec.tensor_parallel.divides_matrices:
@@ -361,7 +363,7 @@ def _gathered(parameter: Any, local: Tensor) -> Tensor:
 
 
 def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings of AdamW."""
+    """Return all settings of AdamW, with defaults for those not given."""
     if unknown := adamw.keys() - _ADAMW.keys():
         raise ValueError(f"adamw has {sorted(unknown)}: it takes {', '.join(_ADAMW)}")
     settings = {**_ADAMW, **adamw}
@@ -370,12 +372,12 @@ def _completed(adamw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
-    """Return how a tensor of another shape lies on the ranks that update a matrix, or those of a stack.
+    """Return the spec of a state tensor that lies on the ranks that update a matrix, or the matrices of a stack.
 
     Args:
-        spec: of the matrix.
-        name: of the tensor.
-        shape: of the tensor, as ``spec.updated_shape`` is of the matrix: with the same stack, if any, before it.
+        spec: spec of the matrix.
+        name: name of the tensor.
+        shape: shape of the tensor, with the same leading stack dimensions, if any, as ``spec.updated_shape``.
     """
     numel, bounds, parallel = math.prod(shape), spec.update_bounds, spec.tensor_parallel
     if bounds is not None:

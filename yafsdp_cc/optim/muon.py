@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BATCH = 1 << 26
-"""Elements of matrices that are iterated on together, at most: 128 MiB in bf16, of which there are four at a time."""
+"""Elements of matrices that one batch of iterations works on, at most: 128 MiB in bf16, with four such tensors at a
+time."""
 
 
 class Muon(MatrixOptimizer):
@@ -35,33 +36,32 @@ class Muon(MatrixOptimizer):
         O = NewtonSchulz(M), or with Nesterov momentum of (1 − μ)·G + μ·M
         W ← (1 − lr·weight_decay)·W − lr·adjustment·O
 
-    Gradients reach the owners of matrices by the reduce-scatter, and updated weights reach the others by the
-    all-gather, that there are anyway: a step sends as many bytes as with AdamW, encoded where the model has a
-    ``Compression``.
+    Gradients reach the owners of matrices by the usual reduce-scatter, and updated weights reach the other ranks by the
+    usual all-gather: a step sends as many bytes as with AdamW, encoded where the model has a ``Compression``.
 
-    Steps are those of ``torch.optim.Muon``, to the bit where gradients are equal to the bit and iterations are in bf16.
-    State dicts have its names (``momentum_buffer``; of other parameters those of ``torch.optim.AdamW``).
+    Steps are those of ``torch.optim.Muon``, bit for bit if gradients are and iterations are in bf16. State dicts use
+    its names (``momentum_buffer``), and those of ``torch.optim.AdamW`` for other parameters.
 
     Args:
-        params: of a model that was sharded with ``yafsdp_cc.shard(model, ownership="matrix")`` or patterns, or groups
-            of them (``MatrixOptimizer``): all that are trained.
+        params: all trained parameters of a model that was sharded with ``yafsdp_cc.shard(model, ownership="matrix")``
+            or patterns, or groups of them (``MatrixOptimizer``).
         lr: the learning rate of matrices.
-        weight_decay: of matrices, decoupled.
+        weight_decay: weight decay of matrices, decoupled.
         momentum: μ, 0 to 1.
         nesterov: whether to orthogonalise the momentum of the next step, as far as the present gradient tells it.
         ns_coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
         eps: the least norm that a momentum is divided by before the iteration.
-        ns_steps: how many iterations; fewer than 100.
-        adjust_lr_fn: what the learning rate is multiplied by: "original", or None: √max(1, m/n) of a matrix [m, n];
-            "match_rms_adamw": 0.2·√max(m, n), by which learning rate and weight decay may be AdamW's (Liu et al., "Muon
-            is Scalable for LLM Training", 2025, equation 4).
+        ns_steps: number of iterations, fewer than 100.
+        adjust_lr_fn: factor on the learning rate: "original", or None: √max(1, m/n) of a matrix [m, n];
+            "match_rms_adamw": 0.2·√max(m, n), with which learning rate and weight decay may be AdamW's (Liu et al.,
+            "Muon is Scalable for LLM Training", 2025, equation 4).
         adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of all other parameters, where they differ from the
             defaults of ``torch.optim.AdamW``.
-        splits: by ``*`` patterns over parameter names, matrices that are several, one below the other, and to be
-            orthogonalised each by itself: their number, or the rows of each. ``{"*.qkv.weight": 3}`` for fused queries,
-            keys and values.
-        ns_dtype: of the iteration. None: bf16 as in ``torch.optim.Muon``, but fp32 on processors that have no
-            instructions for products of bf16, where it takes a quarter of the time.
+        splits: number, or rows, of the matrices that a parameter stacks one below the other and that are orthogonalised
+            separately, by ``*`` patterns of parameter names. ``{"*.qkv.weight": 3}`` for fused queries, keys and
+            values.
+        ns_dtype: dtype of the iteration. None: bf16 as in ``torch.optim.Muon``, but fp32 on processors without bf16
+            instructions, where fp32 takes a quarter of the time.
 
     Raises:
         ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
@@ -115,7 +115,7 @@ class Muon(MatrixOptimizer):
                 self._parts_of(spec)
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
-        """Return the rows of each matrix that the parameter ``name`` is made of, by ``splits``."""
+        """Return the rows of each matrix that ``splits`` divides the parameter ``name`` into."""
         found = next((parts for pattern, parts in self._splits.items() if fnmatchcase(name, pattern)), 1)
         return found if isinstance(found, Sequence) else (rows // max(found, 1),) * found
 
@@ -124,7 +124,7 @@ class Muon(MatrixOptimizer):
         return {"momentum_buffer": (rows, columns)}
 
     def update_dtype(self, device: torch.device) -> torch.dtype | None:
-        """Return the dtype of the iteration where all ranks have the same."""
+        """Return the dtype of the iteration if it is the same on all ranks, else None."""
         return self.ns_dtype if self.ns_dtype is not None or device.type == "cpu" else torch.bfloat16
 
     def learning_rate(self, group: Mapping[str, Any], rows: int, columns: int) -> float:
@@ -152,7 +152,7 @@ class Muon(MatrixOptimizer):
 
 @cache
 def _lacks_bf16(device: torch.device) -> bool:
-    """Return whether products of bf16 have no instructions on the device, and are made of those of fp32."""
+    """Return whether the device computes products of bf16 with fp32 instructions."""
     tell = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch cannot tell
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or tell is None:
         return False
@@ -161,20 +161,21 @@ def _lacks_bf16(device: torch.device) -> bool:
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the matrices with their singular values brought near 1, in the dtype that they have.
+    """Return the matrices with their singular values brought near 1, in their own dtype.
 
-    Each by the operations of ``torch.optim.Muon``, in their order (Jordan et al., 2024).
+    The operations are those of ``torch.optim.Muon``, in the same order (Jordan et al., 2024).
 
     Args:
         matrices: [k, m, n], overwritten.
         coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
-        steps: how many.
+        steps: number of iterations.
         eps: the least norm that a matrix is divided by.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    norms = torch.stack([each.norm() for each in x])  # each by itself: a joint norm may be rounded to another bf16
+    # one norm per matrix, as a batched norm may round to another bf16 number
+    norms = torch.stack([each.norm() for each in x])
     x.div_(norms.clamp(min=eps).view(-1, 1, 1))
     for _ in range(steps):
         gram = x @ x.mT

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 Form: TypeAlias = Literal["momentum", "gradient"]
 
 STEPS = "steps"
-"""Of a parameter group, beside its settings: steps that the optimizer has made."""
+"""Key in a parameter group beside its settings: number of steps that the optimizer has made."""
 _CLIPPED = 0.99
-"""A gradient with less than this share of its norm was clipped, and not just rounded."""
+"""Share of its norm below which a gradient counts as clipped, not just rounded."""
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return this rank's elements, the very tensor that holds them."""
+    """Return the local tensor itself, without a copy."""
     local: Tensor = tensor.to_local()
     return local
 
@@ -61,7 +61,7 @@ def grad_of(parameter: Tensor) -> Tensor:
 
 
 def check_settings(defaults: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` where a setting that torch's optimizers have is out of range."""
+    """Raise a ``ValueError`` if a setting that torch's optimizers have, too, is out of range."""
     if not all(0 <= beta < 1 for beta in defaults.get("betas", ())):
         raise ValueError(f"betas={defaults['betas']}: two numbers from 0 to 1, less than 1")
     found = {name: defaults[name] for name in ("lr", "eps", "weight_decay") if name in defaults}
@@ -70,7 +70,7 @@ def check_settings(defaults: dict[str, Any]) -> None:
 
 
 def check_alike(optimizer: Optimizer, setting: str) -> None:
-    """Raise a ``ValueError`` where groups of parameters differ in a setting of the momentum that ranks share."""
+    """Raise a ``ValueError`` if parameter groups differ in a setting of the momentum that ranks share."""
     first, *others = (
         torch.tensor(group[setting], dtype=torch.float64, device="cpu") for group in optimizer.param_groups
     )
@@ -80,7 +80,7 @@ def check_alike(optimizer: Optimizer, setting: str) -> None:
 
 
 def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` where a state that torch's optimizer has saved was trained in another way."""
+    """Raise a ``ValueError`` if a state saved by torch's optimizer has settings that this optimizer lacks."""
     for setting in ("maximize", "amsgrad", "nesterov", "dampening"):
         if found := next((group[setting] for group in state_dict["param_groups"] if group.get(setting)), None):
             name = type(optimizer).__name__
@@ -91,9 +91,9 @@ def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Give ``optimizer`` the state that it has ``loaded`` as it is: torch has cast it to the parameters' dtypes.
+    """Undo the casts of ``load_state_dict``: torch casts loaded state to the parameters' dtypes.
 
-    Numbers such as counts of steps stay in host memory, where they are read: torch has moved them to the parameters.
+    Counts of steps return to host memory, where they are read: torch moves them to the parameters' device.
     """
     indices = (index for group in loaded["param_groups"] for index in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -110,26 +110,27 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that sets when gradients are summed exactly, and when encoded.
+    """An optimizer that decides when gradients are summed exactly, and when encoded.
 
     Args:
-        params: of models that were sharded with a compression, all that are trained.
-        defaults: of parameter groups.
+        params: all trained parameters of models that were sharded with a compression.
+        defaults: default settings of parameter groups.
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
-        max_grad_norm: what the loop clips gradients to; those that it does not see are clipped alike, the exact ones
-            and, where the momentum is sent, those that it is of.
+        max_grad_norm: limit that the loop clips ``.grad`` to. Gradients that the loop does not see are clipped to it,
+            too:
+            exact ones, and in the momentum form those that are sent.
 
     Raises:
         ValueError: a setting is out of range, a parameter is not sharded with a compression, the compression does not
-            fit, or one of the parameters whose gradients are encoded is not among ``params``.
+            fit, or a parameter whose gradient is encoded is not among ``params``.
     """
 
     moments: ClassVar[tuple[str, ...]]
-    """Names of the tensors in a parameter's state that are zero at first; the first of them is the momentum."""
+    """Names of the tensors in a parameter's state that start at zero; the first one is the momentum."""
     shortest_warmup: ClassVar[int] = 1
-    """Steps with exact sums that there have to be."""
+    """Smallest allowed number of steps with exact sums."""
     takes_limit: ClassVar[bool] = True
-    """Whether it has an argument for what the loop clips gradients to."""
+    """Whether the optimizer has an argument for the loop's clipping limit."""
 
     def __init__(
         self,
@@ -159,18 +160,18 @@ class OneBitOptimizer(Optimizer):
         self.form = form
         self.refreshes = refreshes
         self.max_grad_norm = max_grad_norm
-        self._step_supports_amp_scaling = True  # so that a GradScaler sets found_inf and grad_scale
+        self._step_supports_amp_scaling = True  # makes a GradScaler set found_inf and grad_scale
         super().__init__(params, defaults)
         check_alike(self, "betas" if "betas" in defaults else "momentum")
         self._set_steps(0)
         self._encoded: dict[int, CompressedSum] = {}
-        """By id, the parameters whose gradients are encoded after the warm-up, and what sums them."""
+        """Compressed sum of each parameter whose gradient is encoded after the warm-up, by the parameter's id."""
         self._control_models()
         for parameter in self._parameters:
             self._init_state(parameter)
         self._plan_phase()
 
-    # What each of the family defines
+    # What each optimizer of the family defines
 
     @abstractmethod
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -178,16 +179,17 @@ class OneBitOptimizer(Optimizer):
 
     @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update parameters whose ``.grad`` is what was decoded: a mean gradient or the momentum, by ``form``."""
+        """Update parameters whose ``.grad`` was decoded: a mean gradient or the momentum, depending on ``form``."""
 
     def _update_variance(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        """Take in exact gradients, pairs of a parameter and this rank's range of its gradient."""
+        """Update second moments from exact gradients, given as pairs of a parameter and this rank's range of its
+        gradient."""
 
     # Steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step, and set how the next gradients are summed. ``closure`` as torch's optimizers have it."""
+        """Make a step, and set the phase of the next backward. ``closure`` is called as by torch's optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -195,7 +197,7 @@ class OneBitOptimizer(Optimizer):
         self._check_control()
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # the next backward may not come to all of them
+            self._drop_exact_means()  # the next backward may not overwrite all of them
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()
@@ -205,18 +207,19 @@ class OneBitOptimizer(Optimizer):
                 self._warn_of_clipping(gradients)
             self._drop_exact_means()
         self._set_steps(self.steps + 1)
-        self._plan_phase()  # before all-gathers begin below, exact or of deltas as in the next step
+        # set the phase before the all-gathers of ``_update_all``, which are exact or deltas as in the next step
+        self._plan_phase()
         self._update_all(phase)
         return loss
 
     def _set_steps(self, steps: int) -> None:
-        """So many steps were made, and a state dict has it: no parameter need have been in all of them."""
+        """Set the number of steps, also in the groups for state dicts: no parameter need have been in all steps."""
         self.steps = steps
         for group in self.param_groups:
             group[STEPS] = steps
 
     def _unscale(self) -> bool:
-        """Divide gradients by a ``GradScaler``'s scale, if one has called; return whether there is to be a step."""
+        """Divide gradients by the scale if a ``GradScaler`` calls; return whether the step is to be made."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return True
@@ -225,7 +228,7 @@ class OneBitOptimizer(Optimizer):
                 f"a GradScaler steps this {type(self).__name__}, and its scale is unknown to the residuals: call "
                 "yafsdp_cc.follow_scaler(model, scaler) before the first backward"
             )
-        scale = getattr(self, "grad_scale", None)  # None where gradients are unscaled already
+        scale = getattr(self, "grad_scale", None)  # None if gradients are unscaled already
         if scale is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
@@ -237,7 +240,7 @@ class OneBitOptimizer(Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def _update_all(self, phase: Phase) -> None:
-        """Update the parameters, whose gradients were summed as in ``phase``, group by group of the model."""
+        """Update the parameters, whose gradients were summed in ``phase``, group by group of the model."""
         for members in self._by_param_group():
             for group, exact, encoded in self._split(members, phase):
                 self._update_group(group, exact, encoded)
@@ -249,7 +252,8 @@ class OneBitOptimizer(Optimizer):
     def _split(
         self, members: Sequence[Tensor], phase: Phase
     ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-        """Yield each of ``param_groups`` with what it has of ``members`` with an exact gradient, and a decoded one."""
+        """Yield each of ``param_groups`` with its parameters among ``members``: those of exact and those of decoded
+        gradients."""
         wanted = {id(each) for each in members if each.grad is not None}
         for group in self.param_groups:
             used = [each for each in group["params"] if id(each) in wanted]
@@ -258,17 +262,17 @@ class OneBitOptimizer(Optimizer):
             yield group, exact, encoded
 
     def _by_param_group(self) -> Iterator[list[Tensor]]:
-        """Yield all parameters, those of one parameter group of a model after the other, as a forward uses them.
+        """Yield the parameters of one parameter group of the engine after the other, in the order of a forward.
 
-        As soon as those of a group are updated, when the next ones are asked for, its weights are all-gathered wherever
-        their buffer is no earlier group's: the next forward finds them on their way.
+        When the caller asks for the next group, the one just updated is all-gathered unless an earlier one has its
+        buffer: the next forward finds the weights on their way.
         """
         left = {id(parameter): parameter for parameter in self._parameters}
         params = [_fsdp_param(parameter) for parameter in self._parameters]
         taken: set[int] = set()
         for state in dict.fromkeys(engine_of(param) for param in params if param is not None):
             assert state is not None
-            # A forward enters the root's own group first, which is the last in module order.
+            # a forward enters the root's own group first, which is the last in module order
             for group in sorted(state.groups, key=lambda group: group is not state.root_group):
                 before = group.versions()
                 own = [id(param.parameter) for param in group.params]
@@ -281,12 +285,13 @@ class OneBitOptimizer(Optimizer):
                     taken.add(buffer)
                     state.context.gather_stream.wait_for_caller()
                     group.prefetch()
-        yield list(left.values())  # replicated ones
+        yield list(left.values())  # replicated parameters
 
     # State
 
     def _init_state(self, parameter: Tensor) -> None:
-        """Make what a parameter's state lacks, sharded like it; compressed sums use the momentum where it is sent."""
+        """Make the missing state of a parameter, sharded like it. In the momentum form its compressed sum shares the
+        momentum."""
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in self.moments:
@@ -307,25 +312,26 @@ class OneBitOptimizer(Optimizer):
         return local_of(self.state[parameter][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of any number of ranks; the warm-up, too.
+        """Load the state of any number of ranks, the position in the warm-up included.
 
         Raises:
-            ValueError: it is of an optimizer of torch's with settings that this one does not have.
+            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
         """
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
-        seen = [int(state["step"]) for state in self.state.values() if "step" in state]  # AdamW makes these alone grow
+        # AdamW counts steps per parameter only
+        seen = [int(state["step"]) for state in self.state.values() if "step" in state]
         self._set_steps(max(*recorded, *seen, 0))
-        for schedule in self._schedules:  # before residuals are loaded, which may be of that state's decay
+        for schedule in self._schedules:  # before residuals are loaded, which have the decay of the loaded state
             schedule.follow_decay()
         for parameter in self._parameters:
             self._init_state(parameter)
         self._plan_phase()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: the phases have begun with the parameters that it was given."""
+        """Refuse groups after the constructor: the phases have begun with the parameters that it was given."""
         if hasattr(self, "_schedules"):
             raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
         super().add_param_group(param_group)
@@ -339,10 +345,10 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def decay(self) -> tuple[float, float]:
-        """Of the momentum that residuals are besides: its decay, and how much of a gradient it takes in.
+        """(beta, share): decay of the momentum in residuals, and the share of a gradient that enters it.
 
-        1 - decay where it is an average, 1 where it is a sum; 0 and 1 in the gradient form, where residuals are not.
-        Read before each forward: a scheduler may change it, and a loaded state.
+        The share is 1 - beta for an average and 1 for a sum; the gradient form, which has no such momentum, returns (0,
+        1). Read before each forward, as a scheduler or a loaded state may change it.
         """
         if self.form == "gradient":
             return 0.0, 1.0
@@ -352,7 +358,7 @@ class OneBitOptimizer(Optimizer):
     # Phases
 
     def _control_models(self) -> None:
-        """Set the phases of the parameters' models from now on."""
+        """Become the controller of the phases of the parameters' models."""
         name = type(self).__name__
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in self._parameters:
@@ -378,7 +384,7 @@ class OneBitOptimizer(Optimizer):
         for schedule, state in states.items():
             schedule.set_controller(self, self.max_grad_norm)
             state.outdated = True
-        for compressed in self._encoded.values():  # nothing of an optimizer that was there before
+        for compressed in self._encoded.values():  # drop the state of an earlier optimizer of the model
             compressed.momentum = compressed.exact_mean = None
             compressed.clear()
             compressed.bind_exact()  # a backward may come before the next forward
@@ -387,7 +393,7 @@ class OneBitOptimizer(Optimizer):
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
         if schedule.controller is not None and schedule.controller() is not None:
-            gc.collect()  # a learning rate scheduler and its optimizer refer to each other
+            gc.collect()  # a learning rate scheduler and its optimizer form a reference cycle
         if schedule.controller is not None and (other := schedule.controller()) is not None:
             raise ValueError(
                 f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
@@ -429,7 +435,7 @@ class OneBitOptimizer(Optimizer):
                     )
 
     def _check_control(self) -> None:
-        """Raise a ``RuntimeError`` where sums of the models follow another schedule by now."""
+        """Raise a ``RuntimeError`` if the models' sums follow another schedule now."""
         if any(compressed.schedule not in self._schedules for compressed in self._encoded.values()):
             name = type(self).__name__
             raise RuntimeError(
@@ -441,7 +447,8 @@ class OneBitOptimizer(Optimizer):
         return id(parameter) in self._encoded
 
     def _refresh_steps(self, until: int) -> Iterator[int]:
-        """Yield steps after the warm-up, from 1 on, with exact sums: by fours 1, 2, 3, 4, 6, 8, 10, 12, 16, ..."""
+        """Yield the steps after the warm-up, from 1 on, with exact sums; for refreshes=4: 1, 2, 3, 4, 6, 8, 10, 12, 16,
+        ..."""
         step, distance = 1, 1
         while self.refreshes and step <= until:
             for _ in range(self.refreshes):
@@ -451,7 +458,7 @@ class OneBitOptimizer(Optimizer):
             distance *= 2
 
     def _phase_of(self, step: int) -> Phase:
-        """Return how gradients of a step, from 1 on, are summed."""
+        """Return the phase of a step, counted from 1."""
         after = step - self.warmup_steps
         if after <= 0:
             return Phase.EXACT if after else Phase.KEPT
@@ -459,23 +466,23 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def phase(self) -> Phase:
-        """How the gradients of the next step are summed, once what is sent can be clipped."""
+        """The phase of the next step, if limits for clipping are known where they are needed."""
         return self._phase_of(self.steps + 1)
 
     def _plan_phase(self) -> None:
-        """Set how gradients are summed from the next backward on."""
+        """Set the phase from the next backward on."""
         self._check_control()
         self._planned = self.phase
         self.update_phase()
 
     def update_phase(self) -> None:
-        """Set it again, as what clips gradients has changed."""
+        """Set the schedules' phase again after limits for clipping have changed."""
         for schedule in self._schedules:
             schedule.phase = self._phase_now
 
     @property
     def _phase_now(self) -> Phase:
-        """How gradients are summed now: exactly where they would have to be clipped, and no limit is known yet."""
+        """The phase now: sums are exact as long as gradients must be clipped before encoding and no limit is known."""
         is_blind = any(schedule.clip is not None and schedule.clip.is_blind for schedule in self._schedules)
         return Phase.LEARNING if is_blind and self._planned.encodes else self._planned
 
@@ -509,7 +516,7 @@ class OneBitOptimizer(Optimizer):
             compressed.exact_mean = None
 
     def _warn_of_clipping(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        """Warn where the loop has clipped ``gradients``, which were kept as they came, and there is no limit."""
+        """Warn if the loop has clipped gradients (``.grad`` is smaller than the stored ones) and no limit was given."""
         pairs = [(local_of(parameter.grad), exact) for parameter, exact in gradients if parameter.grad is not None]
         after, before = (float(get_total_norm(each)) for each in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         if after < _CLIPPED * before:
@@ -523,5 +530,5 @@ class OneBitOptimizer(Optimizer):
 
 
 def _fsdp_param(parameter: Tensor) -> FSDPParam | None:
-    """Return what owns a parameter in the engine; None where it is not sharded."""
+    """Return the ``FSDPParam`` of a parameter; None if it is not sharded."""
     return owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 _RESIDUAL = "unsaid"
-"""The name of residuals in state dicts."""
+"""Key of residuals in state dicts."""
 
 
 class ReplicatedOneBitAdam(Optimizer):
@@ -33,20 +33,20 @@ class ReplicatedOneBitAdam(Optimizer):
 
     Tang et al., "1-bit Adam", 2021, algorithm 1: AdamW with exact means for ``warmup_steps``, and then
 
-        m_w = β₁·m + (1 − β₁)·g_w            of every rank w, from the momentum m that all have
+        m_w = β₁·m + (1 − β₁)·g_w            of every rank w, from the common momentum m
         m   = the mean of m_w, encoded by every rank and by the owner of each chunk, with both their errors added first
         x   = x − lr · m̂ / (√v̂ + ε)          with the second moment v of the end of the warm-up
 
-    (``compression.all_reduce.CompressedMean``). ``OneBitAdam`` is what makes it fit a sharded model; this one is what
-    that is held against, and for models that need no sharding. Other than in the paper, each block has a scale of its
-    own, and both moments are corrected for their start at zero, as those of ``torch.optim.AdamW`` are, whose steps the
-    warm-up makes. No element moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section 2.1):
-    after the warm-up rows of an embedding that were never seen have no second moment, and share blocks with others that
-    were.
+    (``compression.all_reduce.CompressedMean``). ``OneBitAdam`` adapts the algorithm to sharded models and is tested
+    against this optimizer, which also serves models that need no sharding. Other than in the paper, each block has a
+    scale of its own, and both moments are corrected for their start at zero, as in ``torch.optim.AdamW``, whose steps
+    the warm-up makes. No element moves further in a step than exact Adam's can (Kingma & Ba, "Adam", 2015, section
+    2.1): after the warm-up, rows of an embedding that were never used have no second moment, and share blocks with used
+    rows.
 
-    Gradients stay those of the rank, and ``step`` is a collective: every rank calls it, with the weights of all alike.
-    Where a parameter's ``.grad`` is None it counts as zeros. What is clipped is each rank's own gradient. Under a
-    ``GradScaler`` all ranks skip a step where one of them has a gradient that is not finite, and nothing is lost.
+    ``.grad`` is the rank's own gradient, and ``step`` is a collective that every rank calls with equal weights. A
+    ``.grad`` of None counts as zeros. Clipping applies to each rank's own gradient. Under a ``GradScaler`` all ranks
+    skip a step if one of them has a non-finite gradient; residuals and moments are unchanged.
 
     A state dict is that of ``torch.optim.AdamW``, with the residuals as ``"unsaid"`` of each parameter;
     call ``settle()`` on all ranks before ``state_dict()``. Any number of ranks can load it, AdamW too.
@@ -55,19 +55,19 @@ class ReplicatedOneBitAdam(Optimizer):
     the chunk that it owns.
 
     Args:
-        params: of a module, all that are trained, in the same order on all ranks; or groups of them. With names, such
-            as ``module.named_parameters()``, errors have these.
+        params: all trained parameters of a module, in the same order on all ranks; or groups of them. With names, as
+            from ``module.named_parameters()``, errors name them.
         lr: the learning rate; the loop or a scheduler changes it in the groups.
         betas: decay of the moments, the same in all groups.
         eps: added to the root of the second moment.
         weight_decay: decoupled (Loshchilov & Hutter, 2019).
-        warmup_steps: with exact means: 15 to 25 % of all in the paper, as nothing refreshes v later.
-        codec: of messages.
+        warmup_steps: number of steps with exact means: 15 to 25 % of all in the paper, as nothing refreshes v later.
+        codec: name of the messages' codec.
         block: elements that share a scale.
         group: the ranks; None: all.
 
     Raises:
-        ValueError: something of that does not fit, or ranks start with different weights.
+        ValueError: an argument does not fit, or ranks start with different weights.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReplicatedOneBitAdam(Optimizer):
             raise ValueError(f"warmup_steps={warmup_steps}: at least 1: the second moment is learned from exact means")
         self.warmup_steps = warmup_steps
         self.steps = 0
-        """Steps that were made."""
+        """Number of steps made."""
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
         if (ranks := group if group is not None else dist.group.WORLD) is None:
@@ -104,15 +104,15 @@ class ReplicatedOneBitAdam(Optimizer):
         self._whole, self._moment, self._square = (
             torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in range(3)
         )
-        """Of all parameters: gradients, which turn into what ranks have together, and both moments."""
+        """Flat buffers of all parameters: gradients, overwritten by their mean, and both moments."""
         self._is_settled = True
         self._share_moments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made.
+        """Refuse groups after the constructor, which lays out the buffers.
 
         Raises:
-            RuntimeError: it is made.
+            RuntimeError: the optimizer is constructed.
         """
         if hasattr(self, "_layout"):
             raise RuntimeError("ReplicatedOneBitAdam has laid its buffers out: make a new one for other parameters")
@@ -120,10 +120,10 @@ class ReplicatedOneBitAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step, a collective. ``closure`` as torch's optimizers have it.
+        """Make a step, a collective. ``closure`` is called as by torch's optimizers.
 
         Raises:
-            RuntimeError: a gradient is not finite, on this rank or another, and no ``GradScaler`` is there to know.
+            RuntimeError: a gradient is not finite, on this rank or another, and no ``GradScaler`` is in use.
         """
         loss = None
         if closure is not None:
@@ -146,7 +146,7 @@ class ReplicatedOneBitAdam(Optimizer):
         return loss
 
     def settle(self) -> None:
-        """Even out the residuals: every rank has the mean of them afterwards. A collective."""
+        """Replace every rank's residuals by their mean over ranks. A collective."""
         unsent = self.mean.unsent()
         self.mean.carry_over(unsent)
         for parameter, part in self._parts(unsent).items():
@@ -154,7 +154,7 @@ class ReplicatedOneBitAdam(Optimizer):
         self._is_settled = True
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``torch.optim.AdamW``, the same on all ranks.
+        """Return a state dict as ``torch.optim.AdamW`` does, the same on all ranks.
 
         Raises:
             RuntimeError: residuals have changed since the last ``settle``.
@@ -168,10 +168,10 @@ class ReplicatedOneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of any number of ranks; the warm-up, too.
+        """Load the state of any number of ranks, the position in the warm-up included.
 
         Raises:
-            ValueError: it is of an optimizer of torch's with settings that this one does not have.
+            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
         """
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
@@ -191,12 +191,12 @@ class ReplicatedOneBitAdam(Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def _parts(self, whole: Tensor) -> dict[Tensor, Tensor]:
-        """Return the part that each parameter has of a buffer of all."""
+        """Return each parameter's part of a flat buffer of all parameters."""
         extents = zip(self._parameters, self._layout.extents, strict=True)
         return {each: whole[extent.offset : extent.end].view(extent.shape) for each, extent in extents}
 
     def _share_moments(self) -> None:
-        """Let the state of parameters be views of the moments of all."""
+        """Make the moments in the parameters' states views of the flat buffers."""
         for name, moments in (("exp_avg", self._moment), ("exp_avg_sq", self._square)):
             for parameter, part in self._parts(moments).items():
                 state = self.state[parameter]
@@ -206,7 +206,7 @@ class ReplicatedOneBitAdam(Optimizer):
                 state[name] = part
 
     def _names(self) -> list[str]:
-        """Return how errors call the parameters: as they were given, or by number and shape."""
+        """Return names of the parameters for errors: as given, or by number and shape."""
         return [
             f"'{group['param_names'][index]}'"
             if "param_names" in group
@@ -216,7 +216,7 @@ class ReplicatedOneBitAdam(Optimizer):
         ]
 
     def _check_parameters(self) -> None:
-        """Raise where the parameters are not what this can train, on all ranks where they differ."""
+        """Raise if a parameter cannot be trained here; if parameters differ between ranks, on all ranks."""
         check_alike(self, "betas")
         names, parameters = self._names(), self._parameters
         for name, parameter in zip(names, parameters, strict=True):
@@ -250,7 +250,7 @@ class ReplicatedOneBitAdam(Optimizer):
         return self._whole
 
     def _are_finite(self, whole: Tensor) -> bool:
-        """Return whether gradients are finite on all ranks; without a ``GradScaler``, raise where they are not."""
+        """Return whether gradients are finite on all ranks; if not, raise unless a ``GradScaler`` is in use."""
         bad = whole.isfinite().all().logical_not().to(torch.float32)
         here = bool(bad)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)

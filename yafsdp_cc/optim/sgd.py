@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 class OneBitSGD(OneBitOptimizer):
     """SGD with momentum whose gradients are encoded for the network, by ``Compression(gradients=...)``.
 
-    Its update is linear in the gradients, so it needs none of what makes 1-bit Adam difficult: error feedback alone
-    keeps its rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and no second moment wants
-    exact sums. A warm-up is there for those whose first steps are large. The forms are those of ``OneBitAdam``:
+    Its update is linear in the gradients, which avoids the difficulties of 1-bit Adam: error feedback alone keeps its
+    rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and there is no second moment that
+    needs exact sums. The warm-up is for models whose first steps are large. The forms are those of ``OneBitAdam``:
 
-    - ``form="momentum"``: each rank's own momentum is encoded, which is its residual at the same time. ``.grad`` is
-      then the momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
-    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the momentum from what it
-      decodes. Works for several backwards per step without ``no_sync``.
+    - ``form="momentum"``: each rank's own momentum is encoded, which also serves as its residual. ``.grad`` is then the
+      momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
+    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the momentum from the
+      decoded sum. Works for several backwards per step without ``no_sync``.
 
     Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
-    no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum,
-    ``torch.optim.SGD`` itself is what the gradient form would be.
+    no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum the
+    gradient form would be ``torch.optim.SGD`` itself.
 
     A state dict is that of ``torch.optim.SGD`` with the number of steps beside it: either can load the other's, at any
     number of ranks. Residuals are saved beside it by ``yafsdp_cc.save``.
 
     Args:
-        params: of a model that was sharded with a compression, or groups of them: all that are trained.
+        params: all trained parameters of a model that was sharded with a compression, or groups of them.
         lr: the learning rate; the loop or a scheduler changes it in the groups.
-        momentum: the share of the momentum that a step keeps, the same in all groups.
+        momentum: decay of the momentum in a step, the same in all groups.
         weight_decay: added to the gradient, times the parameter (not decoupled), as ``torch.optim.SGD`` has it.
-        warmup_steps: with exact sums.
-        form: what is encoded, see above.
+        warmup_steps: number of steps with exact sums.
+        form: "momentum" or "gradient", see above.
 
     Raises:
-        ValueError: the model is not sharded with a compression, or something of that does not fit; the message says
-            what to change.
+        ValueError: the model is not sharded with a compression, or an argument does not fit; the message says what to
+            change.
     """
 
     moments = ("momentum_buffer",)
@@ -91,7 +91,7 @@ class OneBitSGD(OneBitOptimizer):
             nesterov=False,
             maximize=False,
         )
-        # Not every foreach kernel counts what it changes. All ranks are to all-gather it anew.
+        # Not every foreach kernel raises versions; all ranks must all-gather the shards anew.
         increment_version([local_of(parameter) for parameter in parameters])
         for parameter, updated in zip(parameters, wide, strict=True):
             if updated.dtype != parameter.dtype:

@@ -1,4 +1,4 @@
-"""Updates by decoded gradients or momenta, of lists of parameters at once: fused where there are native kernels.
+"""Updates lists of parameters at once by decoded gradients or momenta, fused where there are native kernels.
 
 ``update`` calls one native operator for all parameters of a device. ``_update_plainly`` is the definition in plain
 torch, of the same bits on every device: fp32, one rounding for each operation. Hence no ``lerp``, ``addcmul`` or
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _READ = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights and gradients that native kernels take."""
+"""Dtypes of weights and gradients that native kernels accept."""
 
 
 class Rule(IntEnum):
-    """What an update does, as numbered in ``csrc``. Whether a momentum or a gradient was decoded, by ``form``."""
+    """The formula of an update, numbered as in ``csrc``: by a decoded gradient or momentum."""
 
     SGD_GRADIENT = 0
     """g += λ·w; m = β·m + g; w -= γ·m"""
     SGD_MOMENTUM = 1
-    """m += λ·w; w -= γ·(g + λ·w). m is the owner's part of the momentum, which the compressed sum carries on."""
+    """m += λ·w; w -= γ·(g + λ·w). m is this rank's part of the momentum, which the compressed sum carries on."""
     ADAM_GRADIENT = 2
-    """m = β₁·m + (1 − β₁)·g; and then as below, by m in place of g."""
+    """m = β₁·m + (1 − β₁)·g; then as ADAM_MOMENTUM, with m as g."""
     ADAM_MOMENTUM = 3
     """w = (1 − γλ)·w − γ·clamp(ĝ / (√v̂ + ε))"""
 
@@ -44,33 +44,33 @@ class Rule(IntEnum):
 
 
 class Row(NamedTuple):
-    """One parameter, this rank's elements of it, possibly none; all tensors of one shape and device."""
+    """Tensors of one parameter, this rank's elements (possibly none), all of one shape and device."""
 
     weights: Tensor
-    """Floating-point, updated in place. Computed with in fp32 at least, and rounded once."""
+    """Weights, floating-point, updated in place. Computed in fp32 at least, and rounded once."""
     gradient: Tensor
-    """Floating-point: what was decoded."""
+    """The decoded gradient or momentum, floating-point."""
     moment: Tensor | None
-    """Of ``width_of`` the weights, updated in place. None with ``ADAM_MOMENTUM``."""
+    """First moment in ``width_of`` the weights, updated in place. None with ``ADAM_MOMENTUM``."""
     square: Tensor | None
-    """Of ``width_of`` the weights: the second moment, of Adam."""
+    """Adam's second moment in ``width_of`` the weights."""
     settings: tuple[float, ...]
-    """``sgd_settings`` or ``adam_settings``."""
+    """Result of ``sgd_settings`` or ``adam_settings``."""
 
 
 def sgd_settings(group: dict[str, Any]) -> tuple[float, ...]:
-    """Return what a row of SGD is updated with."""
+    """Return the numbers that update a row of SGD."""
     return group["momentum"], group["weight_decay"], float(group["lr"])
 
 
 def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float = 1.0) -> tuple[float, ...]:
-    """Return what a row of Adam is updated with.
+    """Return the numbers that update a row of Adam.
 
     Args:
         group: the settings of its parameter group.
-        steps: that the first moment is made of, this one counted.
-        seen: gradients that the second moment is made of.
-        trust: what the learning rate is multiplied by.
+        steps: number of steps in the first moment, this step counted.
+        seen: number of gradients in the second moment.
+        trust: factor on the learning rate.
     """
     (beta1, beta2), lr = group["betas"], trust * float(group["lr"])
     keep = 1 - lr * group["weight_decay"]
@@ -92,10 +92,11 @@ def largest_update(betas: tuple[float, float]) -> float:
 
 
 def update(rule: Rule, rows: Sequence[Row]) -> None:
-    """Update parameters by ``rule``, in place; their versions grow, also where this rank has no elements."""
+    """Update parameters by ``rule``, in place; their versions rise, also if this rank has no elements."""
     if not rows:
         return
-    # Native kernels do not count what they change. What a rank has nothing of has changed, too: all are to gather it.
+    # Native kernels do not raise versions. A shard without elements on this rank counts as changed, too: all ranks must
+    # gather it.
     increment_version([row.weights for row in rows])
     devices: dict[torch.device, list[Row]] = {}
     plain: list[Row] = []
@@ -121,7 +122,7 @@ def update(rule: Rule, rows: Sequence[Row]) -> None:
 
 
 def is_native(row: tuple[Any, ...]) -> bool:
-    """Return whether native kernels take a row: weights, gradient, other tensors or None, and settings."""
+    """Return whether native kernels accept a row: weights, gradient, other tensors or None, and settings."""
     readable = row[0].dtype in _READ and row[1].dtype in _READ
     return readable and all(each is None or each.is_contiguous() for each in row[:-1])
 
@@ -132,7 +133,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def _update_plainly(rule: Rule, rows: Sequence[Row]) -> None:
-    """Define what ``update`` does."""
+    """Define the result of ``update``."""
     wide = [row.weights.to(torch.promote_types(row.weights.dtype, torch.float32)) for row in rows]
     gradients = [row.gradient.to(each.dtype) for row, each in zip(rows, wide, strict=True)]
     moments = [row.moment for row in rows if row.moment is not None]
@@ -159,8 +160,8 @@ def _sgd(
     carry: list[float],
     decays: list[float],
 ) -> list[Tensor]:
-    """Return what to subtract from the weights, times the learning rate."""
-    # Where there is no decay nothing is added, not even 0: 0·inf is not a number.
+    """Return the update of the weights, without the learning rate."""
+    # without a decay nothing is added, not even 0: 0·inf would be NaN
     decaying = [index for index, decay in enumerate(decays) if decay]
     updates = list(gradients)
     if decaying:
@@ -179,7 +180,7 @@ def _sgd(
 def _adam(
     gradients: list[Tensor], moments: list[Tensor], squares: list[Tensor], columns: list[list[float]]
 ) -> list[Tensor]:
-    """Return what to subtract from the weights, times the learning rate."""
+    """Return the update of the weights, without the learning rate."""
     carry, taken, unbias, eps, shares, largest, _, _ = columns
     if moments:
         torch._foreach_mul_(moments, carry)
@@ -194,6 +195,6 @@ def _adam(
 
 
 def root_of(squares: Tensor) -> Tensor:
-    """Return square roots to the nearest."""
-    # By double precision: on a CPU torch's square root of fp32 is a vector library's, and not always the nearest.
+    """Return correctly rounded square roots."""
+    # in double precision: torch's fp32 square root on a CPU is a vector library's, and not always correctly rounded
     return squares.to(torch.float64).sqrt().to(squares.dtype)

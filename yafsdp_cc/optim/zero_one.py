@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ZeroOneAdam(OneBitAdam):
-    """AdamW with exact sums further and further apart, from the first step on, and encoded ones in between.
+    """AdamW with exact sums at growing distances, from the first step on, and encoded sums in between.
 
     Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", 2022, algorithm 1. By its
     policy for the second moment (𝒯ᵥ) v takes gradients in at steps k₁, k₂, ... whose distance doubles after every
@@ -22,9 +22,9 @@ class ZeroOneAdam(OneBitAdam):
 
         k₁ = 1,   kⱼ₊₁ − kⱼ = 2^⌊j / refreshes⌋        refreshes = 4:  1 2 3 4 6 8 10 12 16 20 ...
 
-    so that it changes by less and less, and there is no warm-up to be chosen. In these steps all sums are exact, the
-    first moment's too, and residuals wait. In all others the gradient of each rank is encoded with its residual, and
-    the owner of a chunk makes the first moment from what it decodes; v stays.
+    so that v changes less and less, and no warm-up need be chosen. In steps kⱼ all sums are exact, the first moment's
+    too, and residuals are unchanged. In all others each rank's gradient is encoded with its residual, the owner of a
+    chunk makes the first moment from the decoded sum, and v is unchanged.
 
     Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not this
     optimizer's: the ranks of a shard have no whole weights to make them with. Between replicas, with AdamW, it is
@@ -34,8 +34,8 @@ class ZeroOneAdam(OneBitAdam):
     has seen. After the first distances no element moves further in a step than exact Adam's can. Parameters that are
     never encoded go through exact AdamW throughout, and so do all for the first ``refreshes`` steps.
 
-    The state dict, what is saved beside it and memory are those of ``OneBitAdam``. In a state of AdamW v is believed to
-    have seen the gradients that it would have seen here.
+    The state dict, what is saved beside it and memory are those of ``OneBitAdam``. When a state of AdamW is loaded, v
+    counts as having seen the gradients of the exact steps so far.
 
     Arguments that are not listed are those of ``OneBitAdam``.
 
@@ -67,7 +67,8 @@ class ZeroOneAdam(OneBitAdam):
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
 
     def _update_group(self, group: dict[str, Any], exact: list[Tensor], encoded: list[Tensor]) -> None:
-        if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):  # Adam's own, so far
+        # all steps so far were exact, so this one is Adam's own
+        if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):
             super()._update_group(group, exact, encoded)
             return
         seen = [each for each in exact if self._is_encoded(each)]

@@ -1,8 +1,6 @@
-"""What is gathered together, and what that costs: known and printable before the first step.
+"""The plan of a sharded model: what is gathered together, and what it costs; printable before the first step.
 
-``parameters`` says what a model owns, ``blocks`` finds its repeated blocks, ``units`` divides the parameters among
-units, ``ownership`` whole matrices among ranks, and ``report`` is the printed plan. Nothing here imports
-``torch.distributed``: a plan needs no process group.
+``report`` is the plan and its tables; ``memory`` fills it from an engine.
 """
 
 from yafsdp_cc.engine.spec import Role

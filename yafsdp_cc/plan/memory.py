@@ -1,4 +1,4 @@
-"""The plan of an engine as built: every figure read off its layouts, buffers and collectives."""
+"""Fills the plan of an engine: every figure is read from its layouts, buffers and collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def plan_for(state: FSDPState) -> Plan:
-    """Return what the engine of a model holds now, and what a training step sends once warm-up is over."""
+    """Return the bytes that the engine of a model holds now, and those that a training step sends after the warm-up."""
     context, replicated, replicas = state.context, state.replicated, state.context.replicas
     flats = list(state.flats)
     trainable = [flat for flat in flats if flat.trainable]
@@ -83,7 +83,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
     for param in state.params:
         mesh = param.spec.mesh
         for owner, parts in Counter(() if param.spec.bounds is None else param.spec.owners).items():
-            # Experts may have a mesh of their own: the same ranks by other numbers, as owners of other experts.
+            # Experts may have a mesh of their own, on which the ranks of this shard have other numbers.
             alike = param.spec.global_mesh.mesh.select(mesh.ndim - 1, owner).flatten().tolist()
             for rank in (ranks.index(each) for each in alike if each in ranks):
                 owned[rank].append((param, parts / len(param.spec.owners)))
@@ -107,7 +107,8 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
 
 
 def regathered(state: FSDPState) -> list[ParamGroup]:
-    """Return groups whose buffer holds another one when the backward comes to them, run in module order."""
+    """Return groups whose weights the backward gathers again, because a later group of the forward shares their
+    buffer."""
     last = {id(group.unsharded.buffer): group for group in state.groups}
     return [
         group
@@ -117,12 +118,12 @@ def regathered(state: FSDPState) -> list[ParamGroup]:
 
 
 def _traffic(state: FSDPState) -> dict[ParamGroup, PlannedTraffic]:
-    """Return what one step sends for each group where groups run in module order."""
+    """Return the bytes that one step sends for each group, if groups run in module order."""
     users = Counter(id(group.unsharded.buffer) for group in state.groups)
     again = regathered(state)
     return {
         group: PlannedTraffic(
-            # Frozen weights with a buffer to themselves stay where the first step has gathered them.
+            # frozen weights in a buffer of their own are gathered in the first step only
             gather_forward=sum(
                 flat.all_gather.planned_bytes()
                 for flat in group.flats
@@ -142,7 +143,7 @@ def _again_bytes(flat: FlatParam) -> int:
 
 
 def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> PlannedCommunication:
-    """Return what one step sends in all."""
+    """Return the sums of the bytes that one step sends."""
     again = (flat for group in regathered(state) for flat in group.flats)
     replicas = state.context.replicas
     return PlannedCommunication(
@@ -156,7 +157,7 @@ def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> Pla
 
 
 def _host(state: FSDPState) -> PlannedHost:
-    """Return what is offloaded."""
+    """Return the bytes of offloaded shards."""
     flats = [flat for flat in state.flats if isinstance(flat, HostFlatParam)]
     replicated = [flat for flat in state.replicated.flats if isinstance(flat, HostReplicatedFlatParam)]
     params = [param for flat in flats for param in flat.params]
@@ -170,7 +171,7 @@ def _host(state: FSDPState) -> PlannedHost:
 
 
 def _dtypes(state: FSDPState) -> tuple[PlannedDtypes, ...]:
-    """Return the dtypes of all parameters, those of the sharded ones first."""
+    """Return the dtypes of all parameters, sharded ones first."""
     tensors: Counter[tuple[str, str, str, str]] = Counter()
     for flat in state.flats:
         gathered = flat.all_gather.encoding() or _name(flat.compute_dtype)

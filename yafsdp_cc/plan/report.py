@@ -29,7 +29,7 @@ class PlannedUnit:
     padded: int
     dtypes: tuple[str, ...]
     buffer: int
-    """Which of the weight buffers of its role it is assigned."""
+    """Index of the assigned weight buffer among those of its role."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlannedBuffers:
     gradient_buffers: int
     gradient_buffer_bytes: int
     kept_buffers: int = 0
-    """Of the weight buffers, those of weights that stay whole and are updated by delta all-gathers."""
+    """Number of the weight buffers in which whole weights remain, for delta all-gathers."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class PlannedReplicated:
 
 @dataclass(frozen=True)
 class PlannedDtypes:
-    """The dtypes of some parameters, and how many tensors these are. ``parameters`` is what the optimizer updates,
-    ``forward`` what is computed with; ``gathered`` and ``reduced`` are sent: dtypes, or names of codecs, or "none"."""
+    """The dtypes of some parameters, and how many tensors these are. The optimizer updates ``parameters``, the forward
+    computes in ``forward``; ``gathered`` and ``reduced`` are sent: dtypes, names of codecs, or "none"."""
 
     tensors: int
     parameters: str
@@ -77,17 +77,17 @@ class PlannedTraffic:
 
 @dataclass(frozen=True)
 class PlannedCommunication:
-    """Bytes one rank sends in one step (as many arrive). The first step also gathers frozen weights that then stay, and
-    gathers exactly what is updated by delta all-gathers later."""
+    """Bytes one rank sends in one step (it receives as many). The first step also gathers frozen weights that are then
+    kept, and gathers exactly what later steps gather as deltas."""
 
     gather_forward: int
     gather_backward: int
     reduce: int
     replicated: int
     replicas: int = 0
-    """To sum over replicas what the ranks of one of them have summed."""
+    """Bytes to sum the ranks' partial sums over replicas."""
     secondary: int = 0
-    """Of the gathers, those from secondary shards, which stay among the ranks that share these."""
+    """Bytes among those of the gathers that come from secondary shards, and stay among the ranks that share one."""
 
     @property
     def total(self) -> int:
@@ -96,8 +96,8 @@ class PlannedCommunication:
 
 @dataclass(frozen=True)
 class PlannedHost:
-    """Bytes in host memory, where shards are offloaded: of units, and of replicated parameters with their gradients.
-    ``adamw`` is what an optimizer would add there, and part of the plan's ``adamw_bytes``."""
+    """Bytes in host memory of offloaded shards: of units, and of replicated parameters with their gradients. ``adamw``
+    is the state that AdamW would add, and part of the plan's ``adamw_bytes``."""
 
     parameters: int
     gradients: int
@@ -106,7 +106,7 @@ class PlannedHost:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by name, the optimizer left out."""
+        """Bytes by name, without the optimizer's."""
         return {
             "parameter shards": self.parameters,
             "gradient shards": self.gradients,
@@ -116,19 +116,19 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedOwner:
-    """The matrices that one rank of a shard owns, those of a stack counted once."""
+    """The matrices that one rank of a shard owns; a stack counts once."""
 
     rank: int
     matrices: tuple[str, ...]
-    """Full names."""
+    """Full names of the parameters."""
     elements: int
     newton_schulz_flops: int
-    """Floating-point operations of one iteration on those that are trained."""
+    """Floating-point operations of one Newton-Schulz iteration on the trained matrices."""
 
 
 @dataclass(frozen=True)
 class PlannedArgument:
-    """An argument that is no default, or a setting of a run file that stands for one, and where it is from."""
+    """An argument that is not a default, or a setting of a run file in its place, and where it comes from."""
 
     name: str
     value: str
@@ -141,7 +141,7 @@ class PlannedArgument:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank holds and sends. ``adamw_bytes`` is an estimate of what an optimizer would add."""
+    """The bytes that one rank holds and sends. ``adamw_bytes`` is an estimate of what AdamW would add."""
 
     world: int
     units: tuple[PlannedUnit, ...]
@@ -153,42 +153,42 @@ class Plan:
     receive_bytes: int
     adamw_bytes: int
     traffic: tuple[PlannedTraffic, ...] = ()
-    """Of each unit; ``communication`` has the sums."""
+    """Bytes sent for each unit; ``communication`` has the sums."""
     replicas: int = 1
-    """How often the ``world`` ranks of one shard are there."""
+    """Number of replicas of the ``world`` ranks of one shard."""
     replica_bytes: int = 0
     sync_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a ``ReplicaSync`` keeps of the shard, by name."""
+    """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
-    """What error feedback keeps of encoded gradients."""
+    """Bytes of residuals of encoded gradients."""
     owners: tuple[PlannedOwner, ...] = ()
-    """Of every rank, where matrices lie whole (``ownership``)."""
+    """Owned matrices of every rank, with ``ownership``."""
     choices: tuple[PlannedChoice, ...] = ()
-    """Where gradients are encoded, what each codec would cost instead."""
+    """Bytes and residuals of each codec, where gradients are encoded."""
     delta_bytes: int = 0
-    """Scratch memory for encoded weights and deltas of weights."""
+    """Bytes of scratch for encoded weights and deltas of weights."""
     transfer_bytes: int = 0
-    """Memory on the device for copies from and to host memory."""
+    """Bytes on the device for copies from and to host memory."""
     host: PlannedHost | None = None
-    """What is offloaded."""
+    """Bytes of offloaded shards; None if nothing is offloaded."""
     chosen: str = ""
-    """What ``compression="auto"`` has chosen so far, in words; communication and residuals above are those of it."""
+    """Codecs that ``compression="auto"`` has chosen so far, in words; communication and residuals are those of them."""
     arguments: tuple[PlannedArgument, ...] = ()
-    """Where arguments are from, if some are from a run file or its like."""
+    """Sources of the arguments, if some come from a run file or the like."""
     dtypes: tuple[PlannedDtypes, ...] = ()
-    """Of parameters, of the forward, and of what is sent."""
+    """Dtypes of parameters, of the forward, and of what is sent."""
     whole_elements: int = 0
-    """Elements of the whole model: ``elements``, and the parts that tensor or expert parallelism gives other ranks."""
+    """Elements of the whole model, including parts that tensor or expert parallelism puts on other ranks."""
 
     @property
     def parameters(self) -> int:
-        """Tensors in all units and the replicated ones."""
+        """Number of tensors in all units and among the replicated ones."""
         return sum(unit.parameters for unit in self.units) + self.replicated.parameters
 
     @property
     def elements(self) -> int:
-        """Elements that this rank and those that it shards with hold, padding left out."""
+        """Number of elements that this shard's ranks hold together, without padding."""
         return sum(unit.elements for unit in self.units) + self.replicated.elements
 
     @property
@@ -215,12 +215,12 @@ class Plan:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes the engine allocates on this rank's device: all of ``memory``, and so not the optimizer."""
+        """Bytes the engine allocates on this rank's device: all of ``memory``, so without the optimizer's."""
         return sum(self.memory.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes it allocates in host memory for what is offloaded from there."""
+        """Bytes the engine allocates in host memory for offloaded shards."""
         return 0 if self.host is None else sum(self.host.memory.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Plan:
 
 
 def human(size: int) -> str:
-    """Return ``12.6 MiB``."""
+    """Return a number of bytes in words: ``12.6 MiB``."""
     value = float(size)
     for prefix in ("", "Ki", "Mi", "Gi"):
         if value < 1023.95:
@@ -277,7 +277,7 @@ Row = Sequence[str]
 
 
 def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> Iterator[Row]:
-    """Yield a row for each run of neighbours that differ only in name and buffer."""
+    """Yield a table row for each run of adjacent units that differ only in name and buffer."""
     yield "unit", "role", "tensors", "trainable", "elements", "padded", "dtype", "buffer"
     for like, run in groupby(units, key=lambda unit: replace(unit, name="", buffer=0)):
         same = list(run)
@@ -290,7 +290,7 @@ def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> I
 
 
 def _run_name(names: Sequence[str]) -> str:
-    """Return ``model.layers.0 ... 23  x24``: of the last name only what differs."""
+    """Return the names of a run, ``model.layers.0 ... 23 x24``: the last one reduced to where it differs."""
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")
@@ -347,7 +347,7 @@ def _owner_rows(owners: Sequence[PlannedOwner]) -> Iterator[Row]:
 def _table(rows: Iterable[Row], left: int = 1) -> list[str]:
     """Return columns as wide as their widest cell, the first ``left`` flush left, within ``WIDTH``.
 
-    A first cell that is too long loses its middle: both ends of a module's name tell something.
+    A first cell that is too long loses its middle, as both ends of a module's name are informative.
     """
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

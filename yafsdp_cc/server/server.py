@@ -1,11 +1,11 @@
-"""Workers that train at their own pace: each rank is one of them, and serves its shard of the weights to all.
+"""Workers that train at their own pace: each rank is a worker, and serves its shard of the weights to all.
 
     worker         pull()            forward, backward    push()
                    │ weights [n/r]                        │ gradient [n/r]
     its own shard  ▼ and every other rank's               ▼ optimizer step there, whenever it arrives
 
-On every rank a thread for each other rank takes its requests, one after the other. So a rank's push comes before its
-next pull at every shard; pushes of different ranks come in any order, and in another one at each shard.
+Every rank has a thread for each other rank, which serves that rank's requests in order. So a rank's push comes before
+its next pull at every shard; pushes of different ranks arrive in any order, which differs between shards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 REQUEST, ANSWER, NOTHING = 1, 2, 3
-"""Tags of messages; nothing is sent with the last."""
+"""Tags of messages; no message is ever sent with NOTHING."""
 PUSH, PULL, CLOSE = range(3)
-"""Requests; a gradient follows the first."""
+"""Requests; a gradient follows PUSH."""
 _FOREVER = timedelta(days=365)
-"""How long a thread waits for a request: until the connection breaks."""
+"""Time that a thread waits for a request: until the connection breaks."""
 _servers = itertools.count()
 
 
@@ -52,24 +52,25 @@ class ParameterServer:
                 loss_of(model, batch).backward()
                 server.push()
 
-    The model stays a plain module. Each push is a step of the optimizer: with SGD, r ranks at a rate move as far as one
-    at r times the rate. Buffers of modules stay each rank's own, and gradients have to be finite. Of r ranks, each
-    sends and receives 2 (r - 1) / r times the bytes of the weights per step, and keeps the weights that it serves once
-    more for each worker. Making one, and leaving the block, are collectives. It begins with the weights of rank 0.
+    The model stays a plain module. Each push is a step of the optimizer: with SGD, r ranks move the weights as far as
+    one rank at r times the learning rate. Buffers of modules are each rank's own, and gradients must be finite. Of r
+    ranks, each sends and receives 2 (r - 1) / r times the bytes of the weights per step, and holds a copy of its shard
+    for each worker. The constructor and the end of the block are collectives. Training begins with the weights of rank
+    0.
 
     Args:
-        model: plain, on any device, its trainable parameters all of one floating dtype.
+        model: a plain model on any device whose trainable parameters have one floating dtype.
         optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
         max_staleness: how many pushes a worker may be ahead of the slowest before ``pull`` waits; None: any number. 0
             is synchronous training, with the sum of all gradients.
-        codec: of pushed gradients, such as "int8", with error feedback (fp32); None: exact. Pulls are exact.
+        codec: codec of pushed gradients, such as "int8", with error feedback (fp32); None: exact. Pulls are exact.
         timeout: seconds to wait for the slowest rank, or for an answer.
         settings: ``delay_compensation``, ``adaptive``, ``mean_square_decay``, ``lr_lambda`` of ``ServerShard``; the
             optimizer's, as ``lr``.
 
     Raises:
-        ValueError: nothing to train, several dtypes, a sharded model, what ``ServerShard`` does not take, or other
-            arguments or parameters on other ranks.
+        ValueError: nothing to train, several dtypes, a sharded model, an argument that ``ServerShard`` refuses, or
+            arguments or parameters that differ between ranks.
 
     Source:
         Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014, section 3. ``ServerShard``.
@@ -91,7 +92,8 @@ class ParameterServer:
         self._peers = [rank for rank in range(world) if rank != self._rank]
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
-        alike = {name: value for name, value in settings.items() if name != "lr_lambda"}  # of which none are equal
+        # two functions never compare equal
+        alike = {name: value for name, value in settings.items() if name != "lr_lambda"}
         alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
         alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in self._params]
         check_settings({"arguments or parameters": alike}, [self._group], "ParameterServer()")
@@ -113,12 +115,12 @@ class ParameterServer:
 
         own = self._weights[self._rank].clone()
         self.shard = ServerShard(own, world, optimizer, max_staleness=max_staleness, **settings)
-        """What this rank serves; for reading."""
+        """The shard that this rank serves; only for reading."""
         self._pushes, self._has_pulled, self._is_closed, self._failure = 0, False, False, ""
         self._sends: list[tuple[int, Any]] = []
-        """Requests under way, whose tensors are not to be changed."""
+        """Sends under way, whose tensors must not be changed."""
         self._changed = threading.Condition()
-        """Of the shard or the failure: whoever reads or writes these holds it."""
+        """Lock for the shard and the failure."""
         self._threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._peers]
         for thread in self._threads:
             thread.start()
@@ -134,13 +136,13 @@ class ParameterServer:
         self._send(PULL)
         answers = [self._start(dist.irecv, self._weights[peer], peer, ANSWER) for peer in self._peers]
         self._weights[self._rank] = self._pulled_by(self._rank)
-        self._wait(answers, 2 * self._timeout)  # those who answer may have to wait, too
-        self._sends.clear()  # requests are received in order: who has answered has all of them
+        self._wait(answers, 2 * self._timeout)  # a peer may have to wait for others before it answers
+        self._sends.clear()  # requests are received in order: a peer that has answered has received all of them
         _copy(self._views(self._weights), self._params)
         self._has_pulled = True
 
     def push(self) -> None:
-        """Send the gradients to the ranks that serve them, and clear them. Those that are None count as zeros.
+        """Send the gradients to the ranks that serve their shards, and clear them. A gradient of None counts as zeros.
 
         Raises:
             RuntimeError: there was no ``pull`` since the last push; or as ``pull``.
@@ -162,10 +164,10 @@ class ParameterServer:
         self._has_pulled, self._pushes = False, self._pushes + 1
 
     def close(self) -> None:
-        """Push no more, serve until nobody does, and leave the final weights in the model. A collective.
+        """Stop pushing, serve until all ranks have stopped, and leave the final weights in the model. A collective.
 
         Raises:
-            RuntimeError: a rank has ended, or those that still work have pushed nothing for too long.
+            RuntimeError: a rank has ended, or ranks that still work have pushed nothing for too long.
         """
         self._send(CLOSE)
         with self._changed:
@@ -183,18 +185,18 @@ class ParameterServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close; or, after an error, let the other ranks know."""
+        """Close; after an error, tell the other ranks of it instead."""
         try:
             if kind is None:
                 self.close()
             else:
                 self._error(f"rank {self._rank} has failed: {kind.__name__}: {error}")
         finally:
-            for thread in self._threads:  # one that still waits in C++ when the interpreter ends would abort it
+            for thread in self._threads:  # a thread that still waits in C++ would abort the interpreter at its exit
                 thread.join(self._timeout.total_seconds())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, with all that any rank has pushed before. A collective."""
+        """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
         self._check_open()
         pushes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self._weights]
         dist.all_gather(pushes, torch.tensor([self._pushes], device="cpu"), self._group)
@@ -204,14 +206,14 @@ class ParameterServer:
             if not done or self._failure:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
             shard, residual = copy.deepcopy((self.shard.state_dict(), self._residual))
-        dist.barrier(self._group)  # nobody pushes before all shards are copied
+        dist.barrier(self._group)  # no rank may push before all shards are copied
         return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's part of a checkpoint; ``pull`` next. A collective.
+        """Load this rank's part of a checkpoint; ``pull`` next. A collective.
 
         Raises:
-            ValueError: it is another rank's part, of another number of ranks, or of other arguments.
+            ValueError: it is the part of another rank, of another number of ranks, or of other arguments.
         """
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
@@ -231,16 +233,16 @@ class ParameterServer:
         dist.barrier(self._group)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return the parts of [ranks, chunk] that belong to each parameter, in its shape."""
+        """Return the part of each parameter, in its shape, of a tensor [ranks, chunk]."""
         parts = flat.flatten().split([param.numel() for param in self._params] + [self._padding])
         return [part.view_as(param) for part, param in zip(parts, self._params, strict=False)]
 
     # Messages --------------------------------------------------------------------------------------------------------
 
     def _send(self, request: int, messages: Tensor | None = None) -> None:
-        """Begin to send a request to all other ranks, and to each its row of ``messages``.
+        """Start to send a request to all other ranks, and to each its row of ``messages``.
 
-        Not waited for: gloo has been seen not to end a send to a rank that ends at that time, unlike a receive.
+        Nobody waits for the sends: gloo's send to a rank that ends at that time may never return, unlike a receive.
         """
         self._check_open()
         for peer in self._peers:
@@ -252,7 +254,7 @@ class ParameterServer:
             raise RuntimeError("this ParameterServer is closed: call pull, push and state_dict before its block ends")
 
     def _start(self, operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> tuple[int, Any]:
-        """Begin to send or receive."""
+        """Start to send or receive."""
         with self._naming(peer):
             return peer, operation(tensor, peer, self._group, tag=tag)
 
@@ -269,14 +271,14 @@ class ParameterServer:
             raise self._error(f"rank {peer} has ended without close(), or does not answer: see its output") from error
 
     def _error(self, reason: str) -> RuntimeError:
-        """Fail for the first reason that any rank has found: others lose their connections to that rank soon after."""
+        """Fail for the first reason that any rank has found: other ranks then lose their connections to that one."""
         with self._changed:
             if not self._failure and self._peers:
-                with suppress(RuntimeError):  # the store may be gone with a rank
+                with suppress(RuntimeError):  # the store may have ended with its rank
                     reason = self._store.compare_set(self._key, "", reason).decode()
                 self._failure = reason
                 self._changed.notify_all()
-                # Gloo breaks all connections of a group after a wait that takes too long, and no thread waits on.
+                # gloo breaks all connections of a group when a wait times out, which frees threads that still wait
                 with suppress(RuntimeError):
                     work: Any = dist.irecv(torch.empty(1, device="cpu"), self._peers[0], self._group, tag=NOTHING)
                     work.wait(timedelta(milliseconds=1))
@@ -286,7 +288,7 @@ class ParameterServer:
 
     def _serve(self, peer: int) -> None:
         request, message = torch.full((1,), PULL, device="cpu"), torch.empty_like(self._messages[0])
-        with suppress(RuntimeError):  # noted, and raised by the worker's own thread at its next request
+        with suppress(RuntimeError):  # the worker's own thread raises the failure at its next request
             while request != CLOSE:
                 self._wait([self._start(dist.irecv, request, peer, REQUEST)], _FOREVER)
                 if request == PULL:
@@ -308,7 +310,7 @@ class ParameterServer:
             self._changed.notify_all()
 
     def _pulled_by(self, worker: int) -> Tensor:
-        """Return the weights for a worker, once nobody is too far behind it."""
+        """Return the weights for a worker, once no other worker is too far behind it."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure or not self.shard.behind(worker), self._timeout.total_seconds()

@@ -1,6 +1,6 @@
 """One rank's shard of the weights, which gradients of all workers update in the order in which they come.
 
-Nothing here communicates, and nothing waits: ``server`` does both.
+``ServerShard`` neither communicates nor waits: ``server`` does both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose update of an element depends on that element alone, so that weights can be divided anywhere."""
 EPSILON = 1e-7
-"""Of adaptive delay compensation: ε in the paper."""
+"""ε of adaptive delay compensation."""
 
 
 class ServerShard:
@@ -33,15 +33,15 @@ class ServerShard:
 
     Args:
         weights: [n], of any floating dtype; updated in place.
-        workers: how many pull and push.
+        workers: number of workers.
         optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
-        lr_lambda: what the rate is multiplied by, of the number of updates before; None: 1.
+        lr_lambda: function from the number of updates so far to a factor on the learning rate; None: 1.
         delay_compensation: λ, or λ₀ if ``adaptive``; 0: asynchronous SGD as it is.
         adaptive: whether λ₀ is divided by the root of a running mean of squared gradients.
-        mean_square_decay: of that mean, from 0 to less than 1: m in the paper. With 0 the compensation of an element is
-            λ₀ |g| (w - w_bak), and no gradient that is larger than those before it makes more of it than that.
+        mean_square_decay: decay of that mean, from 0 to less than 1: m in the paper. With 0 the compensation of an
+            element is λ₀ |g| (w - w_bak), which bounds the effect of a gradient much larger than those before it.
         max_staleness: how many pushes a worker may be ahead of the slowest when it pulls; None: any.
-        defaults: of the optimizer, ``lr`` among them.
+        defaults: settings of the optimizer, ``lr`` among them.
 
     Raises:
         ValueError: another optimizer, or an argument that is out of range.
@@ -73,13 +73,13 @@ class ServerShard:
             raise ValueError(f"{mean_square_decay=}: from 0 to less than 1")
         self.weights = nn.Parameter(weights)
         self.pulled = [weights.clone() for _ in range(workers)]
-        """What each worker pulled last, [n]: w_bak."""
+        """Weights [n] that each worker pulled last: w_bak."""
         self.clocks: list[float] = [0] * workers
-        """How often each worker has pushed; infinity once it pushes no more."""
+        """Number of pushes of each worker; infinity once it has finished."""
         self.version = 0
-        """Updates so far."""
+        """Number of updates so far."""
         self.delays: Counter[int] = Counter()
-        """How often there were so many updates between a worker's pull and the update by what it then pushed."""
+        """Histogram of delays: the number of updates between a worker's pull and the update by its next push."""
         self._optimizer = optimizer([self.weights], **defaults)
         self._rate, self._lr_lambda = self._optimizer.param_groups[0]["lr"], lr_lambda
         self._compensation, self._max_staleness = delay_compensation, max_staleness
@@ -87,10 +87,10 @@ class ServerShard:
         self._mean_square_decay = mean_square_decay
         self._pulled_version = [0] * workers
         self._held: dict[int, Tensor] = {}
-        """Gradients of the round under way by worker, if there is no staleness."""
+        """Gradients of the round under way by worker, with ``max_staleness=0``."""
 
     def behind(self, worker: int) -> list[int]:
-        """Return the workers that a worker has to wait for before it pulls."""
+        """Return the workers that ``worker`` must wait for before it pulls."""
         if self._max_staleness is None:
             return []
         least = self.clocks[worker] - self._max_staleness
@@ -106,7 +106,7 @@ class ServerShard:
         return self.pulled[worker].copy_(self.weights.detach())
 
     def push(self, worker: int, gradient: Tensor) -> None:
-        """Update the weights by a worker's gradient [n], which stays as it is until the worker pulls again."""
+        """Update the weights by a worker's gradient [n], which must not change until that worker pulls again."""
         self.clocks[worker] += 1
         if self._max_staleness == 0:
             self._held[worker] = gradient
@@ -115,7 +115,7 @@ class ServerShard:
             self._update(self._compensated(worker, gradient), self.version - self._pulled_version[worker])
 
     def finish(self, worker: int) -> None:
-        """Wait for this worker no more."""
+        """Do not wait for this worker any more."""
         self.clocks[worker] = math.inf
         self._finish_round()
 
@@ -157,10 +157,10 @@ class ServerShard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict`` of a shard as long, with as many workers.
+        """Load the ``state_dict`` of a shard of the same length, with as many workers.
 
         Raises:
-            ValueError: it was of another optimizer, or ``adaptive`` was another.
+            ValueError: the optimizer or ``adaptive`` was another.
         """
         group = self._optimizer.param_groups[0].keys()
         if state["optimizer"]["param_groups"][0].keys() != group:

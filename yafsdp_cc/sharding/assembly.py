@@ -1,7 +1,7 @@
-"""From what was sharded to an engine: groups, buffers, streams, communicators and collectives.
+"""Makes an engine from specs: groups, buffers, streams, communicators and collectives.
 
 ``assemble`` makes the engine (``FSDPState``) of all groups below a root module. ``shard`` assembles at once; after
-``fully_shard``, which goes bottom-up, the first forward tells which module is the root. A setting that takes other
+``fully_shard``, which goes bottom-up, the first forward shows which module is the root. A setting that needs other
 buffers takes effect when the engine is assembled again, before the next forward.
 """
 
@@ -62,19 +62,19 @@ if TYPE_CHECKING:
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
-"""Of all-gathers and of reduces on each mesh; they share streams and scratch buffers."""
+"""Contexts of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
 PARTS = "_yafsdp_cc_parts"
-"""Attribute of sharded modules: the handles of hooks on parts of them that may be called alone."""
+"""Attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the engine that ``module`` is a part of, as it is."""
+    """Return the engine that ``module`` belongs to, even an outdated one; None if there is none."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 
 def current_state(module: nn.Module) -> FSDPState:
-    """Return the engine that ``module`` is a part of: made now if there is none, made anew if it is outdated.
+    """Return the engine that ``module`` belongs to, made now if there is none or it is outdated. A collective then.
 
     A module without one becomes the root, unless it was sharded as a part of another.
     """
@@ -86,7 +86,8 @@ def current_state(module: nn.Module) -> FSDPState:
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group that ``module`` was sharded as; None where all it has is in others, or replicated."""
+    """Return the group that ``module`` was sharded as; None if other groups have all its parameters, or they are
+    replicated."""
     state = current_state(module)
     if module is state.model:
         return state.root_group
@@ -94,7 +95,7 @@ def group_of(module: nn.Module) -> ParamGroup | None:
     return group
 
 
-@torch.inference_mode(False)  # buffers made inside of it could not be trained with
+@torch.inference_mode(False)  # buffers made in inference mode could not be written in training
 def assemble(model: nn.Module) -> FSDPState:
     """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
 
@@ -106,7 +107,7 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    # What was assembled before was checked on all ranks; the host does not wait for them again.
+    # Earlier assemblies were checked on all ranks: a reassembly does not make the host wait for them.
     with refused_together(*(() if state_of(model) is not None else all_groups(specs[-1].info.mesh))):
         _check(model, specs)
     collectives = _join_collectives(specs)
@@ -134,7 +135,7 @@ def assemble(model: nn.Module) -> FSDPState:
     engines.add(state)
     _connect(state)
     for flat in state.flats:
-        if flat.trainable or flat.sharded_grad is not None:  # frozen by now, it may have a residual yet
+        if flat.trainable or flat.sharded_grad is not None:  # a frozen one may still have a residual
             context.bind_reduce(flat)
     for old in retired:
         context.has_warned |= old.context.has_warned
@@ -144,19 +145,20 @@ def assemble(model: nn.Module) -> FSDPState:
     context.observers = (*collectives.observers(), *((StayUnsharded(state),) if stays else ()))
     for observer in context.observers:
         observer.assembled(state)
-    # The memory of buffers may still be read by what has freed it. Forwards after set_post_optim_event() wait for less.
+    # Freed memory that the new buffers reuse may still be read by the caller's stream. A later forward may wait for
+    # less (``set_post_optim_event``).
     context.gather_stream.wait_for_caller()
     return state
 
 
 def _name(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
-    """Give groups and parameters the names that ``model`` has for them."""
+    """Name groups and parameters by their names in ``model``."""
     names = {module: name for name, module in model.named_modules()}
     for spec in specs:
         spec.name = next(names[module] for module in spec.modules if module in names) or ROOT
         for param in spec.params:
             site = next((site for site in param.sites if site[0] in names), None)
-            if site is not None:  # a module that was taken out of the model since keeps its name
+            if site is not None:  # a parameter whose module was removed from the model keeps its name
                 module, attribute = site
                 param.spec.name = f"{names[module]}.{attribute}" if names[module] else attribute
 
@@ -183,7 +185,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
 
 
 def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
-    """Have one factory serve all groups that are not exact; return it, or the exact one where all groups are."""
+    """Make one factory serve all groups that are not exact; return it, or the exact one if all groups are."""
     first: Collectives = EXACT
     for spec in specs:
         if spec.collectives in (EXACT, first):
@@ -202,7 +204,7 @@ def _make_context(
     """Make communicators and streams.
 
     Returns:
-        What all groups share of them, the leaf below the root gates, and the contexts of each mesh.
+        The context that all groups share, the leaf below the root gates, and the contexts of each mesh.
     """
     info, streams = specs[-1].info, specs[-1].settings.streams
     device, separate = info.device, any(spec.settings.separate_reduce_group for spec in specs)
@@ -224,7 +226,7 @@ def _make_context(
     )
     world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
     fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
-    # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
+    # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -254,9 +256,9 @@ def _make_context(
 
 
 def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Communicator]:
-    """Return those of all-gathers and of reduces on a mesh: one, unless reduces are to have one of their own."""
+    """Return the communicators of all-gathers and of reduces on a mesh, the same one unless reduces need their own."""
     device, group = info.device, info.shard_group
-    # Over gloo a second communicator costs next to nothing, and two ranks need it (see communicator.Communicator).
+    # Over gloo a second communicator costs next to nothing, and two ranks need one (see communicator.Communicator).
     is_gloo = backend_of(group, device) == "gloo"
     separate = separate or (is_gloo and group.size() == 2)
     reduce = _derived_group(info, group.size()) if separate else group
@@ -267,11 +269,12 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective, once."""
+    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective at
+    first."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    timeout = timeout_of(group)  # as long as the shard group waits for other ranks, and not torch's default
+    timeout = timeout_of(group)  # the shard group's timeout, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
 
 
@@ -280,23 +283,23 @@ def _check_trial_exchange(
     replicas: Communicator | None,
     verdict: AbstractContextManager[None],
 ) -> None:
-    """Send a few numbers the way that weights and gradients will go, where the backend is not sure to carry them.
+    """Send a few numbers the way that weights and gradients will go, on backends that may not support it.
 
     It also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
 
     Args:
-        comms: of all-gathers and of reduces, for each mesh.
-        replicas: of sums over replicas; None without replicas.
-        verdict: makes an error of one rank one of all ranks; unused where nothing is sent.
+        comms: communicators of all-gathers and of reduces, for each mesh.
+        replicas: communicator of sums over replicas; None without replicas.
+        verdict: raises an error of one rank on all ranks; unused if nothing is sent.
 
     Raises:
-        ValueError: it fails, or wrong numbers come back, on this or another rank.
+        ValueError: the exchange fails, or wrong numbers arrive, on any rank.
     """
     tried = [(gather, reduce) for gather, reduce in comms if gather.world > 1 or replicas is not None]
     if all(gather.is_gloo and gather.device.type == "cpu" for gather, _ in tried):
         return
     with verdict:
-        # All of them, before a rank raises: the others would wait for it in the next one.
+        # try all communicators before a rank raises, or the others would wait for it in the next one
         dtypes = (torch.float32, torch.bfloat16)
         errors = [_try_exchange(gather, reduce, dtype) for gather, reduce in tried for dtype in dtypes]
         if replicas is not None:
@@ -306,11 +309,11 @@ def _check_trial_exchange(
 
 
 def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Return what this rank adds to a trial sum, and the sum, [world, n] fp32: a row for each chunk.
+    """Return this rank's summands of a trial sum, and the right sum, [world, n] fp32: a row for each chunk.
 
     NCCL adds in the dtype that is sent, and bf16 has no odd numbers above 256, so that sums of ones over more ranks
-    round or stop growing. Here each element counts at most 256 ranks. Two more tell which chunk it is, in base 128,
-    and come from one rank each: from the one that receives it, and from the next one.
+    round or stop growing. In this sum each element counts at most 256 ranks. Two more elements are the index of the
+    chunk in base 128, each from one rank: the one that receives the chunk, and the next one.
     """
     world, rank = comm.world, comm.rank
     counters = 30 + world // 256
@@ -327,7 +330,7 @@ def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
-    """Sum and gather numbers that are exact in whatever order and dtype the backend adds; return what is wrong."""
+    """Sum and gather numbers that are exact in any order and dtype of addition; return the error, or ""."""
     device, (mine, totals) = gather.device, _trial_numbers(gather)
     grads = mine.to(device, dtype).view(-1)
     gathered = torch.zeros_like(grads)
@@ -335,7 +338,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
     trial = ExactReduceScatter(grads.numel(), dtype)
     trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
     try:
-        # As on a stream: issued for the current one, and waited for where there is something to wait for.
+        # As on a stream: issued for the current stream, with works to wait for on some backends.
         for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
             work.wait()
         total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
@@ -347,7 +350,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
 
 @torch.no_grad()
 def _try_all_reduce(replicas: Communicator) -> str:
-    """Sum such numbers over replicas, as partial sums are; return what is wrong."""
+    """Sum such numbers over replicas, as partial sums are; return the error, or ""."""
     mine, totals = _trial_numbers(replicas)
     total = mine.to(replicas.device)
     try:
@@ -381,7 +384,7 @@ def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor
 def _make_groups(
     context: GroupContext, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None
 ) -> dict[ParamGroupSpec, ParamGroup]:
-    """Make the groups of those that have parameters to unshard or are called by themselves; ``own`` is the root's."""
+    """Make a group for each spec with parameters to unshard, or called by itself; ``own`` is the root's spec."""
     groups = {
         spec: ParamGroup(context, spec, _role(spec, specs, own))
         for spec in specs
@@ -394,7 +397,7 @@ def _make_groups(
 
 
 def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None) -> Role:
-    """Return the spec's role; what is made of other modules is a block, so that no embedding sets buffers' sizes."""
+    """Return the spec's role. A unit of composite modules is a block, so that no embedding determines buffer sizes."""
     if spec is own:
         return "root"
     if spec.role is not None:
@@ -406,7 +409,8 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make the collectives of a group, those of reduces once: they keep residuals. Bind all-gathers to the context."""
+    """Make the collectives of a group; those of reduces only once, as they have residuals. Bind all-gathers to the
+    context."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"
@@ -460,7 +464,7 @@ def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[Para
 
 
 def _allocator(members: Sequence[ParamGroup], context: CommContext) -> dist.ProcessGroup | None:
-    """Return the group whose memory the buffers of ``members`` are to be; None: none's."""
+    """Return the process group whose memory the buffers of ``members`` use; None: ordinary memory."""
     registers = any(group.spec.settings.allocates_from_group for group in members)
     return context.comm.group if registers else None
 
@@ -478,8 +482,8 @@ def _make_replicated(
             flat.make_sharded_grad()
     count = sum(len(group.params) for group in context.groups) + sum(len(flat.params) for flat in flats)
     replicas = None if context.replicas is None else context.replicas.context.comm
-    # Their collectives are on the stream of the reduces, and so in their communicators throughout. Those of the root's
-    # mesh carry what ranks exchange besides.
+    # Collectives of replicated parameters run on the stream of the reduces and in their communicators. Those on the
+    # root's mesh also carry the flags that ranks exchange.
     own, *others = (
         ReplicatedParams(
             flats,
@@ -494,7 +498,7 @@ def _make_replicated(
 
 
 def _connect(state: FSDPState) -> None:
-    """Let modules know their engine and group, and groups which parameters of others their modules use."""
+    """Set each module's engine and group, and for each group the parameters of other groups that its modules use."""
     root_group = state.root_group
     tied = set() if root_group is None else {module for param in root_group.params for module, _ in param.sites}
     for group in state.groups:
@@ -516,10 +520,10 @@ def _connect(state: FSDPState) -> None:
 
 
 def hook_parts(module: nn.Module) -> None:
-    """Let the parts of ``module`` that are not sharded modules be called from outside of its forward.
+    """Let the parts of ``module`` that are not sharded modules be called outside of its forward.
 
     The call of a part is then a forward of ``module``: methods of Hugging Face models call their encoder, embedding or
-    vision tower. For the root and what has units in it; a hook on each layer of every block would take too long.
+    vision tower. Only the root and modules with units inside get such hooks: one on each layer of every block is slow.
     """
     hooked: dict[nn.Module, list[Any]] = module.__dict__.setdefault(PARTS, {})
     for part in _parts(module):

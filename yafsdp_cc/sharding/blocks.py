@@ -1,4 +1,4 @@
-"""The blocks of a model: what its author names as such, or else what is repeated in it and holds most parameters."""
+"""Finds the blocks of a model: those that its author names, or else repeated modules that hold most parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EDGES = {nn.Embedding, nn.Linear, *CONVOLUTIONS}
 
 
 def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
-    """Return the blocks the model names itself, else its repeated ones: whichever hold most parameters, but for those
-    of embeddings and heads. What the model names is taken even if it holds less, when nothing better is found."""
+    """Return the blocks that the model names if they hold most parameters, embeddings and heads aside; else its
+    repeated blocks if these do; else the named ones all the same."""
     named = _without_stages(named_blocks(model))
     if named and _hold_most(named, paths_of):
         return named
@@ -42,14 +42,15 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return whether the module has a ``forward`` at all: a ModuleList has none, and so cannot gather anything."""
+    """Return whether the module has a ``forward``: a ModuleList has none, and so no hook can gather for it."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def named_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return what ``_fsdp_plan`` (``layers.*``) and ``_no_split_modules`` (class names) of the model or a part match.
+    """Return modules that ``_fsdp_plan`` (``layers.*``) or ``_no_split_modules`` (class names) of the model or a part
+    name.
 
-    Only modules that sit in a list: both also name embeddings and heads, which are units of another kind.
+    Only modules in a list count: both attributes also name embeddings and heads, which are units of another kind.
     """
     found: set[nn.Module] = set()
     for owner in model.modules():
@@ -62,9 +63,9 @@ def named_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
-    """Return the outermost repeated members of lists, when they hold most parameters.
+    """Return the outermost repeated members of lists, if they hold most parameters.
 
-    Blocks made of other modules go before single layers, so the convolutions between two stages stay outside.
+    Blocks with submodules are preferred to single layers, so that convolutions between two stages stay outside.
     """
     repeated = _repeated(model)
     composite = [module for module in repeated if module._modules]
@@ -74,7 +75,7 @@ def repeated_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
 
 
 def describe(modules: Iterable[nn.Module], model: nn.Module) -> str:
-    """Return how often and where: ``x32, model.layers.*``."""
+    """Describe how many modules there are, and where: ``x32, model.layers.*``."""
     wanted = set(modules)
     names = [name for name, path in walk(model) if path[-1] in wanted]
     patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
@@ -91,7 +92,7 @@ def by_class(modules: Iterable[nn.Module]) -> dict[type[nn.Module], list[nn.Modu
 
 
 def repeated_classes(model: nn.Module) -> str:
-    """Return the repeated composite blocks, in words: ``Block (x32, layers.*)``."""
+    """Describe the repeated composite blocks: ``Block (x32, layers.*)``."""
     repeated = _repeated(model)
     groups = by_class([module for module in repeated if module._modules] or repeated)
     found = [f"{kind.__name__} ({describe(members, model)})" for kind, members in groups.items()]
@@ -99,41 +100,41 @@ def repeated_classes(model: nn.Module) -> str:
 
 
 def _listed(model: nn.Module) -> list[nn.Module]:
-    """Return the members of lists, but for those that are merely a list in a list."""
+    """Return the entries of every ModuleList and Sequential, except entries that are plain lists themselves."""
     paths = [path for _, path in walk(model) if len(path) > 1 and isinstance(path[-2], LISTS)]
     return [path[-1] for path in paths if type(path[-1]) not in LISTS and is_called(path[-1])]
 
 
 def _outermost(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
-    """Return those of the modules that are in no other one, in the model's order."""
+    """Return the modules of ``chosen`` that are in no other one of them, in the model's order."""
     wanted = set(chosen)
     paths = [path for _, path in walk(model) if path[-1] in wanted and wanted.isdisjoint(path[:-1])]
     return list(dict.fromkeys(path[-1] for path in paths))
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost members of lists whose class is repeated. One module called twice counts as repeated."""
+    """Return the outermost entries of lists whose class is repeated. One module called twice counts as repeated."""
     listed = _listed(model)
     repeats = Counter(map(type, listed))
     return _outermost(model, [module for module in listed if repeats[type(module)] > 1])
 
 
 def _hold_most(blocks: Iterable[nn.Module], paths_of: Paths) -> bool:
-    """Return whether these hold at least half of the parameters, those of embeddings, heads and the like left out."""
+    """Return whether ``blocks`` hold at least half of the parameters, those of embeddings and heads left out."""
     inside = set(within(blocks, paths_of))
     rest = [owned for owned in paths_of if owned not in inside and not all(is_edge(site) for site, _ in owned.sites)]
     return total(inside) >= total(rest)
 
 
 def _without_stages(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the same, but for the stages of a hierarchical network their blocks."""
+    """Return ``blocks`` with the stages of a hierarchical network replaced by the blocks inside."""
     return [block for stages in by_class(blocks).values() for block in _blocks_of(stages) or stages]
 
 
 def _blocks_of(stages: list[nn.Module]) -> list[nn.Module]:
-    """Return the members of one class that these are mostly lists of, if these differ much in size.
+    """Return the modules of one class that make up most of ``stages``, if the stages differ much in size.
 
-    Equal members are never opened: the experts of a mixture sit in those, and not every rank calls the same ones.
+    Stages of equal size are never opened: they contain the experts of a mixture, and ranks call different experts.
     """
     sizes = [_numel([stage]) for stage in stages]
     if max(sizes) < 2 * min(sizes):
@@ -152,7 +153,7 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _no_blocks(model: nn.Module, paths_of: Paths) -> str:
-    """Return what to type instead: one of the classes below the root that hold at least a tenth of the parameters."""
+    """Return an error that suggests units: classes below the root that hold at least a tenth of the parameters."""
     called = [module for module in model.modules() if module is not model and is_called(module)]
     below = [module for module in called if type(module) not in LISTS]
     large = _large_classes([module for module in below if not is_edge(module)], paths_of)

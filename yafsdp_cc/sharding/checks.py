@@ -1,4 +1,4 @@
-"""What is checked before a model is sharded: that its parameters can be, and that ranks have the same."""
+"""Checks before a model is sharded: that its parameters can be sharded, and that they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 TRAINED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes that weights may be computed in, and gradients summed in."""
+"""Dtypes that weights may be computed in, and gradients summed in."""
 
 
 def check_types(
@@ -44,10 +44,10 @@ def check_types(
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise for a dtype of ``policy`` that cannot be trained in.
+    """Raise for a dtype of ``policy`` that training cannot use.
 
     Integers have no gradients; float8 would need scales, and few kernels and backends know it. A module's output is
-    only cast, so it may have any dtype that gradients have.
+    only cast, so ``output_dtype`` may be any dtype that can have gradients.
     """
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
@@ -61,7 +61,7 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
 
 
 def check_no_hooks(owned: Sequence[OwnedParameter]) -> None:
-    """Raise a ``ValueError`` that names the first parameter with hooks, which would be lost."""
+    """Raise a ``ValueError`` that names the first parameter with hooks, which sharding would lose."""
     for each in owned:
         if each.parameter._backward_hooks or each.parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -71,7 +71,7 @@ def check_no_hooks(owned: Sequence[OwnedParameter]) -> None:
 
 
 def check_modules(model: nn.Module, call: str) -> None:
-    """Raise a ``ValueError`` where ``call`` would make something of ``model`` that cannot be trained."""
+    """Raise a ``ValueError`` if ``call`` would make something of ``model`` that cannot be trained."""
     if torch.is_inference_mode_enabled():
         raise ValueError(f"{call} under torch.inference_mode() would make weights that cannot be trained")
     for name, module in model.named_modules():
@@ -83,7 +83,7 @@ def check_modules(model: nn.Module, call: str) -> None:
 
 
 class _Line(NamedTuple):
-    """What must be equal of one parameter."""
+    """Facts of one parameter that must be equal on all ranks."""
 
     name: str
     description: str
@@ -98,7 +98,7 @@ def _checksum(parameter: nn.Parameter) -> int:
 
 
 def values_of(parameter: nn.Parameter) -> list[Tensor]:
-    """Return all tensors that ranks must have alike: what this rank holds, and the metadata of a tensor subclass."""
+    """Return all tensors whose values must be equal on all ranks: local tensors, and metadata of tensor subclasses."""
     subclass = subclass_of(parameter)
     return [*tensors_of(local_tensor(parameter)), *(() if subclass is None else subclass.metadata())]
 
@@ -178,15 +178,15 @@ def check_subclasses(
     """Check that parameters of tensor subclasses can be sharded as asked.
 
     Args:
-        owned: what is to be sharded.
-        info: across which ranks.
-        compresses: whether weights or gradients are to be encoded.
-        offloads: whether shards are to be in host memory.
-        is_complete: whether local tensors can be given nothing more before the first all-gather.
-        whole: those that are to lie whole on one rank.
+        owned: the parameters.
+        info: the ranks to shard across.
+        compresses: whether weights or gradients will be encoded.
+        offloads: whether shards will be in host memory.
+        is_complete: whether it is too late to assign an all-gather extension to a local tensor.
+        whole: parameters that must lie whole on one rank.
 
     Raises:
-        ValueError: one of them cannot.
+        ValueError: a parameter cannot.
     """
     for each in owned:
         subclass = subclass_of(each.parameter)

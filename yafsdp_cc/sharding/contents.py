@@ -1,4 +1,4 @@
-"""What the modules of a sharded model hold, compared at each forward."""
+"""The parameters and submodules that the modules of a sharded model hold, compared at each forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class ModelContents:
-    """What the modules of a model hold: the engine would go on with the shard of a parameter that was replaced.
+    """The parameters and submodules that a model's modules hold: without a check, the engine would compute with the
+    shard of a parameter that the program has replaced.
 
     Args:
         state: the engine of the model.
@@ -31,14 +32,14 @@ class ModelContents:
         self._mesh = state.context.info.mesh
         self._ignored: Collection[nn.Parameter] = {param for spec in state.specs for param in spec.ignored}
         self._registries: list[dict[str, Any]] = []
-        """Where modules keep modules and parameters."""
+        """The modules' own dictionaries of submodules and parameters."""
         self._seen: list[object] = []
-        """What was in the registries, in order."""
+        """Values of ``_registries`` at the last check, in order."""
         self._frozen: list[nn.Parameter] = []
         self.is_written = is_written
 
     def check(self) -> None:
-        """Compare, and raise if a parameter was replaced or converted, or one was added that is to be trained."""
+        """Raise if a parameter was replaced or converted, or a trainable one was added, since the last check."""
         if not self.is_written:
             check_written(self._model, self._params, self._mesh)
             self.is_written = True

@@ -1,8 +1,8 @@
 """Collectives that users bring as FSDP2's ``AllGather`` and ``ReduceScatter`` objects, behind the engine's protocols.
 
 FSDP2's objects have two methods: ``allocate``, which makes the memory that is communicated, and ``__call__``, which
-does it. They are called as by FSDP2: for each operation with new memory of ``allocate``, this rank's part of an
-all-gather within its output. Weights and gradients have their places in the engine's buffers, so each is copied again.
+communicates. They are called as by FSDP2: each operation gets new memory from ``allocate``, and this rank's part of an
+all-gather lies within the output. Weights and gradients are then copied to and from the engine's buffers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class CustomAllGather(AllGather):
-    """An all-gather by an object of FSDP2's ``AllGather``. On a CPU the host waits for it where it is issued.
+    """An all-gather by an object of FSDP2's ``AllGather``. On a CPU the host waits at once.
 
     Args:
-        flat: what is gathered.
-        comm: the object.
-        group: what it is called with: the ranks of the shard.
+        flat: the weights.
+        comm: the user's object.
+        group: the ranks of the shard, an argument of the call.
     """
 
     has_finish = False
@@ -61,9 +61,9 @@ class CustomReduceScatter(ReduceScatter):
     """A sum by an object of FSDP2's ``ReduceScatter``, in the dtype of the gradients; divided afterwards, in fp32.
 
     Args:
-        flat: whose gradients are summed.
-        comm: the object; it is called with ``op=ReduceOp.SUM``.
-        group: what it is called with: the ranks of the shard.
+        flat: parameters whose gradients are summed.
+        comm: the user's object; it is called with ``op=ReduceOp.SUM``.
+        group: the ranks of the shard, an argument of the call.
     """
 
     def __init__(self, flat: FlatParam, comm: fsdp2.ReduceScatter, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Models built on the meta device: given memory and values one unit at a time, so that no rank holds the whole."""
+"""Allocates and initialises models on the meta device, one unit at a time, so that no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def materialize(
     device: torch.device,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> bool:
-    """Allocate and initialise every module that owns one of the parameters on the meta device; whether there was one.
+    """Allocate and initialise every module that owns one of the parameters on the meta device; return whether any does.
 
     Without ``initialize``, ``_init_weights(module)`` of the innermost Hugging Face model around a module or its own
-    ``reset_parameters()`` gives the values.
+    ``reset_parameters()`` initialises the module.
 
     Raises:
         ValueError: a module has neither, and no ``initialize`` was given.
@@ -37,7 +37,7 @@ def materialize(
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 fresh = empty_like(parameter, device)
-                torch.utils.swap_tensors(parameter, fresh)  # remains the object that everybody knows
+                torch.utils.swap_tensors(parameter, fresh)  # the parameter remains the same object
                 mark_unwritten(parameter)
         _fill(module, name, paths[module], model, device, initialize)
     for each in owned:
@@ -50,10 +50,10 @@ def materialize(
 def place_buffers(
     model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
 ) -> list[Tensor]:
-    """Move the buffers of ``model`` to ``device``, initialise those on the meta device; all of them.
+    """Move the buffers of ``model`` to ``device``, initialise those on the meta device, and return all.
 
     Raises:
-        ValueError: nothing can initialise the module of one on the meta device.
+        ValueError: a module with a buffer on the meta device has no way to initialise it.
     """
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 NO_FLAGS = (0.0,)
-"""What the other meshes carry in the place of what ranks exchange: a number that nobody reads."""
+"""Flags that an all-reduce on a mesh other than the root's carries: one number that nobody reads."""
 
 
 def check_mesh(spec: ParamGroupSpec, root: ParamGroupSpec) -> None:
-    """Raise a ``ValueError`` where a unit cannot be run in the forwards of ``root``, for its mesh."""
+    """Raise a ``ValueError`` if the mesh of a unit does not let it run in the forwards of ``root``."""
     mesh, outer = spec.info.mesh, root.info.mesh
     if mesh == outer:
         return
@@ -60,8 +60,8 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
     """The replicated parameters of a root whose units have several meshes, each reduced over its own.
 
     Args:
-        own: of the root's mesh, which carry the numbers that ranks exchange.
-        others: of the other meshes.
+        own: those on the root's mesh, whose all-reduce also carries the flags that ranks exchange.
+        others: those on other meshes.
     """
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:

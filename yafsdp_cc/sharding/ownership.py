@@ -1,17 +1,18 @@
-"""Which rank owns which matrix, where matrices are to lie whole on one rank each (``shard(ownership="matrix")``).
+"""Decides which rank owns which matrix, so that each lies whole on one rank (``shard(ownership="matrix")``).
 
 Optimizers such as Muon and Shampoo update a matrix as a whole. Where one rank owns all of it, that rank's reduced
-gradient is all that the update needs, and its weights reach the others with the all-gather that there is anyway.
-Matrices of all units are divided at once, so that every rank has as much to compute as any other.
+gradient is all that the update needs, and its weights reach the other ranks by the usual all-gather. The matrices of
+all units are assigned together, so that all ranks compute equally much.
 
-A stack of matrices, such as the weights of experts, is divided between ranks at the borders of its matrices. As it lies
-in one piece in the buffer of its unit, so then do the ranks' parts of that unit, in module order:
+A stack of matrices, such as the weights of experts, is divided between ranks at the borders of its matrices. A stack is
+one piece of its unit's buffer, so ranks get consecutive parts of that unit, in module order:
 
     experts.up [4, m, n]   experts.down [4, n, m]
     rank 0 | 0 0 0         1 1 1 1 | ...            the first three to rank 0, the next five to rank 1
 
-Where weights are gathered twice per step (ZeRO-3) and a unit has fewer matrices than ranks, few ranks would send all of
-it. It is then sharded evenly, and its matrices are assembled on their owners for the update (``optim.assembly``).
+Where weights are gathered twice per step (ZeRO-3) and a unit has fewer matrices than ranks, a few ranks would send all
+of its weights. Such a unit is sharded evenly, and its matrices are assembled on their owners for the update
+(``optim.assembly``).
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ if TYPE_CHECKING:
     from yafsdp_cc.sharding.units import Division, UnitSpec
 
 Ownership = Literal["flat", "matrix"] | Collection[str]
-"""``"flat"``, ``"matrix"``, or ``*`` patterns over the names of parameters."""
+"""``"flat"``, ``"matrix"``, or ``*`` patterns of parameter names."""
 
 FLAT, MATRIX = "flat", "matrix"
 _DIMENSIONS = (2, 3)
-"""Of a matrix, and of a stack of matrices such as the weights of experts."""
+"""Dimensions of a matrix, and of a stack of matrices such as the weights of experts."""
 
 
 class MatrixOwners(NamedTuple):
     """The ranks that own the matrices of a parameter."""
 
     ranks: tuple[int, ...]
-    """Of each of its equal parts, one after the other: of the whole, or of matrices of a stack. In ascending order."""
+    """Owner of each equal part of the parameter, in ascending order: the whole, or some matrices of a stack."""
     is_assembled: bool = False
-    """Whether it is sharded evenly, and assembled on its owners for the update; else its shards are those parts."""
+    """Whether the parameter is sharded evenly and assembled on its owners for the update; else its shards are the
+    parts."""
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> int:
@@ -60,7 +62,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
     For X [m, n], m ≤ n: X Xᵀ and its product with X take 2m²n each, the square of X Xᵀ takes 2m³.
 
     Args:
-        shape: [..., m, n] in either order; of a stack, the sum over its matrices is returned.
+        shape: [..., m, n] in either order; for a stack, the sum over its matrices is returned.
     """
     *stack, rows, columns = shape
     least, most = sorted((rows, columns))
@@ -76,21 +78,21 @@ def assign_owners(
     keeps_unsharded: bool = True,
     work: Counter[int] | None = None,
 ) -> dict[OwnedParameter, MatrixOwners]:
-    """Return the ranks that own the matrices of each parameter that has some.
+    """Return the ranks that own matrices, for each parameter that consists of matrices.
 
     Args:
-        division: the model's units and replicated parameters. Small matrices of the latter, which every rank has whole
-            anyway, are returned with rank 0.
-        ownership: "flat": there are none. "matrix": parameters of two or three dimensions that the repeated blocks
-            own, embeddings aside. Patterns: parameters whose full names fit.
+        division: the model's units and replicated parameters. Replicated matrices, which every rank has whole, are
+            returned with rank 0.
+        ownership: "flat": no parameter. "matrix": parameters of two or three dimensions that the repeated blocks own,
+            embeddings aside. Patterns: parameters whose full names fit.
         world: the ranks of a shard.
         alignment: elements that shards begin at multiples of.
-        keeps_unsharded: whether weights are gathered once per step. Else units with fewer matrices than ranks are
+        keeps_unsharded: whether weights are gathered once per step. If not, units with fewer matrices than ranks are
             sharded evenly.
-        work: by rank, the operations of one iteration on what it owns already; what it is given is added.
+        work: operations of one iteration that each rank has already; those assigned now are added.
 
     Raises:
-        ValueError: ``ownership`` is none of that, a pattern fits no parameter, or one that is no matrix.
+        ValueError: ``ownership`` is something else, or a pattern fits no parameter, or one that is no matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):
@@ -157,22 +159,22 @@ def _all(division: Division) -> Iterator[OwnedParameter]:
 
 
 class _Members:
-    """The parameters of a unit that have matrices.
+    """The parameters of a unit that consist of matrices.
 
     Args:
-        unit: of the model.
-        chosen: parameters that have matrices.
+        unit: the unit.
+        chosen: parameters that consist of matrices.
         alignment: elements that shards begin at multiples of.
     """
 
     def __init__(self, unit: UnitSpec, chosen: Collection[OwnedParameter], alignment: int) -> None:
         self.parts = {each: _parts(each, alignment) for each in unit.parameters if each in chosen}
-        """Into how many equal parts each may be divided."""
+        """Number of equal parts that each parameter may be divided into."""
         self.elements: Counter[int] = Counter()
-        """By rank, of those that it owns."""
+        """Elements that each rank owns of this unit."""
 
     def falls_short_of(self, world: int) -> bool:
-        """Return whether there are fewer matrices than ranks, none of which tensor parallelism has divided."""
+        """Return whether the unit has fewer matrices than ranks, none of them divided by tensor parallelism."""
         matrices = sum(math.prod(each.parameter.shape[:-2]) for each in self.parts)
         return matrices < world and all(present(each.parameter) is each.parameter for each in self.parts)
 
@@ -180,10 +182,10 @@ class _Members:
 def _balanced(
     members: Sequence[_Members], world: int, keeps_unsharded: bool, work: Counter[int]
 ) -> dict[OwnedParameter, MatrixOwners]:
-    """Give each matrix, those that take longest first, to the rank that has least to compute by then.
+    """Assign each matrix, those with most operations first, to the rank with the least work so far.
 
-    Among equals to the one that has least of the unit: a unit's sum takes as long as its largest part. Units in which a
-    stack is divided come last, and even out what the others have left.
+    Among equals the rank with the fewest elements of the unit gets it: a unit's sum takes as long as its largest part.
+    Units in which a stack is divided come last, and even out what the others have left.
     """
     elements: Counter[int] = Counter()
     singles: list[tuple[_Members, OwnedParameter, int]] = []
@@ -213,9 +215,10 @@ def _balanced(
 
 
 def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
-    """Give the parts of a unit to ranks in order, to each as much as it lacks of an equal share of all work by then."""
+    """Assign the parts of a unit to ranks in order, to each as many as it lacks of an equal share of all work so
+    far."""
     of_each = {each: _flops(each) // parts for each, parts in unit.parts.items()}
-    if not any(of_each.values()):  # all is frozen: as many elements each
+    if not any(of_each.values()):  # all parameters are frozen: assign equally many elements
         of_each = {each: each.parameter.numel() // parts for each, parts in unit.parts.items()}
     total = sum(of_each[each] * parts for each, parts in unit.parts.items())
     share = (sum(work.values()) + total) / world
@@ -234,9 +237,10 @@ def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParam
 
 
 def _parts(owned: OwnedParameter, alignment: int) -> int:
-    """Return into how many equal parts a parameter may be divided at borders of its matrices that are aligned.
+    """Return the largest number of equal parts that a parameter may be divided into at aligned borders of its matrices.
 
-    One whose rows or columns tensor parallelism has divided stays in one: its ranks are to have the same owners.
+    A parameter whose rows or columns tensor parallelism has divided stays in one part: its ranks must have the same
+    owners.
     """
     shape = _updated_shape(owned)
     if len(shape) < 3 or math.prod(shape) != present(owned.parameter).numel():
@@ -251,9 +255,11 @@ def _flops(owned: OwnedParameter) -> int:
 
 
 def _updated_shape(owned: OwnedParameter) -> torch.Size:
-    """Return the shape of what one shard group updates of a parameter, the same on all ranks of its tensor parallelism.
+    """Return the shape of the tensor that one shard group updates, the same on all tensor-parallel ranks of a
+    parameter.
 
-    That is the whole of it, but where experts are divided evenly, and no matrix is, a part of the stack.
+    It is the whole shape, except where experts are divided evenly and no matrix is: then it is this rank's part of the
+    stack.
     """
     parameter = owned.parameter
     if isinstance(parameter, DTensor):

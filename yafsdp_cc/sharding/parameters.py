@@ -1,4 +1,5 @@
-"""The parameters of a model: each distinct one once, with every place where it hangs, and what cannot be sharded."""
+"""Lists the parameters of a model, each distinct one once with every module that holds it, and refuses unshardable
+ones."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
 Path = tuple[nn.Module, ...]
-"""The modules passed on the way from the root, which comes first, to a module, which comes last."""
+"""Modules on the way from the root, which comes first, to a module, which comes last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class OwnedParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """What the modules hold; another one than ``parameter`` where it is of a tensor subclass."""
+        """The parameter that modules hold; it differs from ``parameter`` if it is of a tensor subclass."""
         module, attribute = self.sites[0]
         held = module._parameters[attribute]
         assert held is not None
@@ -42,17 +43,17 @@ class OwnedParameter:
 
 
 Paths = Mapping[OwnedParameter, tuple[Path, ...]]
-"""Every way to an owner of each parameter."""
+"""For each parameter every path from the root to a module that holds it."""
 
 
 def present(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank holds of a parameter: a part, where tensor parallelism has made a DTensor of it."""
+    """Return this rank's elements of a parameter: its local tensor if tensor parallelism has made it a DTensor."""
     part: Tensor = getattr(parameter, "_local_tensor", parameter)
     return part
 
 
 def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Yield every way to every module, in ``named_modules`` order: a module registered twice is visited twice."""
+    """Yield every path to every module, in ``named_modules`` order: a module registered twice is visited twice."""
     if module in above:
         return
     path = (*above, module)
@@ -65,10 +66,10 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[
 def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Paths:
     """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners.
 
-    One of a tensor subclass is returned as the plain parameter that is sharded in its place (``forms.subclasses``).
+    For a parameter of a tensor subclass, the plain one is returned that is sharded in its place (``forms.subclasses``).
 
     Raises:
-        ValueError: one is of a tensor subclass that cannot be sharded.
+        ValueError: a parameter is of a tensor subclass that cannot be sharded.
     """
     skipped = {id(parameter) for parameter in ignored}
     names: dict[nn.Parameter, str] = {}
@@ -86,18 +87,18 @@ def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) ->
 
 
 def total(owned: Iterable[OwnedParameter]) -> int:
-    """Return the elements of all these parameters."""
+    """Return the number of elements of all these parameters."""
     return sum(parameter.numel for parameter in owned)
 
 
 def within(modules: Iterable[nn.Module], paths_of: Paths) -> list[OwnedParameter]:
-    """Return the parameters with an owner inside one of ``modules``."""
+    """Return the parameters that a module inside one of ``modules`` holds."""
     wanted = set(modules)
     return [owned for owned, paths in paths_of.items() if any(not wanted.isdisjoint(path) for path in paths)]
 
 
 def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
-    """Raise a ``ValueError`` that names the first parameter which cannot be cut across ranks, and what to do."""
+    """Raise a ``ValueError`` that names the first parameter which cannot be cut across ranks, and the remedy."""
     by_storage: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for owned in parameters:
         parameter = owned.parameter
@@ -123,7 +124,7 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
             start = int(part.storage_offset()) * part.itemsize
             by_storage[part.untyped_storage()._cdata].append((start, start + int(reach) * part.itemsize, owned.name))
-    # Parameters may share one allocation (as the weights of an LSTM do), but not bytes of it.
+    # parameters may share one allocation (an LSTM's weights do), but no byte of it
     for extents in by_storage.values():
         extents.sort(key=lambda extent: extent[0])
         for (_, end, name), (start, _, other) in pairwise(extents):

@@ -1,6 +1,6 @@
-"""From a plain module to a sharded one: ``shard_parameters`` replaces parameters by shards in flat buffers.
+"""Makes a plain module sharded: ``shard_parameters`` replaces parameters by shards in flat buffers.
 
-What was sharded together is a ``ParamGroupSpec``, from which ``assembly`` makes groups and an engine.
+It returns a ``ParamGroupSpec`` of the parameters sharded together, from which ``assembly`` makes a group.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Part = TypeVar("Part", bound=FlatParam)
 
 
 def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Return parameters that were added to a sharded ``model``: not sharded, and not ``ignored`` then.
+    """Return unsharded parameters of a sharded ``model`` that were added since, those in ``ignored`` left out.
 
-    Every rank would train values of its own for one that is trained; as long as it is frozen it may stay.
+    Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
 
     Raises:
-        ValueError: one of them is to be trained.
+        ValueError: an added parameter requires a gradient.
     """
     added = {
         name: parameter
@@ -86,14 +86,14 @@ class ShardingPlan(NamedTuple):
     policy: MixedPrecisionPolicy
     collectives: Collectives
     host: HostMemory | None
-    """Where shards are in host memory; None: they are on the device."""
+    """Host memory for shards; None: they are on the device."""
     prepare: Callable[[Sequence[OwnedParameter]], None]
-    """Gives parameters their values, the same on every rank, just before they are sharded."""
+    """Function that gives parameters their values, the same on every rank, just before they are sharded."""
     owners: Mapping[OwnedParameter, MatrixOwners]
-    """Of parameters whose matrices are updated as a whole."""
+    """Owners of parameters whose matrices are updated as a whole."""
 
     def parts_of(self, owned: OwnedParameter) -> tuple[int, ...]:
-        """Return the ranks that the parts of a parameter are to lie on; empty where it is sharded evenly."""
+        """Return the ranks that the parts of a parameter must lie on; empty if it is sharded evenly."""
         owners = self.owners.get(owned)
         return () if owners is None or owners.is_assembled else owners.ranks
 
@@ -109,12 +109,12 @@ def shard_parameters(
     """Replace the parameters of ``modules`` by shards and replicated ones; return the spec of their group.
 
     Args:
-        modules: whose forwards use the parameters.
-        name: of the first module.
-        sharded: what each rank keeps a part of.
-        replicated: what each rank keeps whole.
-        plan: how.
-        role: None where only the whole model tells it.
+        modules: modules whose forwards use the parameters.
+        name: name of the first module.
+        sharded: parameters to shard.
+        replicated: parameters that each rank holds whole.
+        plan: settings and owners.
+        role: role of the group; None if only the whole model shows it.
     """
     host = plan.host
     make_sharded = FlatParam if host is None else partial(HostFlatParam, host)
@@ -134,7 +134,8 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; where sharded, of what is trained, owned and encoded alike."""
+    """Put ``owned`` into flat buffers, one per dtype; sharded ones also apart if not trained, owned and encoded
+    alike."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):
@@ -179,7 +180,7 @@ def _flat_param(
         param.span = layout.owned(extent, rank)
         held = each.held
         _replace(param, chunk, whole)
-        mark_replaced(held, spec)  # the optimizer that was made from it is refused
+        mark_replaced(held, spec)  # ``follow_optimizers`` refuses an optimizer made from the old parameter
         params.append(param)
     is_cast = dtype.is_floating_point and not holds_bytes(params[0])
     compute = policy.param_dtype or dtype if is_cast else dtype
@@ -193,7 +194,7 @@ def _flat_param(
 
 
 def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None:
-    """Return what the all-gather extension of a parameter is called with; None where it has none."""
+    """Return the arguments for the all-gather extension of a parameter; None if it has no extension."""
     subclass, parameter = subclass_of(owned.parameter), owned.parameter
     if subclass is None or not subclass.extends_all_gather:
         return None
@@ -213,7 +214,7 @@ def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPP
 
 @torch.no_grad()
 def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
-    """Put the sharded parameter where the whole one was, and free that."""
+    """Replace the whole parameter by the sharded one, and free its memory."""
     local = param.local_range(buffer)
     local.copy_(param.spec.local_of(local_tensor(whole)))
     parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
@@ -221,11 +222,12 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
         parameter.grad_dtype = whole.grad_dtype
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
-    parameter.__dict__.update(notes)  # what users and frameworks have noted on it
+    parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the parameter
     take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local
     param.set_parameter(parameter)
     if isinstance(whole, DTensor):
         whole._local_tensor = whole._local_tensor.new_empty(0)
-    elif not isinstance(param, ClassParam):  # there, its tensors go with the last reference to it
+    # a ClassParam's inner tensors are freed with the wrapper; its ``.data`` cannot be emptied
+    elif not isinstance(param, ClassParam):
         whole.data = whole.new_empty(0)

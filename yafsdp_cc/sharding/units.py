@@ -1,4 +1,4 @@
-"""The units of a model: which modules are gathered together, and which of their parameters each one brings.
+"""Divides a model into units: modules that are gathered together, and the parameters that belong to each unit.
 
     role    | what                                              | gathered
     block   | the repeated blocks, or what the caller named     | around the forward of its modules
@@ -36,25 +36,25 @@ from yafsdp_cc.sharding.parameters import (
 )
 
 TAKE_TURNS = ("block", "nested")
-"""Roles of units that are many: two buffers serve them in turn. Edges have one."""
+"""Roles with many units, which take two buffers in turn. Units of other roles have one buffer."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
 Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
 """``"auto"``; class names, ``*`` patterns over module names, or classes; modules; or a predicate (name, module)."""
 
 ROOT = "(root)"
 SMALL = 256
-"""Parameters of fewer elements are small, whatever their shape."""
+"""Number of elements below which a parameter is small, whatever its shape."""
 SMALL_VECTOR = 2**20
-"""So are vectors and scalars of up to this many."""
+"""Number of elements up to which a vector or scalar is small."""
 EDGE = 65_536
-"""An embedding or head of fewer elements stays with the root, and so does one of under 1 % of the parameters ..."""
+"""Elements below which an embedding or head belongs to the root; so does one with under 1 % of the parameters."""
 LARGE_EDGE = 2**24
-"""... unless it has this many: in a very large model 1 % is more than the largest block."""
+"""Elements from which an embedding or head is always an edge: 1 % of a very large model exceeds its largest block."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
-    """What is gathered and reduced together: the modules whose forward needs it, and its parameters in module order."""
+    """Modules that are gathered and reduced together, and the parameters that their forwards need, in module order."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -67,7 +67,7 @@ class UnitSpec:
 
 
 class Division(NamedTuple):
-    """Every parameter that is not ignored, in exactly one place: its unit, or those that are replicated."""
+    """Every parameter that is not ignored, in exactly one place: in its unit, or among the replicated ones."""
 
     units: tuple[UnitSpec, ...]
     replicated: tuple[OwnedParameter, ...]
@@ -165,7 +165,7 @@ def _no_match(entry: str | type[nn.Module], model: nn.Module) -> str:
 
 
 def _check_module(module: nn.Module, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
-    """Raise if this is no module that can gather the parameters of a unit."""
+    """Raise if ``module`` cannot gather the parameters of a unit."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"units: {module!r} is not a module; a list inside the list is one unit of several modules")
     kind = type(module).__name__
@@ -185,7 +185,7 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
         if not is_small(owned.parameter):
             members.setdefault(_innermost(paths, group_of), []).append(owned)
     left = members.pop((), [])
-    # Where the caller made the root a unit, it takes all that is left, edges too.
+    # if the caller made the root a unit, it takes all remaining parameters, those of edges too
     edges = {} if (model,) in groups else _edges(left, total(paths_of))
     mixed = any(module._modules for group in members for module in group)
     enclosed = {inner for group in members for module in group for inner in module.modules() if inner is not module}
@@ -204,14 +204,14 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
 
 
 def _innermost(paths: Iterable[Path], group_of: dict[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
-    """Return the innermost group on every way to the parameter; none is the root."""
+    """Return the innermost group that is on every path to the parameter; None if it is the root."""
     chains = [[group_of[module] for module in path if module in group_of] for path in paths]
     shared = set(chains[0]).intersection(*chains[1:])
     return next((group for group in reversed(chains[0]) if group in shared), ())
 
 
 def _edges(left: list[OwnedParameter], whole: int) -> dict[nn.Module, list[OwnedParameter]]:
-    """Return embeddings, heads and the like outside all units, if they are large and tied to nothing."""
+    """Return large embeddings, heads and the like that are outside of all units and not tied."""
     owners: dict[nn.Module, list[OwnedParameter]] = {}
     for owned in left:
         owner, _ = owned.sites[0]

@@ -1,4 +1,5 @@
-"""What ``torch.distributed.checkpoint`` asks of a sharded tensor, here or in another process that saves it."""
+"""The methods of a sharded tensor that ``torch.distributed.checkpoint`` calls, in this process or one that saves for
+it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class SavedInChunks:
-    """A tensor of which each rank saves and wants the chunks that its ``shard_spec`` names, as views of the local one.
+    """A tensor of which each rank saves and loads the chunks that its ``shard_spec`` names, as views of the local
+    tensor.
 
-    Pickled, a shard would be no use without the other ranks. But multiprocessing's own pickler may send it to the
-    process that saves for this rank: its elements, in shared memory, and what chunks they are.
+    A pickled shard is useless without the other ranks. Only multiprocessing's own pickler may send one to the process
+    that saves for this rank: its elements in shared memory, and which chunks they are.
     """
 
     _local_tensor: torch.Tensor
@@ -62,7 +64,7 @@ class _Chunks(NamedTuple):
 
 
 class _SentShard(SavedInChunks, torch.Tensor):
-    """A shard in the process that saves it: torch takes what is a tensor for one."""
+    """A shard in the process that saves it; a Tensor subclass, because torch saves only tensors by chunks."""
 
 
 def _sent(local: torch.Tensor, chunks: _Chunks) -> _SentShard:

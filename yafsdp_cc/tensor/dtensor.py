@@ -3,14 +3,15 @@
     whole, [4, 4] row-major           0 1 2 3 4 5 6 7 8 9 a b c d e f
     ShardSpec.bounds (0, 5, 14, 16)   | rank 0  |     rank 1      |r 2|
 
-A parameter, its gradient and its optimizer state share one ``ShardSpec``, so an operation on each element by itself is
-that operation on the local tensors: torch's optimizers, ``clip_grad_norm_``, ``GradScaler`` and checkpoints work
-unchanged. DTensor's own propagation is not asked: it knows slices along a dimension, and would let tensors with other
-bounds pass. A small parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own shape.
+A parameter, its gradient and its optimizer state share one ``ShardSpec``, so an element-wise operation is the same
+operation on the local tensors: torch's optimizers, ``clip_grad_norm_``, ``GradScaler`` and checkpoints work unchanged.
+DTensor's own sharding propagation is not used: it knows only slices along a dimension, and would accept tensors with
+other bounds. A small parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own
+shape.
 
-What a loss computes from such tensors outside of the modules' forwards (penalties, read-outs by ``full_tensor()``) has
-gradients, too. Those that autograd brings to a parameter by itself are averaged over the data-parallel ranks, as the
-engine's are: what all ranks compute alike counts once.
+A loss may read sharded parameters outside of the modules' forwards (penalties, ``full_tensor()``). The gradients that
+autograd then brings to a parameter are averaged over the data-parallel ranks, like the engine's: a term that all ranks
+compute alike counts once.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ _SAVE = (
 
 
 class FlatShard(Shard):
-    """``Shard(0)``, and equal to it, for what reads placements; to compute a slice from it is an error.
+    """Equal to ``Shard(0)`` for code that compares placements; to compute a slice from it is an error.
 
-    A flat range is no slice along a dimension. torch's state dict functions copy such slices into ``to_local()``: one
-    of the right size, but of other elements, would go unnoticed.
+    A flat range is no slice along a dimension. torch's state dict functions copy such slices into ``to_local()``: a
+    slice of the right size with other elements would go unnoticed.
     """
 
-    spec: ShardSpec | str = "a parameter"  # of a copy or from a pickle
+    spec: ShardSpec | str = "a parameter"  # specs are unknown after a copy or in a pickle
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
@@ -96,8 +97,8 @@ class FlatShard(Shard):
 
 
 def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype) -> DTensorSpec:
-    """What DTensor knows of such a tensor: the global shape, contiguous, and placements: ``Shard(0)`` or
-    ``Replicate()`` along the shard dimension, then those of tensor parallelism."""
+    """Return DTensor's spec of a tensor sharded by ``spec``: the global shape, contiguous, placed as ``Shard(0)`` or
+    ``Replicate()`` along the shard dimension, then as tensor parallelism places it."""
     known = spec.dtensor_specs.get(dtype)
     if known is not None:
         return known
@@ -114,7 +115,7 @@ def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
-    """A class that equals ``DTensor``: optimizers and ``clip_grad_norm_`` choose their foreach and fused forms by
+    """A class that equals ``DTensor``: optimizers and ``clip_grad_norm_`` choose foreach and fused forms only if
     ``type(p) in [..., DTensor]``, and would otherwise loop over the parameters."""
 
     def __eq__(cls, other: object) -> bool:
@@ -126,15 +127,15 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
 class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     """A tensor sharded by a ``ShardSpec``; made by ``flat_dtensor``. ``shape`` is global, ``to_local()`` a flat range.
 
-    By a ``RowShardSpec``, ``to_local()`` is rows, perhaps of a tensor subclass, whose own operations are then called.
+    With a ``RowShardSpec``, ``to_local()`` is rows, perhaps of a tensor subclass, whose own operations then run.
 
     Element-wise, foreach and fused operations act on the local tensor, in place where torch's do; its version counter
     grows with every such change. Norms, sums, means and extremes are lazy (``reductions.LazyReduction``). Every other
     operation raises ``NotImplementedError`` with the parameter's full name.
     """
 
-    # In the __dict__: with __slots__ of our own, asynchronous checkpoints would look for DTensor's slots in vain and
-    # write what happened to be in memory.
+    # An attribute in ``__dict__``: if this class had ``__slots__``, asynchronous checkpoints would not find DTensor's
+    # slots and would write uninitialised memory.
     shard_spec: ShardSpec
 
     @classmethod
@@ -147,7 +148,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's elements, 1-D (or the whole tensor in its own shape when replicated).
 
-        They share memory with this tensor: under ``torch.no_grad()``, writing to them writes to the parameter.
+        The result shares memory with this tensor: under ``torch.no_grad()``, writing to it writes to the parameter.
 
         Args:
             grad_placements: as of ``full_tensor``; they matter where several ranks hold the same elements.
@@ -163,9 +164,9 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         A collective unless replicated, and one in the backward: call it on all ranks.
 
         Args:
-            grad_placements: what the gradients of the data-parallel ranks are. None: their mean is taken, which is
-                right for what all ranks compute alike and for what each computes from its own batch. ``[Partial()]``:
-                their sum. ``[Replicate()]``: the same on all ranks, so that nothing need be communicated.
+            grad_placements: how the data-parallel ranks' gradients are combined. None: by their mean, which is right
+                for a term that all ranks compute alike and for one of each rank's own batch. ``[Partial()]``: by their
+                sum. ``[Replicate()]``: they are equal, and nothing is communicated.
         """
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._full()
@@ -182,7 +183,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return whole.to(self.device)
 
     def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor of ``shard_spec.shape``, on the mesh's device."""
+        """Return a new tensor of ``shard_spec.shape``, on the mesh's device."""
         spec, local = self.shard_spec, self._local_tensor
         if type(local) not in PLAIN:
             return gather_class(local, spec)
@@ -191,10 +192,10 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As torch's: a plain DTensor, in whose layout ``to_local()`` is. A collective.
+        """Return a plain DTensor of these placements, as torch's ``redistribute`` does. A collective.
 
-        ``[Shard(0)]`` under ``torch.no_grad()`` is without a whole tensor on any rank; other placements, and gradients,
-        go through one. ``copy_`` of the result is the way back.
+        ``[Shard(0)]`` under ``torch.no_grad()`` needs no whole tensor on any rank; other placements, and gradients, do.
+        Copy the result back with ``copy_``.
         """
         spec = self.shard_spec
         is_plain = device_mesh in (None, spec.mesh) and spec.tensor_parallel is None and not options
@@ -207,7 +208,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return whole.redistribute(device_mesh, placements, **options)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> NoReturn:
-        """Refused, because it would never run: the engine writes gradients of forwards past autograd."""
+        """Refuse: the hook would never run, as the engine writes gradients of forwards past autograd."""
         raise NotImplementedError(
             f"register_hook on {self.shard_spec}: the hook would never run. register_post_accumulate_grad_hook does, "
             "once the gradient is reduced"
@@ -215,12 +216,12 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """This tensor outside of autograd, sharing its elements."""
+        """A view of this tensor's elements outside of autograd."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
-        # torch would swap the outer tensor and keep the local one, without an error.
+        # torch's setter would exchange the wrapper's data and keep the old local tensor, without an error.
         raise NotImplementedError(f"assigning .data of {self.shard_spec}: write into it, with .copy_() under no_grad")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -235,7 +236,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return _wrap(self._local_tensor, self.shard_spec, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
-        # torch's would copy the whole buffer that the local tensor is a view of, and the mesh.
+        # torch's deepcopy would copy the mesh, and the whole flat buffer of which the local tensor is a view.
         if id(self) in memo:
             return cast("FlatDTensor", memo[id(self)])
         if not self.is_leaf:
@@ -252,7 +253,8 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         raise TypeError(f"pickling {self.shard_spec}: {_SAVE}")
 
     def storage(self) -> NoReturn:
-        """Refused: ``save_pretrained`` and safetensors, which ask for it, would write a shard as if it were all."""
+        """Refuse: ``save_pretrained`` and safetensors ask for the storage, and would write a shard as the whole
+        tensor."""
         raise TypeError(f"the storage of {self.shard_spec}: {_SAVE}")
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -268,11 +270,12 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
 def all_gather_ranges(
     local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Return a new tensor of ``shape``, on the device of ``mesh``, of which each rank has ``widths`` elements."""
+    """Return a new tensor of ``shape`` on the device of ``mesh``; each rank sends as many elements as ``widths``
+    says."""
     widest = max(widths)
     if widest == 0:
         return local.new_empty(shape)
-    # gloo gathers tensors of one size only, and not every dtype: padded to the widest, as bytes.
+    # gloo gathers only equal sizes and some dtypes: send bytes, padded to the widest
     padding = (widest - local.numel()) * local.itemsize
     padded = to_mesh_device(torch.nn.functional.pad(local.view(-1).view(torch.uint8), (0, padding)), mesh)
     gathered = padded.new_empty((len(widths), padded.numel()))
@@ -280,11 +283,11 @@ def all_gather_ranges(
     rows = gathered.view(local.dtype)
     whole = rows.new_empty(shape)
     torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
-    return whole  # no view, which users could not write to behind an autograd function
+    return whole  # users could not write to a view returned by an autograd function
 
 
 def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the whole tensor, of the class of ``local``, that this is the rank's rows of. A collective."""
+    """Return the whole tensor, of the class of ``local``, given this rank's rows. A collective."""
     first = first_rows(spec.shape[0], len(spec.bounds or ()) - 1)
     whole = local.new_zeros(spec.shape)
     for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
@@ -294,19 +297,21 @@ def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
-"""Every ``FSDPState``. Their reduces add to gradients on streams of their own."""
+"""All engines of the process, whose reduces add to gradients on streams of their own."""
 
 
 def _follow_reduces() -> None:
-    """Have the caller come after reduces in flight outside of a backward, which one that raised has left behind.
+    """Make the caller's stream wait for reduces in flight outside of a backward.
 
-    It has no end at which the engine could wait: not before somebody reads a gradient, or sets it to zero.
+    A backward that raised leaves them behind. It has no end at which the engine could wait, so every operation on a
+    sharded tensor does.
     """
     if torch._C._current_graph_task_id() != -1:
         return
     for engine in engines:
         context = engine.context
-        if context.last_reduce is not None and context.reduce_stream.is_ordered:  # on a CPU, the caller adds
+        # on a CPU, the thread that waits adds to the gradients
+        if context.last_reduce is not None and context.reduce_stream.is_ordered:
             context.last_reduce.wait()
             if context.replicas is not None:
                 context.replicas.wait()
@@ -314,10 +319,10 @@ def _follow_reduces() -> None:
 
 
 def _call_dispatch_of_subclasses() -> None:
-    """Have torch before 2.12 call ``__torch_dispatch__`` of our subclasses of DTensor, which it never does.
+    """Make torch before 2.12 call ``__torch_dispatch__`` of FlatDTensor and LazyReduction, which it never does.
 
-    It takes them for DTensor itself, whose operations are in C++ (pytorch/pytorch#177716); but first it looks for a
-    rule that the operator has for the class of the tensor.
+    It treats them as DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first looks for a rule
+    that the operator registered for the tensor's class.
     """
     holder: Any = simple_registry.GenericTorchDispatchRuleHolder
     known = holder.find
@@ -334,9 +339,9 @@ if torch.__version__ < "2.12":
 
 
 def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
-    """``flat_dtensor`` where ``local`` is known to fit: unchecked, and past DTensor's slow ``__init__``."""
-    # DTensor takes over the local tensor's place in its storage but not the storage, and torch then believes it to be
-    # memory at that address: it is shown a tensor that begins where it should.
+    """Make a ``FlatDTensor`` without the checks of ``flat_dtensor`` and DTensor's slow ``__init__``."""
+    # ``DTensor.__new__`` copies the local tensor's storage offset but not its storage, and torch then computes a wrong
+    # address: pass it a tensor with offset 0.
     shown = local if local.storage_offset() == 0 else local.new_empty(0)
     flat: Any = DTensor.__new__(FlatDTensor, shown, _dtensor_spec(spec, local.dtype), requires_grad=requires_grad)
     flat._local_tensor, flat.shard_spec = local, spec
@@ -344,16 +349,16 @@ def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> 
 
 
 def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
-    """Return the tensor, sharded by ``spec``, of which this rank holds ``local``.
+    """Return the tensor sharded by ``spec`` whose elements on this rank are ``local``.
 
     Args:
         local: this rank's elements, any dtype: contiguous and 1-D with as many elements as the rank holds (possibly
-            none), or of the whole shape when replicated. Not copied: changes in place reach it, and the buffer that it
-            is a view of.
-        spec: shared with the gradient and the optimizer state of one parameter.
+            none), or of the whole shape when replicated. It is not copied: later changes of either, or of the buffer
+            that it is a view of, show in both.
+        spec: a parameter shares it with its gradient and optimizer state.
 
     Raises:
-        ValueError: ``local`` is not what this rank holds, or takes part in autograd itself.
+        ValueError: ``local`` has another shape than ``spec`` gives this rank, or takes part in autograd.
     """
     if local.shape != spec.local_shape or not local.is_contiguous():
         raise ValueError(f"{spec} wants a contiguous {list(spec.local_shape)}, got {list(local.shape)}")
@@ -369,9 +374,9 @@ def _from_local(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Do as torch's ``DTensor.from_local``; of a flat range and its parameter's placements make a ``FlatDTensor``.
+    """Do as torch's ``DTensor.from_local``, but make a ``FlatDTensor`` of a flat range with its parameter's placements.
 
-    It is how averages of weights are kept as plain tensors and shown whole; torch would take the range for rows.
+    Averages of weights keep local tensors and make DTensors of them this way; torch would read the range as rows.
 
     Raises:
         ValueError: a flat range has the placements of rows.
@@ -393,15 +398,15 @@ def _from_local(
 DTensor.from_local = staticmethod(functools.partial(_from_local, DTensor.from_local))  # type: ignore[method-assign]
 
 
-# Gradients that autograd brings to a parameter by itself ------------------------------------------------------------
+# Gradients that autograd brings to a parameter outside of the engine --------------------------------------------
 
 
 GradReduction: TypeAlias = Literal["mean", "sum", "same"]
-"""What becomes of the data-parallel ranks' gradients; "same": each rank's is all of them."""
+"""How the data-parallel ranks' gradients are combined; "same": they are equal, and each rank uses its own."""
 
 
 class _ToLocal(torch.autograd.Function):
-    """The local tensor. Gradients of ranks that hold the same elements become one."""
+    """Returns the local tensor; its backward combines the gradients of ranks that hold the same elements."""
 
     @staticmethod
     def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
@@ -417,7 +422,8 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """The whole tensor. Of the data-parallel ranks' gradients, summed, each rank keeps its own part."""
+    """Returns the whole tensor; its backward combines the data-parallel ranks' gradients and returns this rank's
+    part."""
 
     @staticmethod
     def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
@@ -435,7 +441,7 @@ _full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor
 
 
 def _reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
-    found = () if placements is None else placements[: spec.mesh.ndim]  # those behind are of tensor parallelism
+    found = () if placements is None else placements[: spec.mesh.ndim]  # the placements of tensor parallelism come last
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
     partial = kinds - {"same"}
     if partial - {"sum", "avg"} or len(partial) > 1:
@@ -466,7 +472,7 @@ def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) ->
     groups = all_groups(spec.mesh)
     if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
         return _reduced(spec, spec.local_of(part), groups, reduction)
-    # Backends reduce to chunks of one size: padded to the widest.
+    # backends reduce to chunks of one size: pad to the widest
     ranges = list(pairwise(spec.bounds))
     widest = max(stop - start for start, stop in ranges)
     flat = to_mesh_device(part.reshape(-1), spec.mesh)
@@ -482,17 +488,17 @@ def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) ->
 
 
 def _plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
-    """Return what a plain gradient of ``global_shape`` is to this rank: its elements of the mean over ranks, or one
-    number where all elements are that number, as behind a sum."""
+    """Return this rank's part of a plain gradient of ``global_shape``: its elements of the mean over ranks, or the mean
+    of one number if all elements are that number, as behind a sum."""
     if not any(grad.stride()):
         return _means.of(spec, grad.as_strided((), ()))
     return _own_part(spec, grad, "mean")
 
 
 class _Means:
-    """Means over ranks of the numbers that gradients of one backward are, such as the factor of a penalty.
+    """Caches means over ranks of gradients that are one number in all elements, such as the factor of a penalty.
 
-    The terms of a sum over all parameters have one such number, the same tensor: it is averaged once.
+    The terms of a sum over all parameters get the same number, the same tensor: its mean is computed once per backward.
     """
 
     def __init__(self) -> None:
@@ -500,15 +506,15 @@ class _Means:
         self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, spec: ShardSpec, number: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 0-d tensor. A collective of the mesh, unless that number's mean is known."""
+        """Return the mean of a 0-d tensor over ranks. A collective of the mesh, unless the mean is in the cache."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._known = task, {}
         key = (spec.mesh, number.data_ptr(), number.dtype, number._version)
         if key not in self._known:
-            precise = number.double()  # in which the mean of equal numbers is that number
+            precise = number.double()  # in fp64 the mean of equal numbers is that number
             mean = _reduced(spec, precise, all_groups(spec.mesh), "mean").to(number.dtype)
-            self._known[key] = (number, mean)  # the number too: its memory must not become another's
+            self._known[key] = (number, mean)  # keep ``number`` alive, or another tensor could get its address
         return self._known[key][1]
 
 
@@ -516,11 +522,12 @@ _means = _Means()
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
-    """Let gradients that autograd brings to ``parameter`` by itself be sharded, and added to ``.grad`` in order."""
+    """Shard the gradients that autograd brings to ``parameter``, and add them to ``.grad`` after the engine's
+    reduces."""
     if not parameter.is_floating_point():
         return
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)  # else no hook is taken
+    parameter.requires_grad_(True)  # a hook can be registered only while it requires a gradient
     DTensor.register_hook(parameter, functools.partial(_take_grad, cast("FlatDTensor", parameter).shard_spec))
     parameter.requires_grad_(requires_grad)
 
@@ -528,8 +535,10 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
 def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
     owner = owner_of(spec)
     if owner is not None and (engine := engine_of(owner)) is not None:
-        engine.context.wait_for_reduces()  # which add to the same .grad, on a stream of their own
-        if owner.is_withheld:  # what is withheld would be lost behind another .grad
+        engine.context.wait_for_reduces()  # reduces in flight add to the same .grad on a stream of their own
+        # assigning another .grad would drop the sum that ``ShardedGrad`` withholds until it knows who used the
+        # parameter
+        if owner.is_withheld:
             owner.parameter.grad, owner.is_withheld = owner.grad, False
     if isinstance(grad, FlatDTensor):
         return grad
@@ -537,8 +546,8 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
     return _wrap(_plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
 
 
-# Operations: handler(func, args, kwargs). They run below autograd, where torch no longer counts versions, so what
-# changes a local tensor increments its version here.
+# Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a
+# handler that changes a local tensor increments its version.
 
 _FULL = "call .full_tensor() for the whole tensor, on every rank"
 _STATE_OF_TORCH = (
@@ -548,7 +557,7 @@ _STATE_OF_TORCH = (
 
 
 def _instead(spec: ShardSpec) -> str:
-    """What to type instead of a refused operation: it depends on what is under way when the parameter is read."""
+    """Return what to type instead of a refused operation, depending on what is under way when the parameter is read."""
     owner = owner_of(spec)
     engine = None if owner is None else engine_of(owner)
     if owner is None or engine is None:
@@ -587,7 +596,7 @@ def _instead(spec: ShardSpec) -> str:
 
 
 def _called_alone(owner: FSDPParam) -> str:
-    """Return the name of the module that holds the parameter, where a call of that has led here; else nothing."""
+    """Return the name of the module that holds the parameter if a call of that module is on the stack; else ""."""
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above
@@ -606,7 +615,7 @@ def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = list(_specs_in((*args, *kwargs.values())))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
-        # The derivative of a plain loss that a number of the model's, such as a temperature, was multiplied by.
+        # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
         return func(*args, **kwargs)
     spec = specs[0]
@@ -616,7 +625,7 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
-    """The specs of all FlatDTensors among arguments, also in lists."""
+    """Yield the specs of all FlatDTensors among arguments, in lists, too."""
     for value in values:
         if isinstance(value, FlatDTensor):
             yield value.shard_spec
@@ -625,8 +634,8 @@ def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
 
 
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
-    """What stands for ``value`` in an operation on local tensors sharded by ``spec`` (None: on plain tensors): a local
-    tensor of the same elements, or one number. ``_TAKE_WHOLE`` takes this rank's elements of a whole tensor."""
+    """Return the operand that replaces ``value`` in an operation on local tensors of ``spec`` (None: on plain tensors):
+    a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
@@ -642,7 +651,8 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     if spec is None:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
-        return _plain_grad(spec, value)  # it comes from where all tensors are whole
+        # a gradient of the full shape, from an operation on whole tensors: this rank's range of the mean over ranks
+        return _plain_grad(spec, value)
     if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
@@ -652,7 +662,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
             if spec.bounds is not None and value.shape == spec.shape and is_by_rows(value, spec.mesh):
                 return flat_range_of(value, spec)
             # set_model_state_dict makes DTensors of full state dicts; all ranks load alike. Detached: torch 2.11 fails
-            # to gather, below autograd, what requires a gradient.
+            # to gather, below autograd, a tensor that requires a gradient.
             value = cast("DTensor", value.detach()).full_tensor()
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
@@ -668,39 +678,42 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
 
 
 _TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor}
-"""Updates from whole tensors: ``load_state_dict``, and steps of LBFGS, whose vectors every rank has whole."""
+"""Operations that accept whole tensors: ``load_state_dict``, and steps of LBFGS, which has whole vectors on every
+rank."""
 
 
 @functools.cache
 def _written(func: Any) -> dict[int, str]:
-    """The arguments that an operation changes: their places, and their names."""
+    """Return the arguments that an operation changes: their names by position."""
     arguments = enumerate(func._schema.arguments)
     return {i: each.name for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
 
 
 def _is_derivative(func: Any) -> bool:
-    """Return whether a backward runs ``func`` for a gradient; an optimizer's step in a hook there writes in place."""
+    """Return whether a backward runs ``func`` for a gradient; an optimizer step in a backward's hook writes in
+    place."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
 
 
 def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
-    """The spec of what an operation returns: a number that is itself a (replicated) parameter may come first."""
+    """Return the spec of an operation's result: of the largest operand, as a replicated parameter of one number may
+    come first."""
     specs = [x.shard_spec for x in operands if type(x) is FlatDTensor]
     return specs[0] if len(specs) == 1 else max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
 
 
 def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on local tensors, all of them sharded by ``spec``, and numbers."""
+    """Run the operation on local tensors, all of them sharded by ``spec``, and numbers."""
     locals_ = [
         x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
     ]
-    # A flat range has but one memory format.
+    # a flat range has only one memory format: drop the argument
     named = kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items() if name != "memory_format"}
     return func._op(*locals_, **named)
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself."""
+    """Handle an element-wise operation in place."""
     target = args[0]
     _on_locals(func, target.shard_spec if type(target) is FlatDTensor else None, args, kwargs)
     increment_version((target._local_tensor,))
@@ -708,7 +721,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself, into new local tensors or those of ``out``."""
+    """Handle an element-wise operation that returns new tensors or writes to ``out``."""
     outs = tuple(kwargs[name] for name in _written(func).values())
     if outs:
         _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
@@ -721,7 +734,7 @@ def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each element by itself, at each place of lists of tensors, as foreach and fused optimizers have them."""
+    """Handle an element-wise operation on lists of tensors, as foreach and fused optimizers call it."""
     written = _written(func)
     columns = [x for x in args if _is_tensor_list(x)]
     if written or len(columns) == 1:
@@ -754,7 +767,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Return the places in lists of tensors, those together whose local tensors are of one tensor subclass, or none."""
+    """Group the positions in lists of tensors by the tensor subclass of the local tensors there, plain ones
+    together."""
     places: dict[type, list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         kinds = (type(x._local_tensor) for x in row if type(x) is FlatDTensor)
@@ -763,8 +777,8 @@ def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
 
 
 def _foreach_at(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], count: int) -> Any:
-    """``_foreach`` at some places of lists of ``count``: an operation on a list with a class around several tensors in
-    it runs for each of them, on all of the list."""
+    """Run ``_foreach`` at some positions of lists of ``count``: a tensor subclass with several inner tensors runs an
+    operation on a list once for each of them, on the whole list."""
 
     def at_places(value: Any, name: str) -> Any:
         if name == "scalars" and isinstance(value, torch.Tensor):
@@ -781,8 +795,8 @@ def _is_tensor_list(value: Any) -> bool:
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``normal_``, ``randn_like`` and their like: every rank draws the whole tensor and keeps its part, so that ranks
-    of one seed have what the plain tensor would get."""
+    """Handle ``normal_``, ``randn_like`` and the like: every rank draws the whole tensor and keeps its part, so that
+    ranks with one seed have the values of the plain tensor."""
     flat: FlatDTensor = args[0]
     spec, local = flat.shard_spec, flat._local_tensor
     drawn = spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs))
@@ -796,7 +810,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
 
 
 def _same_where_replicated(flat: FlatDTensor) -> None:
-    """Give ranks that hold the same elements what the first of them has drawn: their seeds may differ."""
+    """Give ranks that hold the same elements the values of the first: their seeds may differ."""
     local, spec = flat._local_tensor, flat.shard_spec
     for part in tensors_of(local):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
@@ -805,7 +819,7 @@ def _same_where_replicated(flat: FlatDTensor) -> None:
 
 
 def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``detach``, views of another shape, and ``new_zeros`` with its family, of the tensor's own shape."""
+    """Handle ``detach``, views of another shape, and ``new_zeros`` and the like of the tensor's own shape."""
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
     if size is not None and tuple(size) != tuple(spec.global_shape):
@@ -821,7 +835,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 
 
 def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """``x[mask] = number`` with a mask of x's shape, as Rprop has it."""
+    """Handle ``x[mask] = number`` with a mask of x's shape, which Rprop uses."""
     target, indices, value, *_ = args
     mask = indices[0] if len(indices) == 1 else None
     if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
@@ -832,7 +846,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 
 
 def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``parameters_to_vector``: whole tensors, gathered, one after another."""
+    """Handle ``parameters_to_vector``: gather whole tensors and concatenate them."""
     if any(x.dim() != 1 for x in args[0]):
         _refuse(func, next(_specs_in(args)))
     result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
@@ -840,7 +854,7 @@ def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction:
-    """The sum or mean of all elements; communicated at first use."""
+    """Handle the sum or mean of all elements; communicated at first use."""
     flat: FlatDTensor = args[0]
     given = reductions.arguments_of(func, args, kwargs)
     if not reductions.covers_all(given):
@@ -855,14 +869,14 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
 
 
 def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
-    """Return what a reduction over all elements of a sharded tensor is made of."""
+    """Return the input of a reduction over all elements of ``flat``."""
     spec = flat.shard_spec
     counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``mse_loss`` and its like: each element by itself, then a reduction; and their derivatives."""
+    """Handle ``mse_loss`` and the like, element by element and then reduced, and their derivatives."""
     given = {each.name: each.default_value for each in func._schema.arguments}
     given |= reductions.arguments_of(func, args, kwargs)
     reduction, given["reduction"] = given["reduction"], 0  # none, mean, sum
@@ -876,7 +890,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms, extremes, ``any`` and ``all`` of a whole tensor, or of each in a list; communicated at first use."""
+    """Handle norms, extremes, ``any`` and ``all`` of a tensor, or of each in a list; communicated at first use."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
     if func in _EXTREMES:
         of_one, kind, dtype = _EXTREMES[func]
@@ -907,11 +921,11 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
     aten.any.default: (aten.any.default, Reduction(math.inf), torch.bool),
     aten.all.default: (aten.all.default, Reduction(-math.inf), torch.bool),
 }
-"""What to do with one tensor, how to reduce over ranks, and the dtype of the result."""
+"""For each operation the form for one tensor, the reduction over ranks, and the dtype of the result."""
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``equal`` and ``allclose`` of tensors sharded alike, the same answer on every rank: one all-reduce."""
+    """Handle ``equal`` and ``allclose`` of tensors sharded alike; all ranks get the same answer by one all-reduce."""
     first, second, *rest = args
     spec = next(_specs_in(args))
     if func is aten.equal.default and first.shape != second.shape:
@@ -929,16 +943,16 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's check: an infinity on one rank is found on all, so that all skip the step."""
+    """Handle GradScaler's check: an infinity on one rank is found on all ranks, so that all skip the step."""
     tensors, found_inf, inverse_scale = args
     locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
     specs = list(_specs_in(tensors))
     for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
-        # Gradients are in host memory, to which GradScaler has sent its two numbers without waiting for them.
+        # gradients are in host memory, to which GradScaler has copied its two numbers without waiting
         torch.get_device_module(kind).synchronize()
     func(locals_, found_inf, inverse_scale)
     increment_version(locals_)
-    # Over replicas as well: gradients are their own where they make steps by themselves.
+    # Replicas that take steps by themselves have gradients of their own: reduce over replicas, too.
     across = dict.fromkeys(group for spec in specs for group in (*spec.groups, *all_groups(spec.mesh)))
     all_reduce_over(across, found_inf, dist.ReduceOp.MAX, specs[0].mesh)
 
@@ -964,20 +978,20 @@ _ELEMENTWISE = {
     *("zeros_like", "ones_like", "empty_like", "full_like"),
     *("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"),
 }
-"""Operations that are element-wise though torch has not tagged every form so."""
+"""Operations that are element-wise though torch does not tag every overload as such."""
 _OVERLOADS_DIFFER = {"max", "min", "where"}
-"""Names with forms that are not, though others are tagged so."""
+"""Names with overloads that are not element-wise, though torch tags others as such."""
 
 
 @functools.cache
 def _handler_of(func: Any) -> Callable[..., Any]:
-    """Return what handles an operation: ``_refused`` for all that could look beyond the elements of a rank."""
+    """Return the handler of an operation: ``_refused`` for all that may need elements of other ranks."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten":
         return _refused
     if func in _EXTREMES:
         return _reduce
-    if func is aten.view.dtype:  # other elements, not another shape
+    if func is aten.view.dtype:  # elements are reinterpreted, not reshaped
         return _refused
     if name in _HANDLERS:
         return _HANDLERS[name]
@@ -995,11 +1009,11 @@ def _handler_of(func: Any) -> Callable[..., Any]:
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
 
 _SHARDED_AS = "_yafsdp_cc_sharded_as"
-"""Attribute of such a parameter: the ``ShardSpec`` of the sharded one."""
+"""Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
 
 
 def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
-    """Note on ``parameter``, which has no elements any more, that it is sharded as ``spec``."""
+    """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
     parameter.__dict__[_SHARDED_AS] = spec
 
 
@@ -1008,17 +1022,18 @@ _UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
 
 
 def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
-    """Note on ``weight``, which no optimizer shall have, what it is unsharded of."""
+    """Mark ``weight`` as the unsharded form of the parameter that ``spec`` describes: an optimizer made from it is
+    refused."""
     weight.__dict__[_UNSHARDED_OF] = spec
 
 
 def is_unsharded(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` was marked as one that modules see unsharded outside of forwards."""
+    """Return whether ``mark_unsharded`` marked ``weight``."""
     return _UNSHARDED_OF in weight.__dict__
 
 
 def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
-    """Return how a parameter that was replaced by a sharded one is sharded; it has no elements any more."""
+    """Return the spec of the sharded parameter that replaced ``parameter``; None if none did."""
     spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)
     return spec
 
@@ -1035,7 +1050,7 @@ _REFUSED_OPTIMIZERS = {
     "decay_rate",
     "yafsdp_cc.Adafactor": "",
 }
-"""What to say of optimizers, by package and name, that look beyond a rank's elements."""
+"""Message for optimizers that read more than a rank's elements, by package and class."""
 
 _QUANTISES_STATE = (
     "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards "
@@ -1046,7 +1061,8 @@ _QUANTISE_STATE = ("torchao", "bitsandbytes")
 
 
 def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
-    """Return what to say of the optimizer, and to parameters of how many dimensions it applies at least."""
+    """Return the message that refuses the optimizer ("": none), and from how many dimensions of a parameter it
+    applies."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
         return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
@@ -1056,14 +1072,14 @@ def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
 
 @functools.cache
 def follow_optimizers() -> None:
-    """Have every optimizer of this process looked at around each step.
+    """Register hooks around the steps of every optimizer of this process.
 
-    Behind it, weights of which the optimizer has the parameters, or memory, have new versions, however it has written.
+    After a step, every shard that the optimizer may have written to gets a new version, however it wrote.
 
-    One whose parameters were replaced by sharded ones since it was made is refused: its steps would change nothing,
-    without a word. So are torch's Muon, and Adafactor of torch or Transformers, on sharded matrices, and optimizers of
-    libraries that quantise blocks of state. State that was loaded as DTensors of rows is sharded like its parameter.
-    Adam on parameters of half precision is warned of.
+    Before a step, an optimizer is refused whose parameters were replaced by sharded ones since it was made: its steps
+    would change nothing, silently. Refused are also torch's Muon, and Adafactor of torch or Transformers, on sharded
+    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows is
+    sharded like its parameter. Adam on half-precision parameters gets a warning.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -1104,7 +1120,8 @@ def follow_optimizers() -> None:
             assert engine is not None
             engine.steps += 1
         for flat in written:
-            if flat.version == versions.get(flat):  # written past torch's counters, as by kernels that take pointers
+            # kernels that take pointers write without raising torch's version counter
+            if flat.version == versions.get(flat):
                 flat.raise_version()
         for flat, version in versions.items():
             if flat.version != version:
@@ -1117,8 +1134,8 @@ def follow_optimizers() -> None:
 def _written_by(optimizer: Optimizer) -> set[FlatParam]:
     """Return each ``FlatParam`` that a step of the optimizer may have written to; the same ones on all ranks.
 
-    Of those that have a gradient. A rank may have no elements of a parameter, and its optimizer then no tensor of it:
-    one that has memory of a model's shards may have that of all that are trained.
+    Only parameters with a gradient count. A rank may own no elements of a parameter and give its optimizer no tensor of
+    it: if the optimizer has memory of any shard of a model, all trained shards of the model count as written.
     """
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     parameters = [parameter for parameter in every if parameter.grad is not None]
@@ -1137,7 +1154,7 @@ def _written_by(optimizer: Optimizer) -> set[FlatParam]:
 
 
 def _warn_of_rounding(optimizer: Optimizer) -> None:
-    """Warn of Adam on parameters whose dtype rounds most of its steps away."""
+    """Warn if Adam updates parameters of a dtype that rounds most of its steps away."""
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
         return
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -1156,7 +1173,8 @@ def _warn_of_rounding(optimizer: Optimizer) -> None:
 
 
 def _shard_alike(optimizer: Optimizer) -> None:
-    """Shard state like its parameter: what ``distribute_tensor(full, p.device_mesh, p.placements)`` made is rows."""
+    """Shard optimizer state like its parameter where ``distribute_tensor(full, p.device_mesh, p.placements)`` made
+    rows."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items() if isinstance(parameter, FlatDTensor) else ():
             if type(value) is DTensor and value.shape == parameter.shape:

@@ -1,8 +1,8 @@
-"""Values that sharded parameters take over from outside: of state dicts, in whatever form, and out of the meta device.
+"""Sharded parameters get values from state dicts of any form, and memory when they leave the meta device.
 
-torch assigns what ``load_state_dict(assign=True)`` is given: the module then holds another parameter. A sharded one has
-its place in a shard, so it takes the values over there, in place, and one on the meta device gets its memory first. To
-the caller the result is the same: what was assigned and the parameter show the same elements.
+With ``load_state_dict(assign=True)`` torch replaces the module's parameter. A sharded parameter must stay a range of
+its shard, so the values are copied into the shard; a parameter on the meta device is allocated first. The caller sees
+no difference: the assigned tensor and the parameter show the same elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import ParamGroupSpec
 
 _parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.WeakKeyDictionary()
-"""The flat buffer that each parameter, sharded or replicated, has its place in."""
+"""Flat buffer of each parameter, sharded or replicated."""
 
 
 # Out of the meta device, and to another dtype -------------------------------------------------------------------------
@@ -43,11 +43,11 @@ _parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.W
 def apply_to_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> None:
     """Give shards on the meta device the memory, and all shards the dtype, that ``fn`` makes of them.
 
-    ``fn`` is what ``nn.Module._apply`` is given: ``torch.empty_like`` on a device, or ``Tensor.to`` a dtype. Another
-    dtype is for groups that have not been gathered or reduced yet, and have no gradients.
+    ``fn`` is the argument of ``nn.Module._apply``: ``torch.empty_like`` on a device, or ``Tensor.to`` a dtype. The
+    dtype may change only in groups that have not been gathered or reduced yet, and have no gradients.
 
     Raises:
-        RuntimeError: that is another device's, and the group's shards are to be in host memory.
+        RuntimeError: ``fn`` allocates on a device, and the group's shards belong in host memory.
     """
     for part in spec.parts:
         if (converted := fn(part.sharded)).dtype != part.sharded.dtype:
@@ -58,22 +58,24 @@ def apply_to_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> Non
 
 
 def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -> None:
-    """Take ``converted`` for the shard, and what follows from its dtype where ``policy`` leaves that open."""
+    """Make ``converted`` the shard, and change the dtypes that ``policy`` leaves open to its dtype."""
     part.compute_dtype = policy.param_dtype or converted.dtype
     part.reduce_dtype = policy.reduce_dtype or part.compute_dtype
     part.sharded_grad = None
     if isinstance(part, HostFlatParam) and not converted.is_meta:
-        converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)  # pinned, if it has to be
+        # pinned, if the policy asks for it
+        converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)
     part.use_sharded(converted)
     for param in part.params:
-        is_waiting = param.local.is_meta  # and stays so: it has no values
+        is_waiting = param.local.is_meta  # it remains unwritten: it has no values
         param.local = param.local_range(converted)
         param.local = param.local.to("meta") if is_waiting else param.local
         _show(param.parameter, param)
 
 
 def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Tensor], Tensor]) -> None:
-    """Let ``params`` leave the meta device; others of their flat buffer may stay there until they have values."""
+    """Allocate ``params``, which are on the meta device; others of their flat buffer may stay there until they get
+    values."""
     if part.sharded.is_meta:
         shard = fn(part.sharded)
         if isinstance(part, HostFlatParam):
@@ -83,7 +85,7 @@ def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Ten
                     f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
                     "used"
                 )
-            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if it has to be
+            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if the policy asks for it
         part.use_sharded(shard)
     for param in params:
         param.local = param.local_range(part.sharded)
@@ -98,7 +100,7 @@ def _leave_meta(part: FlatParam, param: FSDPParam) -> None:
 
 
 def _show(tensor: Tensor, param: FSDPParam) -> None:
-    """Let ``tensor`` have the elements of ``param``, and remain the object that everybody knows."""
+    """Make ``tensor`` show the elements of ``param``, and remain the same object."""
     fresh = flat_dtensor(param.local, param.spec, tensor.requires_grad)
     fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
     torch.utils.swap_tensors(tensor, fresh)
@@ -111,9 +113,10 @@ def meta_params(part: FlatParam) -> Iterator[FSDPParam]:
 
 @torch.no_grad()
 def take_back(specs: Sequence[ParamGroupSpec]) -> None:
-    """Return parameters to their shards that have got memory of their own since.
+    """Move parameters back into their shards that have got memory of their own since.
 
-    ``to_empty`` on a module that is no sharded one gives it, as adapters are initialised after ``fully_shard``.
+    ``to_empty`` on a module that is not sharded itself does that, for example when adapters are initialised after
+    ``fully_shard``.
     """
     for part in (part for spec in specs for part in spec.parts):
         for param in part.params:
@@ -128,10 +131,11 @@ def take_back(specs: Sequence[ParamGroupSpec]) -> None:
 
 @torch.no_grad()
 def take_over(param: FSDPParam, value: Tensor) -> None:
-    """Give ``param`` the elements of ``value``, a full tensor or a DTensor: where it is, or else on its mesh's device.
+    """Copy the elements of ``value``, a full tensor or a DTensor, to ``param``, allocating it on its mesh's device if
+    need be.
 
-    A collective where ``value`` is a DTensor: ranks exchange rows, and gather what is divided otherwise. That DTensor
-    shows the sharded parameter afterwards, and no longer keeps memory of its own.
+    A collective where ``value`` is a DTensor: ranks exchange rows, or gather a DTensor of other placements. The DTensor
+    shows the sharded parameter afterwards, and its own memory is freed.
     """
     if value is param.parameter or (value.is_meta and param.local.is_meta):
         return
@@ -156,12 +160,12 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
     if type(value) is DTensor:
         try:
             _show(value, param)
-        except RuntimeError:  # somebody else refers to it: it stays as it is
+        except RuntimeError:  # somebody else refers to ``value``: leave it unchanged
             return
 
 
 def follow_assignments(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Have parameters of ``spec`` take assigned values over; yield the handles of the hooks on modules that do it."""
+    """Copy assigned values into the parameters of ``spec``; yield the handles of the hooks on modules that do so."""
     held: dict[nn.Module, list[tuple[str, FSDPParam]]] = {}
     for part in spec.parts:
         for param in part.params:
@@ -180,7 +184,8 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Before ``module`` loads: take values over, and leave it the parameters themselves to assign."""
+    """Hook before ``module`` loads: copy values into the parameters, and put the parameters into the state dict to
+    assign."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):
@@ -196,7 +201,7 @@ def _take_over_assigned(
     for attribute, param in params:
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, Tensor) or value.shape != param.parameter.shape:
-            continue  # torch's own message tells
+            continue  # torch's own message explains it
         if module._parameters.get(attribute) is not param.parameter:
             raise ValueError(
                 f"load_state_dict(assign=True) inside whole_parameters, or after '{param.spec.name}' was replaced, "
@@ -213,17 +218,17 @@ def _take_over_assigned(
 def patch_torch() -> None:
     """Let torch's state dict functions fill sharded parameters from full state dicts.
 
-    ``shard`` and ``fully_shard`` call it; further calls do nothing more. It is for ``set_optimizer_state_dict`` with
-    ``full_state_dict=True``, and for ``set_model_state_dict`` with ``broadcast_from_rank0=True``: of each whole tensor,
-    they take the slice along a dimension that a placement names. A flat range is no such slice, and torch has no hook
-    there that a tensor could implement. Replaced are
+    ``shard`` and ``fully_shard`` call it; further calls do nothing more. ``set_optimizer_state_dict`` with
+    ``full_state_dict=True``, and ``set_model_state_dict`` with ``broadcast_from_rank0=True``, take from each whole
+    tensor the slice along a dimension that a placement names. A flat range is no such slice, and torch has no hook that
+    a tensor could implement. These are replaced:
 
     * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
     * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
     * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
 
-    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, gives the parameter memory
-    and values; all other tensors go the way they always went.
+    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocates the parameter
+    and fills it; all other tensors are handled as before.
     """
     utils: Any = torch.distributed._state_dict_utils
     state_dict: Any = torch.distributed.checkpoint.state_dict
@@ -250,12 +255,12 @@ def patch_torch() -> None:
             )
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():
-            if isinstance(local.get(key), torch.Tensor):  # replaced by a plain one
+            if isinstance(local.get(key), torch.Tensor):  # a plain tensor replaces the parameter's entry
                 local[key] = _filled(scalar, local[key])
 
     @functools.wraps(distribute)
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # In the order of ``full``, the same on every rank: to copy from a DTensor is a collective.
+        # in the order of ``full``, the same on every rank: copying from a DTensor is a collective
         filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
         for key in filled:
             local[key] = _filled(local[key], full[key])
@@ -267,7 +272,7 @@ def patch_torch() -> None:
 
 
 def _filled(target: FlatDTensor, value: Tensor) -> Tensor:
-    """Return ``target`` with the elements of ``value``; on the meta device, only parameters can have some."""
+    """Return ``target`` with the elements of ``value``; on the meta device, only a parameter can be filled."""
     owner = owner_of(target.shard_spec)
     if target.is_meta and owner is not None and cast("Tensor", target) is owner.parameter:
         take_over(owner, value.to(target.dtype))

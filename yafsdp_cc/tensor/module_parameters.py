@@ -1,6 +1,6 @@
-"""What a module's ``parameters()`` give: the sharded ones, or those that a forward computes with.
+"""``parameters()`` of a module gives the sharded parameters, or within a forward the tensors that it computes with.
 
-The latter within a forward, and where modules see unsharded weights outside of one (``unsharded``).
+So does ``parameters()`` where modules show unsharded weights outside of a forward (``unsharded``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
     """``module._parameters`` of a module that holds sharded parameters.
 
-    By key it gives the sharded ones at all times. To iterate over ``items()`` or ``values()``, as
-    ``named_parameters()`` and all that is made of it do, gives the attributes that ``FSDPParam.register_unsharded`` has
-    set; hooks of a backward see the sharded ones. A forward that looks there for a dtype
-    (``next(self.parameters()).dtype``) finds its own also where the parameter is of another unit (``CastWhenUsed``).
+    ``d[name]`` is always the sharded parameter. ``items()`` and ``values()``, and so ``named_parameters()``, return
+    what the module computes with now: the unsharded weight that ``FSDPParam.register_unsharded`` has set, else the
+    sharded parameter; hooks of a backward get the sharded one. Within a forward a parameter of another unit appears as
+    ``CastWhenUsed``, so that ``next(self.parameters()).dtype`` is the compute dtype.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -42,7 +42,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def _visible(self) -> dict[str, Any]:
         held: dict[str, Any] = dict(super().items())
-        # Hooks of a backward run without grad mode; what activation checkpointing runs again there does not.
+        # Hooks of a backward run without grad mode; forwards that activation checkpointing runs again run with it.
         in_backward = torch._C._current_graph_task_id() != -1
         is_run_again = in_backward and torch.is_grad_enabled()
         for name, parameter in held.items():
@@ -53,7 +53,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
             engine.drop_interrupted()
             in_forward = engine.context.in_forward or is_run_again
             shown = self._attributes.get(name)
-            # What a forward that raised has left in its modules is no weight to be seen afterwards.
+            # a forward that raised leaves its weights in its modules, where nobody may see them afterwards
             if shown is not None and (in_forward or (not in_backward and is_unsharded(shown))):
                 held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
@@ -61,19 +61,19 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         return held
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        return dict, (dict(super().items()),)  # of a copy of the module
+        return dict, (dict(super().items()),)  # a copy of the module gets a plain dict
 
 
 _LOOKS = {
     getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
 } | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
-"""What needs no elements."""
+"""Functions that read no elements of a tensor."""
 
 
 class CastWhenUsed(DTensor):
-    """A sharded parameter of another unit as a forward sees it: in the dtype that this unit computes in.
+    """A sharded parameter of another unit as a forward sees it, in the dtype that the unit under way computes in.
 
-    Its dtype and shape cost nothing. Any operation is one on the cast parameter, through which gradients flow.
+    Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
     """
 
     _parameter: torch.nn.Parameter
@@ -89,7 +89,7 @@ class CastWhenUsed(DTensor):
         nothing = torch.empty(0, dtype=dtype, device=sharded._local_tensor.device)
         shown = cast("CastWhenUsed", DTensor.__new__(cls, nothing, spec, requires_grad=False))
         shown._parameter = parameter
-        shown._is_param = True  # to isinstance(shown, nn.Parameter)
+        shown._is_param = True  # makes isinstance(shown, nn.Parameter) true
         return shown
 
     @classmethod
@@ -125,17 +125,17 @@ class CastWhenUsed(DTensor):
 
 
 def install_module_parameters(module: torch.nn.Module) -> None:
-    """Let ``module.parameters()`` give what forwards compute with, wherever the module's attributes do."""
+    """Let ``module.parameters()`` return the tensors that forwards compute with."""
     module.__dict__["_parameters"] = ModuleParameters(module)
 
 
 def remove_module_parameters(module: torch.nn.Module) -> None:
-    """Take back ``install_module_parameters``."""
+    """Undo ``install_module_parameters``."""
     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 
 def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield ``model.named_parameters()``, the sharded ones wherever one was sharded."""
+    """Yield ``model.named_parameters()``, with the sharded parameter wherever one was sharded."""
     for prefix, module in model.named_modules():
         for name, parameter in dict.items(module._parameters):
             if parameter is not None:

@@ -3,9 +3,9 @@
     local tensors ── |x|^p summed ──> partials ── stack, norm of norms ──> partial ── first use: one all-reduce ──> norm
 
 Partials are sums of p-th powers (or maxima) in float64, so norms of norms stay partial and ``clip_grad_norm_``
-communicates once, however many parameters it is given. So are sums of sums, such as a penalty over all parameters.
-DTensor's own partial norms are of one mesh: parameters on
-several meshes, replicated ones and plain tensors would each be reduced by themselves.
+communicates once, however many parameters it is given. Sums of sums, such as a penalty over all parameters, stay
+partial, too. DTensor's own partial norms belong to one mesh: parameters on several meshes, replicated ones and plain
+tensors would need an all-reduce each.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ aten = torch.ops.aten
 
 
 class Reduction(NamedTuple):
-    """What is reduced: absolute values to the p-norm of ``order`` p, or signed values to their sum (order 1), maximum
-    or minimum."""
+    """A kind of reduction: absolute values to their p-norm of ``order`` p, or signed values to their sum (order 1),
+    maximum or minimum."""
 
     order: float
     signed: bool = False
@@ -47,18 +47,18 @@ class Reduction(NamedTuple):
 
     @property
     def of_empty(self) -> float:
-        """The partial of a rank that has no elements."""
+        """Return the partial of a rank that has no elements."""
         return 0.0 if self.is_sum or (self.order > 0 and not self.signed) else -math.inf
 
     def to_partial(self, results: torch.Tensor) -> torch.Tensor:
-        """Convert results to float64 partials, which add up (p-th powers) or have a maximum."""
+        """Convert results to float64 partials, which ranks add (p-th powers) or take the maximum of."""
         results = results.double()
         if not self.is_sum:
             return results if self.order > 0 else -results
         return results if self.order in (0, 1) else results.pow(self.order)
 
     def from_partial(self, partials: torch.Tensor) -> torch.Tensor:
-        """Invert ``to_partial``, once the partials are reduced."""
+        """Convert reduced partials to the result."""
         if not self.is_sum:
             return partials if self.order > 0 else -partials
         if self.order == 2:
@@ -70,7 +70,8 @@ SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Red
 
 
 class Across(NamedTuple):
-    """The ranks that hold partials: their mesh, and groups; a reduction over each in turn reaches all of them."""
+    """The ranks that hold partials: their mesh, and process groups; a reduction over each group in turn reaches all
+    ranks."""
 
     mesh: DeviceMesh
     groups: tuple[dist.ProcessGroup, ...]
@@ -78,29 +79,29 @@ class Across(NamedTuple):
 
 @dataclass(eq=False)
 class Partials:
-    """This rank's partials of some numbers, float64, and the numbers themselves, float64, once they are reduced."""
+    """This rank's partials of some numbers, float64, and once they are reduced the numbers themselves, float64."""
 
     local: torch.Tensor
     kind: Reduction
     across: Across
     reduced: torch.Tensor | None = None
     terms: Sequence[tuple[Partials, float]] = ()
-    """Sums that this one is a linear combination of, each with its factor. They are reduced in its place, so that
-    whoever reads a loss may then read a penalty in it by himself."""
+    """Sums of which this sum is a linear combination, each with its factor. They are reduced in its place, so that one
+    rank may read a loss and then, without another collective, a penalty that is a term of it."""
 
 
 refusals: list[Callable[[str], None]] = []
-"""Raise where a collective outside of forwards and backwards cannot be made (``skip_together``)."""
+"""Functions that raise where a collective outside of forwards and backwards is forbidden (``skip_together``)."""
 
 
 def check_not_refused(what: str) -> None:
-    """Raise where ``what``, a collective outside of forwards and backwards, cannot be made."""
+    """Raise if ``what``, a collective outside of forwards and backwards, is forbidden now."""
     for refuse in refusals:
         refuse(what)
 
 
 def reduce(unknown: Sequence[Partials]) -> None:
-    """Set ``reduced`` of all: one all-reduce over each group for those of the same kind across the same ranks."""
+    """Set ``reduced`` of all partials: one all-reduce over each group for those of one kind across the same ranks."""
     check_not_refused("a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,")
     alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
     bases = chain.from_iterable([base for base, _ in each.terms] if each.terms else [each] for each in unknown)
@@ -112,7 +113,7 @@ def reduce(unknown: Sequence[Partials]) -> None:
         if kind.is_sum:
             all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
         else:
-            # Backends differ in what the maximum of a NaN and a number is: NaNs travel as a flag of their own.
+            # Backends differ in the maximum of a NaN and a number: NaNs travel as a separate flag.
             both = torch.stack([total.masked_fill(total.isnan(), -math.inf), total.isnan().to(total.dtype)])
             all_reduce_over(groups, both, dist.ReduceOp.MAX, mesh)
             total = both[0].masked_fill(both[1] > 0, math.nan)
@@ -124,11 +125,11 @@ def reduce(unknown: Sequence[Partials]) -> None:
 
 
 class LazyReduction(DTensor):
-    """A replicated DTensor of norms, sums or extremes whose value is communicated when it is first used.
+    """A replicated DTensor of norms, sums or extremes whose value is communicated at its first use.
 
     Detaching, casting, stacking, the same norm again, and adding and scaling sums keep it lazy. Any other operation
-    makes one all-reduce and is given the plain value, so every rank has to do the same things with it. It returns a
-    plain tensor, or, where all its tensors were of this class, one of this class whose value is known.
+    makes one all-reduce and computes with the plain value, so all ranks must run the same operations. Its result is a
+    plain tensor, or a ``LazyReduction`` of known value if all its inputs were ``LazyReduction``.
     """
 
     _partials: Partials
@@ -163,11 +164,11 @@ class LazyReduction(DTensor):
         return _lazy(Partials(result, SUM, across), result.dtype, result)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
-        """Return a copy of the value, a plain tensor. A collective when the value is used first."""
+        """Return a copy of the value, a plain tensor. A collective at first use of the value."""
         return self.value().clone()
 
     def to_local(self, **_: Any) -> torch.Tensor:
-        """As ``full_tensor``: every rank has the whole value."""
+        """Return the same as ``full_tensor``: every rank has the whole value."""
         return self.full_tensor()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
@@ -190,7 +191,7 @@ class LazyReduction(DTensor):
 
 
 def _across_of(values: Sequence[Any]) -> Across | None:
-    """Return the ranks of the lazy numbers among arguments; None where there are other tensors as well."""
+    """Return the ranks of the lazy numbers among arguments; None if any other tensor is among them."""
     found = [value for value in values if isinstance(value, (torch.Tensor, list, tuple))]
     lazy = [value for value in found if isinstance(value, LazyReduction)]
     return lazy[0]._partials.across if lazy and len(lazy) == len(found) else None
@@ -208,8 +209,8 @@ def _lazy(partials: Partials, dtype: torch.dtype, value: torch.Tensor | None = N
 def _shown(
     mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, DTensorSpec]:
-    """What DTensor wants to see: a local tensor of this dtype (partials are float64), and a spec. Nobody reads or
-    writes the elements of the former, so all lazy norms of one kind share it."""
+    """Return the local tensor (of this dtype; partials are float64) and the spec that DTensor's constructor requires.
+    Nobody reads the local tensor's elements, so all lazy numbers of one kind share it."""
     local = torch.empty(shape, dtype=dtype, device=device)
     return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))
 
@@ -232,13 +233,13 @@ class Summand(NamedTuple):
 def reduce_lazily(
     summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[LazyReduction]:
-    """Return one lazy number, 0-d, for each tensor; ``of_locals`` makes 0-d tensors of tensors with elements.
+    """Return one lazy number, 0-d, for each tensor; ``of_locals`` maps tensors with elements to 0-d tensors.
 
-    That of a tensor subclass is the number that its ``item()`` gives.
+    The number of a tensor subclass is that of its ``item()``.
     """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
-    # Stacked, so that the number of kernels does not grow with the number of tensors.
+    # stack, so that the number of kernels does not grow with the number of tensors
     numbers = [
         each if type(each) in PLAIN else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
         for each in (of_locals(locals_) if locals_ else ())
@@ -286,7 +287,7 @@ def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def covers_all(given: dict[str, Any]) -> bool:
-    """Return whether a reduction with these arguments is one over all elements, to a number without dimensions."""
+    """Return whether a reduction with these arguments covers all elements and yields a 0-d tensor."""
     dims, ndim = given.get("dim"), given["self"].dim() if isinstance(given["self"], torch.Tensor) else 0
     return not given.get("keepdim", False) and (
         not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
@@ -294,11 +295,11 @@ def covers_all(given: dict[str, Any]) -> bool:
 
 
 def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
-    """The result of an operation that can be done on partials, or None."""
+    """Return the result of an operation that can be computed on partials, or None."""
     if func is aten.stack.default:
         return _stacked(*args, **kwargs)
     first = args[0] if args else None
-    # Once the value is known, it is the value that changes in place have reached.
+    # a known value may have been changed in place, which partials do not show
     if not isinstance(first, LazyReduction) or first._value is not None:
         return None
     partials, dtype = first._partials, kwargs.get("dtype") or first.dtype
@@ -318,7 +319,7 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
 
 
 def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
-    """The sum of two sums, or a number times a sum, as far as partials tell; else None."""
+    """Return the sum of two sums, or a number times a sum, computed on partials; None if that is impossible."""
     other = args[1] if len(args) == 2 and not kwargs else None
     partials, dtype = total._partials, total.dtype
     terms = partials.terms or [(partials, 1.0)]
@@ -330,7 +331,7 @@ def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: di
         return _lazy(Partials(local, SUM, partials.across, None, [*terms, *(theirs.terms or [(theirs, 1.0)])]), dtype)
     if not isinstance(other, (int, float)) or not dtype.is_floating_point:
         return None
-    if func is aten.add.Tensor and other == 0:  # as sum() begins
+    if func is aten.add.Tensor and other == 0:  # ``sum()`` of Python begins with 0
         return _lazy(partials, dtype)
     if func is aten.mul.Tensor or (func is aten.div.Tensor and other):
         by = other if func is aten.mul.Tensor else 1 / other
@@ -339,7 +340,7 @@ def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: di
 
 
 def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | None:
-    """Stacked partials. What all ranks know already is counted by the first rank of all groups."""
+    """Return stacked partials. Numbers that all ranks know already are counted by the first rank of all groups."""
     unknown = [x._partials for x in tensors if isinstance(x, LazyReduction) and x._value is None]
     if not unknown:
         return None
@@ -348,7 +349,7 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
         reduce(unknown)
         if any(partials.kind != kind for partials in unknown):
             return None
-        unknown = []  # as by tensor parallelism of a part of the parameters: FSDP2's norm is a DTensor too
+        unknown = []  # FSDP2's norm may be a DTensor, too, if tensor parallelism divides some of the parameters
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
     for x in tensors:

@@ -1,11 +1,12 @@
-"""Between the two ways to divide a tensor: by flat ranges, as here, and by rows, as in FSDP2 (``Shard(0)``).
+"""Converts between two ways to divide a tensor: by flat ranges, as ``ShardSpec`` does, and by rows, as FSDP2's
+``Shard(0)``.
 
     whole, [3, 4] row-major     0 1 2 3 4 5 6 7 8 9 a b
     by rows, 2 ranks            |     rank 0    | rank 1|     ceil(3 / 2) rows each, the last ranks fewer or none
     by flat ranges              |  rank 0   |  rank 1   |
 
-Rows one after another are a flat range, too. So each rank sends the others what of its own they are to hold, and no
-rank ever has the whole tensor.
+Consecutive rows are a flat range, too. So each rank sends the others only the elements that they will hold, and no rank
+ever has the whole tensor.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ def first_rows(rows: int, world: int) -> list[int]:
 
 
 def row_bounds(shape: Sequence[int], world: int) -> list[int]:
-    """Return the same as offsets of elements, row-major."""
+    """Return ``first_rows`` as offsets of elements, row-major."""
     return [first * math.prod(shape[1:]) for first in first_rows(shape[0], world)]
 
 
 def are_rows(placements: Sequence[Placement]) -> bool:
-    """Return whether they divide a tensor by rows along the last dimension of a mesh, and not along the others."""
+    """Return whether ``placements`` divide a tensor by rows along the last dimension of a mesh, and not along the
+    others."""
     *replicas, shard = placements
     return shard == Shard(0) and all(each == Replicate() for each in replicas)
 
@@ -54,9 +56,10 @@ def is_by_rows(tensor: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
-    """Return whether the local tensor of ``tensor`` is that of ``spec``, as of ``DTensor.from_local(p.to_local())``.
+    """Return whether the local tensor of ``tensor`` is a flat range of ``spec``, as from
+    ``DTensor.from_local(p.to_local())``.
 
-    Rows have as many dimensions as the whole tensor. (Those of a vector have as many as a flat range, and are rows.)
+    Rows have as many dimensions as the whole tensor. (The rows of a vector look like a flat range, and count as rows.)
     """
     local = tensor._local_tensor
     is_known = isinstance(spec, RowShardSpec) or (spec.bounds is not None and len(spec.shape) > 1)
@@ -64,11 +67,11 @@ def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
 
 
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
-    """Return the tensor whose flat range ``local`` is, divided by rows. A collective.
+    """Return the tensor divided by rows, given this rank's flat range. A collective.
 
     Args:
         local: this rank's range, sharded by ``spec``, any dtype.
-        spec: with bounds.
+        spec: a spec with bounds.
     """
     assert spec.bounds is not None
     group, source = shard_group(spec.mesh), to_mesh_device(local, spec.mesh)
@@ -93,8 +96,9 @@ def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = N
 
     Args:
         tensor: on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
-        spec: with bounds.
-        out: where to put it, on the mesh's device, of ``spec.local_shape``, in the dtype of ``tensor``. None: new.
+        spec: a spec with bounds.
+        out: tensor to write to, on the mesh's device, of ``spec.local_shape``, in the dtype of ``tensor``. None: a new
+            one.
     """
     assert spec.bounds is not None
     group = shard_group(spec.mesh)
@@ -108,12 +112,13 @@ def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = N
 def _redivide(
     source: torch.Tensor, held: Sequence[int], target: torch.Tensor, wanted: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """Write to ``target`` this rank's part of a tensor that ``wanted`` divides; ``source`` is that by ``held``."""
+    """Write to ``target`` this rank's part by the bounds ``wanted``, given its part ``source`` by the bounds
+    ``held``."""
     rank = group.rank()
     ours, theirs = list(pairwise(held)), list(pairwise(wanted))
     sent = [_overlap(ours[rank], each) * source.itemsize for each in theirs]
     received = [_overlap(theirs[rank], each) * source.itemsize for each in ours]
-    # Bytes: not every dtype is carried.
+    # send bytes, as backends do not support every dtype
     dist.all_to_all_single(target.view(torch.uint8), source.view(torch.uint8), received, sent, group=group)
     torch._C._increment_version((target,))
 

@@ -1,9 +1,9 @@
-"""Unsharded weights outside of forwards: what modules see between ``unshard()`` and ``reshard()``, and of FSDP2's.
+"""Unsharded weights outside of forwards: between ``unshard()`` and ``reshard()``, and as FSDP2's modules show them.
 
-After a forward that does not reshard, FSDP2's modules go on to see unsharded weights until the backward. So do those of
-``fully_shard`` here, as attributes and in ``parameters()``, where a gradient may come through that forward; one under
-``torch.no_grad()`` leaves nothing behind. The backward, ``reshard()``, ``state_dict()`` and ``load_state_dict()`` end
-it, so that optimizers, clipping and checkpoints have the sharded parameters, which are trained.
+After a forward that does not reshard, FSDP2's modules show unsharded weights until the backward. So do modules of this
+package's ``fully_shard``, as attributes and in ``parameters()``, after a forward with a graph; a forward under
+``torch.no_grad()`` leaves nothing behind. The backward, ``reshard()``, ``state_dict()`` and ``load_state_dict()`` show
+the sharded parameters again, for optimizers, clipping and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
 
 
 def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
-    """Gather the weights of ``group`` and keep them until ``release_held``.
+    """Gather the weights of ``group`` and hold them until ``release_held``.
 
     Args:
-        group: whose ``held`` they become.
-        elsewhere: not in a buffer that other groups need.
+        group: its attribute ``held`` gets the weights.
+        elsewhere: whether to avoid a buffer that other groups need.
     """
     if group.held is not None and group.is_in(group.held.buffer):
         return
     group.release_held()
-    group.context.gather_stream.wait_for_caller()  # which may just have written to the shard
+    group.context.gather_stream.wait_for_caller()  # the caller may just have written to the shard
     others = [each.unsharded.buffer for each in group.context.groups if each is not group]
     group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
 
 
 def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
-    """Let modules see the weights that ``group`` holds, once these are gathered, and the replicated ones of ``spec``.
+    """Show to the modules the weights that ``group`` holds, and the replicated ones of ``spec``.
 
     Args:
         state: the engine.
-        spec: of the group.
+        spec: spec of the group.
         group: None where all parameters of ``spec`` are replicated.
     """
     if group is not None and group.held is not None and not group.registers_held:
-        unshard_until_reshard(group)  # anew, where the weights have changed since
+        unshard_until_reshard(group)  # gathers again if the weights have changed
         group.registers_held = True
         group.context.wait(group.held.buffer.handle)
         group.register_unsharded(group.leaves(group.held))
     state.replicated.refresh()
     state.wait_for_transfers()
     replicated: Sequence[FSDPParam] = () if group is None else group.replicated
-    if group is None or group is state.root_group:  # whose modules are those of all units, too
+    if group is None or group is state.root_group:  # the root group's modules are those of all units, too
         replicated = [param for flat in spec.replicated for param in flat.params]
     state.replicated.trainable()
     state.replicated.register_unsharded(replicated)
@@ -67,10 +67,10 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
 
 
 class StayUnsharded(Observer):
-    """Shows the weights of modules that do not reshard after a forward through which a gradient may come."""
+    """Observer that shows unsharded weights to modules that do not reshard, after a forward with a graph."""
 
     def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState = weakref.proxy(state)  # the engine keeps its observers, not they it
+        self._state: FSDPState = weakref.proxy(state)  # the engine refers to its observers: no reference cycle
 
     def after_forward(self) -> None:
         state = self._state
@@ -87,11 +87,11 @@ class StayUnsharded(Observer):
 
 
 def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
-    """Let go of weights that are held outside of forwards: modules see the sharded parameters again.
+    """Release weights held outside of forwards: modules show the sharded parameters again.
 
     Args:
-        spec: of the group.
-        expires: have the next forward gather anew what lies in a buffer yet; the same on all ranks then.
+        spec: spec of the group.
+        expires: whether the next forward gathers the weights anew even if a buffer has them; the same on all ranks.
     """
     param = next(spec.params, None)
     state = None if param is None else engine_of(param)
@@ -110,7 +110,8 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
 
 
 def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Have ``state_dict()`` and ``load_state_dict()`` reshard ``spec`` first, outside of forwards; yield the hooks."""
+    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks'
+    handles."""
 
     def hook(*_: Any) -> None:
         under_way = torch._C._current_graph_task_id() != -1 or any(

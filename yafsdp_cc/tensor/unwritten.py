@@ -1,8 +1,8 @@
-"""Parameters and buffers that have got memory and no values, found before a forward computes with what lay there.
+"""Finds parameters and buffers that were allocated and never written, before a forward computes with them.
 
 Memory that takes the place of the meta device is filled with a byte: 0xFF, which is NaN in every floating dtype, or
-0xA5. A tensor that holds nothing else was written by nobody. Whatever has written it, in full or in part, by torch or
-by a kernel of its own, leaves other bytes, so a tensor with values is never refused.
+0xA5. A tensor that has this byte everywhere was never written. Any write, in full or in part, by torch or by a custom
+kernel, leaves other bytes, so a tensor with values is never refused.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
 
 _VERSION = "_yafsdp_cc_unwritten"
-"""Attribute of tensors that were made without values: their version then; None where torch counts none."""
+"""Attribute of tensors that were allocated without values: their version then; None where torch counts no versions."""
 _NAMED = 8
-"""Tensors that an error names."""
+"""Number of tensors that an error names."""
 
 
 def makes_empty(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``fn``, which ``nn.Module._apply`` was given, is that of ``to_empty``: it returns no values."""
+    """Return whether ``fn``, the argument of ``nn.Module._apply``, comes from ``to_empty``, which returns no values."""
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 @torch.no_grad()
 def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
-    """Note that ``tensor`` was made without values, and fill what this rank has of it with what nobody writes."""
+    """Mark ``tensor`` as allocated without values, and fill this rank's part with a byte that no value has."""
     local = local_tensor(tensor) if local is None else local
     for values in _bytes_of(local):
         values.fill_(_filling(local))
@@ -45,11 +45,11 @@ def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
 
 
 def check_written(model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMesh) -> None:
-    """Find what was marked and has never been written since. A collective.
+    """Find marked tensors that were never written since. A collective.
 
     Raises:
-        RuntimeError: there is such a parameter or buffer in ``model``, or a buffer on the meta device. A ValueError
-            where another rank alone has one.
+        RuntimeError: ``model`` has such a parameter or buffer, or a buffer on the meta device. A ValueError if only
+            another rank has one.
     """
     with refused_together(*all_groups(mesh)):
         _check_written(model, params)
@@ -84,9 +84,9 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # not so for shards, whose version is that of the flat buffer
+            return False  # a shard's version is that of its flat buffer, and tells nothing of the parameter
     filling, parts = _filling(local), list(_bytes_of(local))
-    # The first byte tells of nearly all that is written.
+    # the first byte differs in nearly every written tensor
     return bool(parts) and all(
         int(values[0]) == filling and int(values.amin()) == filling == int(values.amax()) for values in parts
     )
@@ -97,7 +97,7 @@ def _filling(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of the dense plain tensors that ``tensor`` is made of; none of fake ones."""
+    """Yield the bytes of the dense plain tensors that ``tensor`` consists of; none for fake tensors."""
     for each in tensors_of(tensor.detach()):
         if type(each) is Tensor and each.numel() and not each.is_meta:
             yield each.as_strided((each.numel(),), (1,)).view(torch.uint8)
