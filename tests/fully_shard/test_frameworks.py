@@ -27,8 +27,9 @@ from tests.ranks import ranks
 from tests.twins import seeded
 from tests.versions import needs_torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fsdp2.md").read_text(encoding="utf-8")
-TABLE, _, REFUSALS = PAGE.partition("## Programs of frameworks")[2].partition("These are refused")
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "bench/results/framework-programs.md").read_text(encoding="utf-8")
+REFUSALS = (ROOT / "docs/fsdp2.md").read_text(encoding="utf-8").partition("These are refused")[2]
 WORLDS = {"four ranks": 4}
 BF16 = (autocasts,)
 MESH_OF_ITS_OWN = "a placement on a mesh of its own"
