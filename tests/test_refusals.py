@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,23 @@ def test_a_run_that_shards_nothing_is_warned_of() -> None:
     on_ranks(1, _alone, "start more ranks")
     on_ranks(2, _alone, "the 2 ranks of this run would each train a model of their own")
     on_ranks(2, _small)
+
+
+def test_bf16_on_a_processor_that_emulates_it_is_warned_of() -> None:
+    for has_bf16 in (False, True):
+        on_ranks(2, _in_bf16, has_bf16)
+
+
+def _in_bf16(has_bf16: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with (
+        mock.patch.object(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", return_value=has_bf16),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        yafsdp_cc.shard(_linears(), units=[nn.Linear], mp_policy=policy, sync_module_states=True)
+    said = [str(each.message) for each in seen if "param_dtype=torch.bfloat16 on a processor" in str(each.message)]
+    assert len(said) == (not has_bf16)
 
 
 def _alone(said: str) -> None:

@@ -355,6 +355,7 @@ def shard(
                 given.collectives.check_group(unit.name, keeps)
     if synchronizes is None:
         _warn_of_whole_model(mesh, division)
+        _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
     info, across = given.info, all_groups(mesh)
     settings = {
         "mp_policy": mp_policy,
@@ -798,6 +799,18 @@ def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
     elif not division.units:
         warnings.warn(
             "nothing is sharded: every parameter of this model is so small that all ranks keep it whole", stacklevel=4
+        )
+
+
+def _warn_of_emulated_bf16(policy: MixedPrecisionPolicy, device: torch.device) -> None:
+    """Warn where a processor without instructions for bf16 is to compute in it."""
+    if device.type != "cpu" or policy.param_dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warnings.warn(
+            "mp_policy.param_dtype=torch.bfloat16 on a processor that has no instructions for it (AVX-512 BF16 or "
+            "AMX): matrix products take many times as long as in torch.float32, which param_dtype=None leaves them in",
+            stacklevel=4,
         )
 
 

@@ -205,9 +205,17 @@ def waits(folder, first):
             yafsdp_cc.save(folder, model, optimizer)
 
 
+def waits_for_weights(folder, first):
+    model, _ = job("ours")
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"full_state_dict\(\) is a collective, .* not under `if rank == 0`"):
+            yafsdp_cc.full_state_dict(model)
+
+
 @pytest.mark.parametrize("first", [False, also(True)])
 def test_a_rank_that_does_not_save_is_waited_for_as_long_as_the_group_waits(first, tmp_path):
-    on_ranks(2, waits, tmp_path / "step", first, patience=2, timeout=20)
+    for body in (waits, waits_for_weights):
+        on_ranks(2, body, tmp_path / "step", first, patience=2, timeout=20)
 
 
 # Beside the model

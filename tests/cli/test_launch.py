@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.metadata
 import json
 import os
 import pickle
@@ -59,6 +60,7 @@ def test_help_names_the_commands_at_once(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert "launch" in shown.stdout
     assert "demo" in shown.stdout
+    assert yafsdp_cc("--version", folder=tmp_path).stdout == f"yafsdp_cc {importlib.metadata.version('yafsdp_cc')}\n"
     program = "import sys, yafsdp_cc.tools.cli as cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
 

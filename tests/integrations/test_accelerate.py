@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ def test_a_model_that_is_not_sharded_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="this Linear is not sharded"):
         accept_sharded(accelerator, plain)
     model = yafsdp_cc.shard(nn.Linear(32, 32), units=[nn.Linear])
+    twice = r"DistributedDataParallel around a sharded Linear.*accept_sharded\(accelerator, model\)"
+    with pytest.raises(RuntimeError, match=twice):  # before accept_sharded
+        accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match=twice):
+        nn.parallel.DistributedDataParallel(model)
+    inspect.getmembers(model)  # which reads every attribute
     accept_sharded(accelerator, model)
     with pytest.raises(ValueError, match="this Linear is not sharded"):
         accelerator.prepare(plain, torch.optim.SGD(plain.parameters()))

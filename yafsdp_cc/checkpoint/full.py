@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, metadata_names, model_part, read_into
-from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, place_in, ranks_of
+from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, meet, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import (
     MODEL,
@@ -74,9 +74,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         ValueError: ``model`` is not sharded.
-        RuntimeError: called inside a forward or a backward.
+        RuntimeError: called inside a forward or a backward, or not on every rank.
     """
     model = unwrapped(model)
+    meet("full_state_dict()", model, {})
     check_is_one_model("full_state_dict()", model)
     synchronize_replicas(model)
     own = _state_at_rest(model)

@@ -79,6 +79,8 @@ class GroupContext:
     traces: bool = False
     """Whether a tool is recording ranges; looked at once per forward and backward."""
     has_warned: bool = False
+    describe: Callable[[CommHandle | None], str] = field(init=False)
+    """Says what this rank is doing, and which operation it waits for: ``status.describe``."""
     _bound: set[FlatParam] = field(default_factory=set)
 
     @property
@@ -99,7 +101,7 @@ class GroupContext:
         try:
             handle.wait()
         except RuntimeError as error:
-            raise self.fingerprint.explain(error) from error
+            raise self.fingerprint.explain(error, self.describe(handle)) from error
         for observer in self.observers:
             observer.after_wait()
 

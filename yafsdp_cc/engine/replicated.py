@@ -332,11 +332,11 @@ class CollectiveFingerprint:
                 f"forward (parameters inside a unit may go unused)\n{self._compare()[1]}"
             )
 
-    def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the failure of a collective, with what the other ranks were doing."""
-        reason, table = self._compare()
+    def explain(self, error: RuntimeError, doing: str) -> RuntimeError:
+        """Return the failure of a collective, with what all ranks were doing, this one as ``doing`` says."""
+        reason, table = self._compare(doing.replace("\n", "\n    "))
         return RuntimeError(f"an operation failed: {reason}.\nWhat ranks did last:\n{table}\n{error}")
 
-    def _compare(self) -> tuple[str, str]:
-        mine = f"{self._count} operations, the last: {', '.join(self._last)}"
+    def _compare(self, doing: str = "") -> tuple[str, str]:
+        mine = f"{self._count} operations, the last: {', '.join(self._last)}" + (f"\n    {doing}" if doing else "")
         return exchange_over_store(self._store, self._key, self._rank, self._world, mine)

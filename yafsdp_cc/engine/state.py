@@ -74,7 +74,7 @@ def engine_of(param: FSDPParam) -> FSDPState | None:
     return engine
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FSDPState:
     """The engine of one root module, in one assembly."""
 
@@ -143,6 +143,10 @@ class FSDPState:
         self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
+
+    def __repr__(self) -> str:
+        what = "retired" if self.retired else self.context.describe(None)
+        return f"engine of {type(self.model).__name__}, {self.steps} steps: {what}"
 
     @property
     def flats(self) -> Iterator[FlatParam]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
+from torch.nn.parallel import DistributedDataParallel
 
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.mesh import all_gather_single, backend_of
@@ -88,6 +90,23 @@ class ShardedModule(FSDPModule, nn.Module):
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Refuse ``DistributedDataParallel``, whose constructor reads this first: it would train without a word.
+
+        Raises:
+            RuntimeError: it is that constructor that reads.
+            AttributeError: it is somebody else, such as ``inspect.getmembers``.
+        """
+        if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
+            raise AttributeError("a sharded module has no _ddp_params_and_buffers_to_ignore")
+        raise RuntimeError(
+            f"DistributedDataParallel around a sharded {class_of(self).__name__}, whose gradients are reduced already: "
+            "leave it out. With Accelerate, call yafsdp_cc.integrations.accelerate.accept_sharded(accelerator, model) "
+            "before accelerator.prepare(); with Transformers and TRL, train with yafsdp_cc.integrations.transformers."
+            "accept_sharded_model(trainer)"
+        )
 
     # Weights -----------------------------------------------------------------------------------------------------
 

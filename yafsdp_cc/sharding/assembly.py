@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -36,6 +37,7 @@ from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
+from yafsdp_cc.engine.status import describe
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.sharding.blocks import is_called
@@ -242,6 +244,7 @@ def _make_context(
         next((old.context.counters for old in retired if old.model is model), Counters()),
         leaf_node,
     )
+    context.describe = partial(describe, context)
     if replica_comm is not None:
         replica_scratch = ScratchBuffers(device, replicas if registers else None)
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)

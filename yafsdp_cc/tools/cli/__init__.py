@@ -26,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         commands = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
-        print(f"usage: yafsdp-cc COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more.")
+        print(f"usage: yafsdp-cc [--version] COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more.")
+        return 0
+    if name == "--version":
+        print(f"yafsdp_cc {importlib.import_module('importlib.metadata').version('yafsdp_cc')}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     ours = argparse.ArgumentParser(
         "yafsdp-cc launch", USAGE, ABOUT, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ours.add_argument("--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
+    ours.add_argument("-c", "--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
     setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
     ours.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=setting)
     ours.add_argument("--name", help="of the run, and so of its folder (that of the script)")

@@ -1,0 +1,80 @@
+"""What ``print(state)`` and the message of a failed collective say of each group, in the course of a step."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import yafsdp_cc
+from tests.internals import set_patience, state_of
+from tests.ranks import ranks, short_timeout
+from tests.twins import refusal
+
+
+class Spied(nn.Module):
+    """A layer that notes what the engine does within its forward, and within its backward."""
+
+    def __init__(self, said: dict[str, str]) -> None:
+        super().__init__()
+        self.inner, self.said = nn.Linear(64, 64), said
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = next(name for name, module in SPY[0].named_modules() if module is self)
+        self.said[f"forward {name}"] = str(state_of(SPY[0]))
+        y = self.inner(x)
+        y.register_hook(lambda _: self.said.update({f"backward {name}": str(state_of(SPY[0]))}))
+        return y.tanh()
+
+
+SPY: list[nn.Module] = []
+
+
+@ranks(2)
+def test_a_step_goes_through_its_phases() -> None:
+    said: dict[str, str] = {}
+    model = yafsdp_cc.shard(nn.Sequential(*(Spied(said) for _ in range(4))), units=[Spied])
+    SPY[:] = [model]
+    assert "between forwards and backwards\n  4 at rest" in str(state_of(model))
+    for _ in range(2):  # the second forward knows the order of the groups
+        model(torch.randn(2, 64)).sum().backward()
+    lines = said["forward 1"].splitlines()
+    assert lines[0].endswith("in a forward")
+    assert lines[1:] == [
+        "  1: weights in use (block weight buffer 1)",
+        "  2: weights being gathered (block weight buffer 0)",
+        "  and 2 more at rest",
+    ], lines
+    lines = said["backward 2"].splitlines()
+    assert lines[0].endswith("in a backward")
+    assert lines[1:] == [
+        "  1: weights being gathered (block weight buffer 1)",
+        "  2: weights in use (block weight buffer 0), gradients being written (block gradient buffer 0)",
+        "  3: gradients being reduced",
+        "  and 1 more at rest",
+    ], lines
+    assert str(state_of(model)).startswith("engine of FSDPSequential, 0 steps: between forwards and backwards")
+
+
+@ranks(2)
+def test_gradients_that_wait_for_a_later_reduce_are_told() -> None:
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=[nn.Linear])
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(2, 64)).sum().backward()
+    assert re.search(r"\n  0: .*gradients kept for a later reduce", str(state_of(model)))
+    model[0].unshard()
+    assert re.search(r"\n  0: weights held by unshard\(\) \(.*", str(state_of(model)))
+
+
+@ranks(2)
+def test_a_rank_that_waits_in_vain_says_for_what() -> None:
+    set_patience(0.5)
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=[nn.Linear])
+    model(torch.randn(2, 64)).sum().backward()
+    if dist.get_rank() == 1:
+        return
+    with short_timeout(1):
+        said = refusal(lambda: [model(torch.randn(2, 64)).sum().backward() for _ in range(3)])
+    assert re.search(r"\n +in a (forward|backward), waiting for the operation on block \w+ buffer \d", said), said
