@@ -8,8 +8,8 @@ the peak (``bench/memory.py``), and the engine's count of what a rank sends in a
 workspaces of some 20 MiB for the next call.
 
 ``times`` takes every row of a table out in turn, fits a compute rate and a link's bandwidth to the others, and predicts
-it: for YaFSDP's table, torchtitan's (the rate alone), and those of the network lab in docs/measurements.md (there the
-bandwidth is a share of the nominal one).
+it: for YaFSDP's table, torchtitan's (the rate alone), and those of the network lab in bench/results/estimates.md (there
+the bandwidth is a share of the nominal one).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pages of the site that are made when it is built: the README as its first, sources that pages link to, error texts.
 
 Pages link to files as they lie in the repository (``../yafsdp_cc/engine/state.py``), so that links work there. On the
-site such a file is a page below ``source/``, and a folder is a table of its modules by their docstrings' first lines.
+site such a file is a page below ``source/``, and a folder is a table of its files by their first lines.
 """
 
 from __future__ import annotations
@@ -61,13 +61,19 @@ def _source_page(path: Path) -> str:
     """Return the page of a file or folder. Raises ``FileNotFoundError`` where a link names nothing."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
-        rows = [f"| `{each.name}` | {_first_line(each)} |" for each in sorted(path.glob("*.py"))]
-        return "\n".join([f"# `{name}/`", "", "| module | what it is |", "|---|---|", *rows])
+        listed = sorted([*path.glob("*.py"), *path.glob("*.md")])
+        rows = [f"| `{each.name}` | {_first_line(each)} |" for each in listed]
+        return "\n".join([f"# `{name}/`", "", "| file | what it is |", "|---|---|", *rows])
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
     return f"# `{name}`\n\n~~~~{path.suffix.removeprefix('.')}\n{path.read_text(encoding='utf-8')}\n~~~~\n"
 
 
-def _first_line(module: Path) -> str:
-    return (ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+def _first_line(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    return text.partition("\n")[0].removeprefix("# ")
 
 
 def _error_texts() -> str:

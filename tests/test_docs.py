@@ -24,7 +24,13 @@ ROOT = Path(__file__).parent.parent
 TUTORIALS = ["loop", "lora", "slow-network", "machines", "sparse-attention"]
 GUIDES = [
     "using",
+    "recipes",
+    "checkpoints",
+    "batches",
+    "large-models",
+    "quantised",
     "migrating",
+    "migrating-others",
     "compression",
     "one-bit",
     "muon",
@@ -112,10 +118,34 @@ def blocks_of(text: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_links_name_files() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for link in re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)[)#]", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+def test_links_name_files_and_headings() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench/results").glob("*.md")]:
+        for link, anchor in re.findall(r"\]\((?![a-z]+:)([^)\s#]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.relative_to(ROOT)} links to {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page.relative_to(ROOT)} links to {link}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page: its headings as GitHub and the site name them, and ids that are written out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {
+        *(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings),
+        *re.findall(r'<a id="([^"]+)">', text),
+    }
+
+
+def test_pages_that_the_package_names_are_there() -> None:
+    """With the heading that is named beside, as in ``docs/compression.md, "A codec of your own"``."""
+    named = []
+    for file in (ROOT / "yafsdp_cc").rglob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        named += re.findall(r"""(docs/[\w-]+\.md)(?:, ['"]([^'"]+)['"])?""", source)
+    assert len(named) > 5
+    for page, heading in named:
+        assert (ROOT / page).exists(), page
+        assert not heading or re.search(rf"^#+ {re.escape(heading)}$", (ROOT / page).read_text(), re.MULTILINE), heading
 
 
 @LONG

@@ -1,4 +1,4 @@
-"""What ``docs/migrating.md`` says of Muon and of averages of the weights, held against one process."""
+"""What the pages on moving from FSDP2 and on averages of the weights say, held against one process."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import yafsdp_cc
 from tests.internals import module_methods, state_of
 from tests.models import VOCABULARY, Transformer
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.twins import seeded, whole
 
-PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def example(name: str) -> Any:
-    """What the page's examples define as ``name``."""
-    text = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+    """What the examples of ``docs/recipes.md`` define as ``name``."""
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    text = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     wanted = [
         node
         for node in ast.parse(text).body
         if isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") == name
     ]
     names: dict[str, Any] = {}
-    exec(compile(ast.Module(wanted, []), "docs/migrating.md", "exec"), names)
+    exec(compile(ast.Module(wanted, []), "docs/recipes.md", "exec"), names)
     return names[name]
 
 
@@ -66,45 +67,6 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
     others = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
     return matrices, others
-
-
-def muon_equals_one_process(copies: bool) -> None:
-    sharded_muon = example("ShardedMuon")
-    model, plain = yafsdp_cc.shard(seeded(Transformer)), seeded(Transformer)
-    matrices, others = split(model)
-    assert matrices
-    ours = [
-        sharded_muon(matrices[:1], lr=0.02, momentum=0.9),  # other ranks have nothing to step
-        sharded_muon(matrices[1:], lr=0.02, momentum=0.9),
-        torch.optim.AdamW(others, lr=1e-2),
-    ]
-    matrices, others = split(plain)
-    theirs = [torch.optim.Muon(matrices, lr=0.02, momentum=0.9), torch.optim.AdamW(others, lr=1e-2)]
-    world = dist.get_world_size()
-    for step in range(3):
-        loss(model, step, dist.get_rank()).backward()
-        (sum(loss(plain, step, rank) for rank in range(world)) / world).backward()  # type: ignore[union-attr]
-        for name, parameter in model.named_parameters() if copies else ():
-            plain.get_parameter(name).grad = whole(parameter.grad)
-        for optimizer in (*ours, *theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    start = dict(seeded(Transformer).named_parameters())
-    for name, parameter in model.named_parameters():
-        truth = plain.get_parameter(name)
-        if copies:
-            assert torch.equal(whole(parameter.detach()), truth), name
-        close(whole(parameter.detach()), truth.detach(), name)
-        assert not torch.equal(truth, start[name]), name
-
-
-def test_muon_equals_one_process() -> None:
-    on_ranks(2, muon_equals_one_process, False)
-
-
-def test_muon_of_the_same_gradients_is_the_same_bit_for_bit() -> None:
-    # Muon rounds gradients to bf16: the mean over three ranks, rounded elsewhere than in one process, may show.
-    on_ranks(3, muon_equals_one_process, True)
 
 
 @ranks(2)
@@ -228,7 +190,8 @@ def test_every_name_of_fsdp2_has_a_row() -> None:
     # torch's decorator hides the signature; ours is the same, and the parity tests call both
     arguments = list(inspect.unwrap(yafsdp_cc.fully_shard).__kwdefaults__)
     assert arguments == [*fully_shard.__wrapped__.__kwdefaults__, "compression", "ownership"]
+    page = (DOCS / "fsdp2.md").read_text(encoding="utf-8")
     for name in (*arguments, *policy, *methods, "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle"):
-        assert re.search(rf"^\| `{name}\b", PAGE, re.MULTILINE), f"{name} has no row"
+        assert re.search(rf"^\| `{name}\b", page, re.MULTILINE), f"{name} has no row"
     for name in methods:
         assert name in module_methods() or name == "set_reduce_scatter_divide_factor", f"{name} is torch's own"

@@ -1,7 +1,7 @@
 """What programs of frameworks do with FSDP2: each runs with torch's ``fully_shard`` and with ours.
 
-Written for this test after reading what the frameworks do; ``docs/migrating.md`` has a table of them, and of those in
-``programs.py`` that are theirs, too.
+Written for this test after reading what the frameworks do; ``bench/results/framework-programs.md`` has a table of them,
+and of those in ``programs.py`` that are theirs, too.
 """
 
 from __future__ import annotations

@@ -1054,7 +1054,7 @@ _REFUSED_OPTIMIZERS = {
 
 _QUANTISES_STATE = (
     "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards "
-    "themselves, nn.Parameter(p.to_local()), as in docs/using.md, 'Optimizers with quantised state'"
+    "themselves, nn.Parameter(p.to_local()), as in docs/quantised.md, 'Optimizers with quantised state'"
 )
 _QUANTISE_STATE = ("torchao", "bitsandbytes")
 """Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
