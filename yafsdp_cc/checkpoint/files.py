@@ -310,7 +310,8 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    numbers = [int(file.stem.rpartition("_")[2]) for file in folder.glob("extra_*_of_*.pt")]
+    named = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
+    numbers = [int(each[1]) for each in named if each]
     if not numbers and sums is None:  # not of yafsdp_cc.save
         return {}
     saved = max(numbers) if sums is None else len(sums)
