@@ -192,8 +192,8 @@ class UntrustedError(pickle.UnpicklingError):
     """A file wants code to be run."""
 
 
-_UNUSED = {code[0] for code in (b"i", b"o", b"\x91", b"\x92")}
-"""Opcodes by which classes are called in other ways, and sets are made: none is in a checkpoint."""
+_UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
+"""Opcodes by which classes are called in other ways, and sets are filled: none is in a checkpoint."""
 _BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
 _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
