@@ -8,7 +8,6 @@ numbers are put out of range; others are made by hand. Each load has a second an
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import random
@@ -19,13 +18,12 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
 
 import yafsdp_cc
@@ -64,24 +62,35 @@ def limited(body: Callable[..., Any]) -> Callable[..., int]:
     return run
 
 
-def outcome(folder: Path, jobs: tuple[Any, Any], expected: list[torch.Tensor] | None, what: object) -> str:
+def load_all(folder: Path, jobs: tuple[Any, Any]) -> None:
+    yafsdp_cc.load(folder, *jobs)
+
+
+def outcome(
+    folder: Path,
+    jobs: tuple[Any, Any],
+    expected: list[torch.Tensor] | None,
+    what: object,
+    load: Callable[[Path, tuple[Any, Any]], None] = load_all,
+) -> str:
     """Load, and see that an error names the folder and leaves the model, and that what is loaded is what was saved."""
     model, optimizer = jobs
     reset(model, optimizer)
     before = own(model, optimizer)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this processor: it ends the process, and fails the test
     try:
-        yafsdp_cc.load(folder, model, optimizer)
+        load(folder, jobs)
+        told = ""
     except (ValueError, pickle.UnpicklingError) as error:
-        assert str(folder) in str(error), f"{what}: {error}"
-        assert len(str(error)) < 10_000, what
-        assert all(map(torch.equal, own(model, optimizer), before)), what
-        return str(error)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        told = str(error)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if told:
+        assert str(folder) in told, f"{what}: {told}"
+        assert len(told) < 10_000, what
+        expected = before
     if expected is not None:
         assert all(map(torch.equal, own(model, optimizer), expected)), what
-    return ""
+    return told
 
 
 def changed(chance: random.Random, content: bytes) -> bytes:
@@ -158,7 +167,7 @@ def nothing_is_out_of_range(folder: Path) -> None:
         put(contents, place, value)
         try:
             (bad / ".metadata").write_bytes(sealed(pickle.dumps(contents)))
-        except Exception:  # noqa: S112 - no pickle can hold it
+        except Exception:
             continue
         refused += bool(outcome(bad, jobs, expected, (place, value)))
     assert refused > CHANGES // 2
@@ -298,3 +307,51 @@ def changed_entries(folder: Path) -> None:
 def test_changed_entries_are_refused_or_are_others(tmp_path: Path) -> None:
     assert in_a_process(written, tmp_path) == 0
     assert in_a_process(limited(changed_entries), tmp_path) == 0
+
+
+# Safetensors ----------------------------------------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+INDICES = [
+    "",
+    "{",
+    "3",
+    "[" * 100_000,
+    '{"weight_map": 3}',
+    '{"weight_map": {"0.weight": 3}}',
+    "{}",
+    '{"weight_map": []}',
+]
+INDICES += [
+    '{"weight_map": {"0.weight": "gone.safetensors"}}',
+    '{"weight_map": {"0.weight": "../x.safetensors"}}',
+    "\xff",
+]
+
+
+def only_weights(folder: Path, jobs: tuple[Any, Any]) -> None:
+    yafsdp_cc.load_safetensors(folder, jobs[0])
+
+
+def changed_safetensors(folder: Path) -> None:
+    chance, jobs, refused = random.Random(3), small(shards=False), 0
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    for number in range(CHANGES):
+        path.write_bytes(changed(chance, whole[:end]) + whole[end:])
+        refused += bool(outcome(folder, jobs, None, number, only_weights))
+    assert refused > CHANGES // 2
+    path.write_bytes(whole)
+    for text in INDICES:
+        (folder / INDEX).write_bytes(text.encode("latin-1"))
+        assert outcome(folder, jobs, None, text[:40], only_weights), text[:40]
+
+
+def written_as_safetensors(folder: Path) -> None:
+    save_file({name: each.detach() for name, each in small(shards=False)[0].named_parameters()}, folder)
+
+
+def test_changed_safetensors_are_refused_or_are_others(tmp_path: Path) -> None:
+    assert in_a_process(written_as_safetensors, tmp_path / "model.safetensors") == 0
+    assert in_a_process(limited(changed_safetensors), tmp_path) == 0
