@@ -84,7 +84,9 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     """
     found = _compressed(model)
     paths = (contents.planner_data or {}).values()
-    saved, told, kept = ({path[1] for path in paths if path[0] == part} for part in (RESIDUALS, ESTIMATES, KEPT))
+    saved, told, kept = (
+        {path[1] for path in paths if path[0] == part and path[1:]} for part in (RESIDUALS, ESTIMATES, KEPT)
+    )
     gradients, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
     residuals = {name: each for name, each in gradients.items() if name in saved}
     differs = found is not None and found[1].config.sends_differences

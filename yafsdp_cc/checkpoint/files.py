@@ -310,7 +310,8 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    numbers = [int(file.stem.rpartition("_")[2]) for file in folder.glob("extra_*_of_*.pt")]
+    named = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
+    numbers = [int(each[1]) for each in named if each]
     if not numbers and sums is None:  # not of yafsdp_cc.save
         return {}
     saved = max(numbers) if sums is None else len(sums)
@@ -349,7 +350,15 @@ def _load_extra(file: Path, crc: int | None) -> dict[str, Any]:
 
 
 def load_plain(stream: IO[bytes]) -> Any:
-    """Return what ``torch.save`` has written, without running code from it: tensors, in host memory, and plain data."""
+    """Return what ``torch.save`` has written, without running code from it: tensors, in host memory, and plain data.
+
+    ``torch.save`` compresses nothing: a thousand times as much may come of what is compressed, and fill the memory.
+    """
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            if packed := next((each.filename for each in archive.infolist() if each.compress_type), ""):
+                raise ValueError(f"its '{packed}' is compressed, as torch.save writes none")
+    stream.seek(0)
     # Transformer Engine's extra states are in a ``BytesIO``, and pickles have empty ``bytes`` made by their class.
     with torch.serialization.safe_globals([io.BytesIO, bytes]):
         return torch.load(stream, map_location="cpu", weights_only=True)

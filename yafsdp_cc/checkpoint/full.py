@@ -151,7 +151,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        ValueError: names or shapes differ, or the values of a tied weight under its names, by full names; on all ranks.
+        ValueError: a file is damaged, names or shapes differ, or the values of a tied weight under its names, by full
+            names; on all ranks.
         RuntimeError: called inside ``whole_parameters``.
     """
     synchronize_replicas(model)  # or what is on its way would be committed to the weights of before
@@ -162,7 +163,10 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     with refused_together(*ranks_of(model).front):
         check_shows_shards(model, "load_safetensors")
         own = model_state(model)
-        opened: list[Any] = [safe_open(file, framework="pt") for file in _files_of(Path(path).absolute())]
+        opened: list[Any] = []
+        for file in _files_of(Path(path).absolute()):
+            with files.reading(file):
+                opened.append(safe_open(file, framework="pt"))
         places = {plain_name(name): _Stored(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
         bare = {name: name.removesuffix(_PACKED) for name in places}
         extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
@@ -179,7 +183,9 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         for name, value in values.items():
             _fill(value, places[name])
         check_tied(values, tied, Path(path))
-        state |= {name: each.extra_state() for name, each in extras.items()}
+        for name, each in extras.items():
+            with files.reading(Path(path), f", '{name}',"):
+                state[name] = each.extra_state()
     with torch.no_grad():
         for name, each in places.items():
             _fill(state[name], each)
@@ -347,7 +353,8 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (index := path / _INDEX).is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        with files.reading(index):
+            names = set(map(os.fspath, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if strange := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{index} refers to '{strange[0]}', which is not a file of this folder")
         return [path / name for name in sorted(names)]

@@ -14,9 +14,10 @@ import pickle
 import weakref
 from collections import Counter
 from contextlib import ExitStack, nullcontext
+from dataclasses import is_dataclass
 from itertools import groupby, product
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unseale
 from yafsdp_cc.checkpoint.state import MODEL, plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -108,13 +109,10 @@ class CheckpointReader(FileSystemReader):
         with reading(table):
             content = table.read_bytes()
             self.digest = hashlib.sha256(content).hexdigest()
-            body = unsealed(content)
-            is_sealed = len(body) < len(content)
-            contents = _unpickle(body, table, is_sealed)
+            contents = _unpickle(unsealed(content), table)
             self.extra_sums: list[int] | None = getattr(contents.storage_meta, EXTRA_SUMS, None)
             contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-            if not is_sealed:
-                _check_contents(contents)
+            _check_contents(contents)
         self.contents = contents
         paths = [path for path in (contents.planner_data or {}).values() if path[0] == MODEL and len(path) > 1]
         self.stored_names = {plain: path[1] for path in paths if (plain := plain_name(path[1])) != path[1]}
@@ -194,10 +192,29 @@ class UntrustedError(pickle.UnpicklingError):
     """A file wants code to be run."""
 
 
-class _Guard:
-    """Decides what an unpickler may find."""
+_UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
+"""Opcodes by which classes are called in other ways, and sets are filled: none is in a checkpoint."""
+_BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
+_SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
-    _path: Path
+
+def _is_small(value: object) -> bool:
+    """Return whether a value is hashed, compared and printed in no time: tuples of tuples may be a memory full."""
+    if isinstance(value, metadata.MetadataIndex):
+        return all(isinstance(each, _SMALL) for each in vars(value).values())
+    if type(value) is tuple:
+        return all(isinstance(each, _SMALL) for each in value)
+    return isinstance(value, _SMALL)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes what is in ``_ALLOWED`` and nothing else. In Python: to the native one, one changed bit may be a number of
+    references that fill all memory."""
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        self.file = io.BytesIO(content)
+        super().__init__(self.file)
+        self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -206,71 +223,69 @@ class _Guard:
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise self._error(f"{module}.{name}")
+            raise self._error(f"names {module}.{name}", "needs")
         return found
 
     def _member(self, kind: object, name: str) -> Any:
         """Take the place of ``getattr``, by which early patches of Python 3.11 write members of enumerations."""
         if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
-            raise self._error(f"builtins.getattr of {kind!r} and {name!r}")
+            raise self._error(f"names builtins.getattr of {kind!r} and {name!r}", "needs")
         return metadata._MEM_FORMAT_ENCODING[name]
 
-    def _error(self, what: str) -> UntrustedError:
+    def _error(self, what: str, why: str) -> UntrustedError:
         return UntrustedError(
-            f"{self._path} names {what}, which no checkpoint needs: it was not loaded, and nothing of it was run. Ask "
+            f"{self._path} {what}, which no checkpoint {why}: it was not loaded, and nothing of it was run. Ask "
             "where this checkpoint comes from"
         )
 
+    def _build(self) -> None:
+        """Set attributes: of an object that was made here, not of a class, nor of a member of an enumeration."""
+        if type(self.stack[-2]) not in _BUILT:
+            target = self.stack[-2]
+            what = f"the class {target.__qualname__}" if isinstance(target, type) else f"a {type(target).__qualname__}"
+            raise self._error(f"changes {what}", "does")
+        pickle._Unpickler.load_build(self)
 
-class _Unpickler(_Guard, pickle.Unpickler):
-    """For what has a checksum."""
+    def _checked(self, code: bytes, values: Sequence[object]) -> None:
+        if not all(map(_is_small, values)):
+            raise ValueError("keys of a dictionary, or arguments, hold objects within objects")
+        pickle._Unpickler.dispatch[code[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: read for code, read in pickle._Unpickler.dispatch.items() if code not in _UNUSED},
+        pickle.BUILD[0]: _build,
+        pickle.REDUCE[0]: lambda self: self._checked(pickle.REDUCE, self.stack[-1]),
+        pickle.NEWOBJ[0]: lambda self: self._checked(pickle.NEWOBJ, self.stack[-1]),
+        pickle.SETITEM[0]: lambda self: self._checked(pickle.SETITEM, self.stack[-2:-1]),
+        pickle.SETITEMS[0]: lambda self: self._checked(pickle.SETITEMS, self.stack[::2]),
+        pickle.DICT[0]: lambda self: self._checked(pickle.DICT, self.stack[::2]),
+    }
 
 
-class _CarefulUnpickler(_Guard, pickle._Unpickler):
-    """In Python, ten times as slow: of one changed bit the native one may make a list that fills all memory."""
-
-
-def _unpickle(content: bytes, path: Path, is_sealed: bool) -> Metadata:
-    # A pickle may set attributes of what it names, classes too: no class shall be another one afterwards.
-    kinds = {kind for kind in _ALLOWED.values() if isinstance(kind, type)}
-    before = {kind: dict(vars(kind)) for kind in kinds}
-    file = io.BytesIO(content)
-    unpickler: Any = (_Unpickler if is_sealed else _CarefulUnpickler)(file)
-    unpickler._path = path
+def _unpickle(content: bytes, path: Path) -> Metadata:
+    unpickler = _Unpickler(content, path)
     try:
         contents = unpickler.load()
     except UntrustedError:
         raise
     except Exception as error:  # whatever the opcodes of a damaged file come upon
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    finally:
-        for kind in kinds:
-            _restore(kind, before[kind], path)
     if not isinstance(contents, metadata.Metadata):
         raise ValueError(f"it holds a {type(contents).__name__}, not the contents of a checkpoint")
-    if rest := file.read():
+    if rest := unpickler.file.read():
         raise ValueError(f"{len(rest)} bytes follow its end")
     return contents
 
 
-def _restore(kind: type, attributes: dict[str, Any], path: Path) -> None:
-    now = dict(vars(kind))
-    changed = {name for name in now.keys() | attributes.keys() if now.get(name) is not attributes.get(name)}
-    for name in changed:
-        if name in attributes:
-            setattr(kind, name, attributes[name])
-        else:
-            delattr(kind, name)
-    if changed:
-        raise UntrustedError(f"{path} changes the class {kind.__qualname__}, which no checkpoint does")
-
-
 def _check_contents(contents: Metadata) -> None:
-    """See that a table of contents agrees with itself: of what torch has written by itself there is no checksum.
+    """See that a table of contents agrees with itself: torch writes no checksum, and one can be made of anything.
 
     Raises:
         Exception: of any type, where it does not.
     """
+    for value, kinds in _kinds(contents):
+        if not isinstance(value, kinds):
+            raise ValueError(f"it has a {type(value).__name__} where {' or '.join(each.__name__ for each in kinds)} is")
     stored, entries = contents.state_dict_metadata, contents.storage_data
     wanted = set()
     for name, each in stored.items():
@@ -302,6 +317,37 @@ def _check_contents(contents: Metadata) -> None:
             raise ValueError(f"it lists '{strange[0]}' in one place only")
 
 
+def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
+    """Yield the parts of a table of contents, each with the types that it may be of; of parts known by then."""
+    none = type(None)
+    yield contents.state_dict_metadata, (dict,)
+    yield contents.storage_data, (dict,)
+    yield contents.planner_data, (dict, none)
+    for name, each in contents.state_dict_metadata.items():
+        yield name, (str,)
+        yield each, (TensorStorageMetadata, BytesStorageMetadata)
+        if isinstance(each, TensorStorageMetadata):
+            yield each.properties.dtype, (torch.dtype,)
+            yield each.size, (torch.Size,)
+            yield each.chunks, (list,)
+            for chunk in each.chunks:
+                yield chunk.offsets, (torch.Size,)
+                yield chunk.sizes, (torch.Size,)
+    for place in contents.storage_data.values():
+        yield place.relative_path, (str,)
+        yield place.offset, (int,)
+        yield place.length, (int,)
+    for path in (contents.planner_data or {}).values():
+        yield path, (tuple,)
+        yield path[0], (str,)
+        for step in path[1:]:
+            yield step, (str, int)
+
+
+_CUT = 8
+"""Dimensions in which a tensor may be cut: of twice as many, a few chunks had all corners that fit into memory."""
+
+
 def _tile(stored: TensorStorageMetadata) -> bool:
     """Return whether the chunks of a tensor cover each of its elements once.
 
@@ -310,12 +356,15 @@ def _tile(stored: TensorStorageMetadata) -> bool:
     """
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.size)), sizes=stored.size)
     corners: set[tuple[int, ...]] = set()
-    for box in (whole, *stored.chunks):
-        if any(low < 0 or size < 0 for low, size in zip(box.offsets, box.sizes, strict=True)):
+    boxes = [
+        [(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)] for box in (whole, *stored.chunks)
+    ]
+    cut = [dim for dim, ranges in enumerate(zip(*boxes, strict=True)) if len(set(ranges)) > 1]
+    for box in boxes:
+        if len(cut) > _CUT or any(not 0 <= low <= high for low, high in box):
             return False
-        if math.prod(box.sizes):
-            ranges = [(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)]
-            corners ^= set(product(*ranges))
+        if all(low < high for low, high in box):
+            corners ^= set(product(*(box[dim] for dim in cut)))
     return not corners and sum(math.prod(each.sizes) for each in stored.chunks) == math.prod(stored.size)
 
 

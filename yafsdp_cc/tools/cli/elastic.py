@@ -7,6 +7,7 @@ Ctrl-C ends every rank, in silence; a second one does not wait for them.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import uuid
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
@@ -41,6 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
 
 from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
@@ -114,17 +117,27 @@ def _torch_config(
         and (options.rdzv_endpoint, options.master_port) == ("", None)
     ):
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
-        options.local_addr = options.local_addr or "localhost"
     options.master_port = options.master_port or 29500
     try:
         config, command, arguments = torchrun.config_from_args(options)
+        config.rdzv_configs["is_here"] = config.max_nodes == 1 and _is_here(config.rdzv_endpoint)
     except (ValueError, RuntimeError, AssertionError) as error:
         parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
+    if config.rdzv_configs["is_here"]:
+        config.local_addr = config.local_addr or "localhost"
     rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
     handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
     config.signals_to_handle = ",".join(handled)
     return config, command, arguments
+
+
+def _is_here(endpoint: str) -> bool:
+    """Return whether an endpoint is an address that no other machine reaches."""
+    host, _ = parse_rendezvous_endpoint(endpoint, 0)
+    with suppress(OSError):
+        return all(ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, 0))
+    return False
 
 
 def _launch(
@@ -197,21 +210,29 @@ class FreshStores(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
+        is_here = params.config.pop("is_here") and backend in ("static", "c10d")
         inner = RendezvousParameters(
             backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
         )
         # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._is_static = backend == "static"
+        self._is_static = backend == "static" and not is_here
         self._has_address = params.local_addr is not None
         self._place = params.endpoint
         self._attempt = 0
         self._server: TCPStore | None = None
+        """Of the ranks, if this node has it; of the first attempt at the port that the user gave, else at any."""
         try:
             seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
-            if params.endpoint == ALONE:
+            _, port = parse_rendezvous_endpoint(params.endpoint, 29400)
+            if is_here and backend == "static":
+                self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
+            store = None
+            if is_here and inner.get("store_type", "tcp") == "tcp":
                 # torch's own store of a run would listen on all interfaces, and hold pickles.
-                store = _listening_store("localhost")
+                with suppress(OSError):  # another run's at this port, if it is the user's: the two may share it
+                    store = _listening_store("localhost", port)
+            if store is not None:
                 meeting = C10dRendezvousBackend(store, inner.run_id)
                 self._inner: RendezvousHandler = create_handler(store, meeting, inner)
             else:
@@ -245,7 +266,7 @@ class FreshStores(RendezvousHandler):
             raise RendezvousError(f"{self._place}: {reason}") from error
         except (RendezvousError, DistError, OSError) as error:
             reason = _first_line(error.__cause__ or error)
-            if "EADDRINUSE" in reason:
+            if "EADDRINUSE" in reason or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
                 reason = "another program listens on this port; name another, or none if this is the only node"
                 raise RendezvousError(f"{self._place}: {reason}") from error
             raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
@@ -266,7 +287,8 @@ class FreshStores(RendezvousHandler):
         store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
         port = None
         if info.rank == 0:
-            self._server = _listening_store(place.master_addr, everywhere=not self._has_address)
+            if self._server is None or attempt:
+                self._server = _listening_store(place.master_addr, everywhere=not self._has_address)
             port = self._server.port
         place = RendezvousStoreInfo.build(info.rank, store, place.master_addr, port)
         return RendezvousInfo(store, info.rank, info.world_size, place)
@@ -294,11 +316,11 @@ class FreshStores(RendezvousHandler):
         return self._inner.shutdown()
 
 
-def _listening_store(address: str, *, everywhere: bool = False) -> TCPStore:
-    """Return a store that listens on a free port of this ``address`` alone; or of all interfaces, as torch's own."""
+def _listening_store(address: str, port: int = 0, *, everywhere: bool = False) -> TCPStore:
+    """Return a store that listens on this ``address`` alone, on a free port if 0; or everywhere, as torch's own."""
     if everywhere:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(place[:2], family=family)
     port = listener.getsockname()[1]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
