@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import pprint
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests import internals
 from tests.lockstep import ON_THE_WIRE, TIMEOUT, Naps, Pair, as_it_was, loss_of, play
-from tests.maze import WIDTH, Maze, Program, random_actions, random_spec
+from tests.maze import WIDTH, Maze, Program, random_actions, random_program, random_spec
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
 
@@ -118,6 +122,147 @@ def test_nesting_deeper_than_the_buffers_is_counted(depth: int, overflows: bool)
     for _ in range(2):
         loss_of([model(torch.ones(1, WIDTH), tuple(("call", unit) for unit in range(4)))]).backward()
     assert yafsdp_cc.counters_of(model).overflow_buffers == before
+
+
+# Backwards within backwards
+
+STAGES: dict[str, dict[str, Any]] = {
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "not resharded": {"reshard_after_forward": False},
+    "replicas": {"mesh": ((2, 1), (2, 2))},
+}
+CODECS = (None, "int8", "onebit")
+REFUSED = "reached the inside|to the weights of|needed where others are in use|was unfrozen while"
+TOGETHER = 20
+"""Programs that one group of ranks runs, one after another."""
+
+
+def tale(seed: int) -> dict[str, Any]:
+    """All of a program with backwards within backwards, from its seed: steps of a program each."""
+    rng = random.Random(seed)
+    world = 4 if seed % 10 == 9 else 2
+    spec = random_spec(rng, (2, 4)) | {"tied_units": None}
+    names = [name for name, _ in Maze(spec).named_parameters()]
+    usual = random_program(rng, spec, world, late=0.3)
+    steps: list[dict[str, Any]] = []
+    for number in range(3):
+        program = usual if rng.random() < 0.5 else random_program(rng, spec, world, late=0.3)
+        steps.append({"program": program, "sync": number == 2 or rng.random() < 0.8, "freeze": None})
+        if rng.random() < 0.3:
+            steps[-1]["freeze"] = (rng.choice(names), rng.random() < 0.6)
+    stage, codec = rng.choice(list(STAGES)), rng.choice(CODECS)
+    return {"seed": seed, "world": world, "spec": spec, "stage": stage, "codec": codec, "steps": steps}
+
+
+def tell(plot: dict[str, Any]) -> str:
+    """Run a tale in this rank; return "right", or the error that has ended it."""
+    try:
+        _tell(plot)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+def tell_all(plots: list[dict[str, Any]]) -> list[str]:
+    return [tell(plot) for plot in plots]
+
+
+def _tell(plot: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), plot["world"]
+    plains, model = [], _maze(plot)
+    for each in range(world):
+        plains.append(_maze(plot))
+        plains[-1].rank = each
+    options = dict(STAGES[plot["stage"]])
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", options["mesh"][world // 4], mesh_dim_names=("replicate", "shard"))
+    codec = plot["codec"] and yafsdp_cc.Compression(plot["codec"], residual="fp32")
+    units = [unit for unit in model.units if any(True for _ in unit.parameters())]
+    sharded: Any = yafsdp_cc.shard(model, units=units, compression=codec, **options)
+    for number, step in enumerate(plot["steps"]):
+        for each, plain in enumerate(plains):
+            _step(plain, step, _drawn(number, each))
+        sharded.set_requires_gradient_sync(step["sync"])
+        _step(sharded, step, _drawn(number, rank))
+    residuals = internals.mean_residuals_of(sharded) if plot["codec"] else {}
+    for name, parameter in internals.sharded_parameters(sharded):
+        found = None if parameter.grad is None else parameter.grad.full_tensor()
+        if name in residuals and found is not None:
+            found = found + residuals[name]  # what was sent, and what is still to come
+        _compare(name, found, [plain.get_parameter(name).grad for plain in plains])
+
+
+def _compare(name: str, found: Tensor | None, of_ranks: list[Tensor | None]) -> None:
+    parts = [part for part in of_ranks if part is not None]
+    if found is None or not parts:
+        rest = [*parts, *([] if found is None else [found])]
+        assert not any(each.any() for each in rest), f"{name}: one of the gradients is None"
+        return
+    truth = torch.stack(parts).sum(0) / len(of_ranks)
+    off, norm = (found - truth).norm().item(), truth.norm().item()
+    assert off <= 1e-6 * max(norm, 1.0), f"{name} is off by {off:.1e} of {norm:.1e}"
+
+
+def _maze(plot: dict[str, Any]) -> Maze:
+    torch.manual_seed(plot["seed"])
+    return Maze(plot["spec"])
+
+
+def _drawn(number: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def _step(model: Any, step: dict[str, Any], x: Tensor) -> None:
+    if step["freeze"] is not None:
+        name, frozen = step["freeze"]
+        dict(internals.sharded_parameters(model))[name].requires_grad_(not frozen)
+    loss = loss_of([model(x, step["program"])])
+    if loss.requires_grad:
+        loss.backward()
+
+
+@pytest.mark.parametrize("first", _seeds()[::TOGETHER])
+def test_backwards_within_backwards(first: int) -> None:
+    plots = [tale(seed) for seed in _seeds() if first <= seed < first + TOGETHER]
+    for world in (2, 4):
+        told = [plot for plot in plots if plot["world"] == world]
+        for plot, *found in zip(told, *on_ranks(world, tell_all, told, timeout=TIMEOUT), strict=True):
+            if not (set(found) == {"right"} or all(re.search(REFUSED, each) for each in found)):
+                text = f"{pprint.pformat(found)}\nThe program was\n{pprint.pformat(plot, width=140)}"
+                pytest.fail(text, pytrace=False)
+
+
+AGAIN = ("inner", (("late", "through", (("call", 0),)),))
+"""A gradient within the forward whose backward has another one within: each run of the forward adds gradients."""
+FOUND_LATE: dict[str, list[dict[str, Any]]] = {
+    "run again with weights in an overflow buffer": [
+        {"program": (("checkpoint", (("inner", (("call", 2), ("late", "through", (("call", 0),)))), ("call", 1))),)}
+    ],
+    "run again by an inner gradient, which wants none": [
+        {"program": (("checkpoint", (("call", 2), AGAIN, AGAIN, ("call", 1))),)}
+    ],
+    "run again when the calls of its unit have ended": [
+        {"program": (("checkpoint", (("call", 2), ("call", 1), AGAIN, ("inner", ()))),)}
+    ],
+    "kept for a later step by a unit that is frozen now": [
+        {"program": (("call", 0),), "sync": False},
+        {"program": (("call", 0),), "sync": False, "freeze": ("enter.weight", True)},
+        {"program": (("call", 0),)},
+    ],
+}
+"""Steps of programs that once gave wrong gradients, or none."""
+
+
+@pytest.mark.parametrize("name", FOUND_LATE)
+@ranks(2)
+def test_found_late(name: str) -> None:
+    spec = {"units": (BLOCK,) * 3, "tied_ends": False, "tied_units": None, "frozen": ("leave.weight",)}
+    steps = [{"sync": True, "freeze": None} | step for step in FOUND_LATE[name]]
+    for stage, codec in (("zero 3", None), ("replicas", "onebit")):
+        plot = {"seed": 0, "world": 2, "spec": spec, "stage": stage, "codec": codec, "steps": steps}
+        assert tell(plot) == "right"
 
 
 # On a GPU, where kernels of other shapes may round otherwise

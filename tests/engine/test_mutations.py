@@ -76,6 +76,17 @@ def unshards_aside(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> N
     y.backward()
 
 
+def changes_settings(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Has the engine make new buffers, in memory freed by others, after the event that the next forward waits for."""
+    loss_of(model, x).backward()
+    optimizer.step()
+    stepped = torch.cuda.current_stream().record_event()
+    model.set_reshard_after_forward(False)
+    model.set_requires_all_reduce(True)  # a collective, for which the engine is made anew
+    model.set_post_optim_event(stepped)
+    loss_of(model, x)
+
+
 def tells_of_steps(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Has forwards wait for the event of the optimizer's step alone."""
     for _ in range(3):
@@ -295,6 +306,11 @@ ROWS = [
         "... and that of unshard()",
         partial(internals.break_stream_order_in, "unshard_until_reshard"),
         partial(trained, unshards),
+    ),
+    Row(
+        "... where the forward waits for the optimizer's event alone",
+        partial(internals.break_stream_order_in, "assemble"),
+        partial(trained, changes_settings),
     ),
     Row(
         "... and after that event",

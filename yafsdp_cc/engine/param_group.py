@@ -211,8 +211,6 @@ class ParamGroup:
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
         """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
-        self.recomputed_in = -1
-        """The last backward in which activation checkpointing has run this group's forward again."""
         self.registers_held = False
         self.accepts_in: int | None = None
         """The backward (graph task) that last asked whether to write gradients; -1 outside of one."""
@@ -299,8 +297,12 @@ class ParamGroup:
         self.context.wait(unsharded.buffer.handle)
 
     def release(self, unsharded: UnshardedParams) -> None:
-        """End one use of the weights that ``unshard`` has returned."""
+        """End one use of the weights that ``unshard`` has returned; keep gradients on leaves of an overflow buffer."""
         buffer, stream = unsharded.buffer, self.context.gather_stream
+        if unsharded is not self.unsharded:
+            for leaf, kept in zip(unsharded.leaves, self.unsharded.leaves, strict=True):
+                if leaf.grad is not None:
+                    kept.grad, leaf.grad = leaf.grad if kept.grad is None else kept.grad + leaf.grad, None
         buffer.users = max(buffer.users - 1, 0)
         if stream.is_ordered:
             buffer.last_use = stream.record(buffer.last_use)
@@ -464,7 +466,8 @@ class ParamGroup:
             param.unsharded_grad = param.accepts_in = None
 
     def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        if not (self.spec.settings.reduces or self.is_alone_in_grad_buffer or self._defers):
+        keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
+        if keeps and not all(flat.reduce_scatter.defers for flat in flats):
             if self._kept_grads is None or self._kept_grads.flats != flats:
                 self._kept_grads = self._overflow_grads(flats)
                 self.context.warn_of_kept_grads()
@@ -491,28 +494,20 @@ class ParamGroup:
         return UnshardedGrads(buffer, flats)
 
     @property
-    def _defers(self) -> bool:
-        """Whether all its reduce-scatters can store gradients for a later reduce."""
-        return all(flat.reduce_scatter.defers for flat in self.flats if flat.trainable)
-
-    @property
     def unplanned_bytes(self) -> int:
         """Bytes of buffers for gradients that are kept from one backward to the next or too large for the pool's."""
         kept = None if self._kept_grads is None else self._kept_grads.buffer
         return sum(buffer.data.nbytes for buffer in (kept, self._unpooled) if buffer is not None)
 
-    def accumulate_leaf_grads(self, unsharded: UnshardedParams) -> None:
-        """Move gradients from leaves, where operations that reentrant checkpointing ran again have left them."""
-        for param, leaf in zip(self.params, unsharded.leaves, strict=True):
-            if leaf.grad is not None:
-                param.accumulate_grad(leaf.grad)
-                leaf.grad = None
-
     def post_backward(self) -> None:
         """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
+        for param, leaf in zip(self.params, self.unsharded.leaves, strict=True):
+            if leaf.grad is not None:  # from ops that activation checkpointing ran again
+                param.accumulate_grad(leaf.grad)
+                leaf.grad = None
         if self.spec.settings.reduces:
             self.reduce()
-        elif self.grads is not None and self.grads is not self._kept_grads and self._defers:
+        elif self.grads is not None and self.grads is not self._kept_grads:
             self._defer(self.grads)
 
     def reduce(self) -> None:
@@ -540,7 +535,9 @@ class ParamGroup:
             observer.after_reduce(self.name)
 
     def _defer(self, grads: UnshardedGrads) -> None:
-        """Store the gradients in the reduce-scatters, for the next ``reduce``."""
+        """Store the gradients in the reduce-scatters, for the next ``reduce``, if each of them can."""
+        if not all(flat.reduce_scatter.defers for flat in grads.flats):
+            return
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
         for flat, whole in zip(grads.flats, grads.flat, strict=True):
             self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))

@@ -25,6 +25,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -376,12 +377,12 @@ class FSDPState:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
         if entered.span is not None:
             group.forward_span.end(entered.span)
-        group.register_sharded()
         unsharded = entered.unsharded
         if entered.is_recomputation:
             # What was run again has saved views of the weights, which the backward reads.
-            self.enter_backward().recomputed.append((group, unsharded))
+            self.enter_backward().keep_recomputed(group, unsharded)
             return convert_tensors(output, group.spec.policy.output_dtype)
+        group.register_sharded()
         output = self._hook_outputs(group, entered, output)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
@@ -445,7 +446,7 @@ class FSDPState:
         """
         if torch.is_grad_enabled():
             _check_recomputation(f"unit '{group.name}'")
-        group.recomputed_in = self.enter_backward().task
+        self.enter_backward()
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
@@ -511,11 +512,9 @@ class FSDPState:
             self.reset()
         while self.backwards and (last := self.backwards[-1]).task != task:
             if last.is_running() and all(each.task != task for each in self.backwards):
-                break  # this one is within it
+                return self._begin_backward(task)  # within it
             self._end_backward(last)  # a custom function has caught what its own backward has raised
-        if self.backwards and self.backwards[-1].task == task:
-            return self.backwards[-1]
-        return self._begin_backward(task)
+        return self.backwards[-1] if self.backwards else self._begin_backward(task)
 
     def _begin_backward(self, task: int) -> Backward:
         wants_grads = self.context.wants_grads
@@ -540,9 +539,12 @@ class FSDPState:
         """End a backward: every gradient summed, divided and in its place."""
         context = self.context
         if any(param.parameter.requires_grad for param in self.params):
-            for group in self.groups:
-                if group.grads is not None or group.deferred:
-                    group.post_backward()  # of a backward within this one, or of those before, which did not reduce
+            if backward.recomputed:
+                backward.release_recomputed()
+            for group in self.groups:  # of a backward within this one, or of those before, which did not reduce
+                on_leaves = any(leaf.grad is not None for leaf in group.unsharded.leaves)
+                if on_leaves or group.grads is not None or group.deferred:
+                    group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
             if sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
                 self._make_grads_final()
@@ -639,7 +641,7 @@ class FSDPState:
         self.replicated.reset()
         self.replicated.register_sharded()
         for iteration in self._iterations:
-            iteration.drop_plan()
+            iteration._steps = []
         self.entered.clear()
         self.iteration = self._caller = None
         context.in_forward = self.interrupted = False
@@ -727,13 +729,9 @@ class IterationState:
             if backward.reduces:
                 self.advance(backward, None, ends=True)
                 state.finish_backward(backward)
-                self.drop_plan()
+                self._steps = []  # another backward plans anew
             state._stop_awaiting(self)
         return (*grads[:inputs], *(None for _ in self.trained))
-
-    def drop_plan(self) -> None:
-        """Let another backward plan anew."""
-        self._steps = []
 
     def advance(self, backward: Backward, call: GroupCall | None, *, ends: bool) -> None:
         """Do all that comes up to the begin or the end of ``call``; None: all that there is."""
@@ -856,13 +854,15 @@ class GroupCall:
         group = self.group
         if not self._is_packed:  # not within a checkpoint, so those that the backward has come to are over
             backward.release_recomputed()
-        uses_buffer = False
-        if group.unshards_in_backward and not (self._is_packed and group.recomputed_in == backward.task):
+        unsharded, uses_buffer = self.unsharded, False
+        if self._is_packed and group in backward.recomputed:
+            unsharded = backward.recomputed[group][-1]
+        elif group.unshards_in_backward:
             others = self.iteration.state.backwards[:-1]
-            lent = sum(each.count_uses(self.unsharded) for each in others)
-            uses_buffer = group.unshard_for_backward(self.unsharded, lent, needed=not self._is_packed)
-            self._fills = self.unsharded.buffer.fills
-        group.register_unsharded(group.leaves(self.unsharded))
+            lent = sum(each.count_uses(unsharded) for each in others)
+            uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
+            self._fills = unsharded.buffer.fills
+        group.register_unsharded(group.leaves(unsharded))
         if backward.wants_grads:
             group.acquire_grad_buffer()
         if backward.reduces:
@@ -875,15 +875,8 @@ class GroupCall:
         if begun.span is not None:
             group.backward_span.end(begun.span)
         group.register_sharded()
-        if backward.wants_grads:
-            group.accumulate_leaf_grads(self.unsharded)
         if begun.uses_buffer:
             group.release(self.unsharded)
-
-    def gather_again(self) -> None:
-        """Put the weights back where a backward within this one has used their buffer."""
-        self.group.unshard_again(self.unsharded)
-        self._fills = self.unsharded.buffer.fills
 
     def _check_weights(self) -> None:
         buffer = self.unsharded.buffer
@@ -928,8 +921,8 @@ class Backward:
         """Calls that it has begun and not ended."""
         self._unplanned: list[GroupCall] = []
         """Those of them that no plan ends, outermost first."""
-        self.recomputed: list[tuple[ParamGroup, UnshardedParams]] = []
-        """Groups whose buffers are in use by what activation checkpointing has run again."""
+        self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
+        """Buffers in use by what activation checkpointing has run again, by their groups."""
 
     def begin(self, call: GroupCall) -> None:
         """Begin a call."""
@@ -957,26 +950,35 @@ class Backward:
         while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
             self.end(calls.pop())
 
+    def keep_recomputed(self, group: ParamGroup, unsharded: UnshardedParams) -> None:
+        """Keep a buffer after a forward of ``group`` that was run again; a call under way reads these weights too."""
+        self.recomputed.setdefault(group, []).append(unsharded)
+        if any(call.group is group for call in self.begun):
+            del group.registered[-2]
+        else:
+            group.register_sharded()
+
     def release_recomputed(self, group: ParamGroup | None = None) -> None:
         """End the uses of buffers by recomputations, all or those of ``group``: what they saved has been read."""
-        for each in list(self.recomputed) if self.recomputed else ():
-            if group is None or each[0] is group:
-                self.recomputed.remove(each)
-                each[0].release(each[1])
+        for each in tuple(self.recomputed) if group is None else (group,):
+            for unsharded in self.recomputed.pop(each, ()):
+                each.release(unsharded)
 
     def count_uses(self, unsharded: UnshardedParams) -> int:
         """Return how often this backward uses the buffer of ``unsharded``."""
         used = [call.unsharded for call, begun in self.begun.items() if begun.uses_buffer]
-        used += [each for _, each in self.recomputed]
+        used += chain.from_iterable(self.recomputed.values())
         return sum(each.buffer is unsharded.buffer for each in used)
 
     def gather_again(self) -> None:
         """Put weights back whose buffers a backward within this one has used."""
         for call, begun in self.begun.items():
             if begun.uses_buffer:
-                call.gather_again()
-        for group, unsharded in self.recomputed:
-            group.unshard_again(unsharded)
+                call.group.unshard_again(call.unsharded)
+                call._fills = call.unsharded.buffer.fills
+        for group, recomputed in self.recomputed.items():
+            for unsharded in recomputed:
+                group.unshard_again(unsharded)
 
     def end_all(self) -> None:
         """End whatever has begun."""
