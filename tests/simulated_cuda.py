@@ -15,6 +15,7 @@ graph replays the operations of its capture. One rank over NCCL is a modelled wo
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -384,6 +385,11 @@ def _stats() -> dict[str, int]:
     return {"allocation.all.allocated": DEVICE.allocated, "segment.all.allocated": 0, "num_alloc_retries": 0}
 
 
+def _free_bytes() -> int:
+    """The host's free memory: tensors of the device lie there."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class Properties:
     name, total_memory, multi_processor_count, major, minor = "simulated", 139 << 30, 132, 9, 0
     L2_cache_size = 1 << 20
@@ -459,7 +465,7 @@ def install() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: Properties.name,
         "get_device_properties": lambda device=None: Properties,
-        "mem_get_info": lambda device=None: (Properties.total_memory - DEVICE.held_bytes(), Properties.total_memory),
+        "mem_get_info": lambda device=None: (_free_bytes(), Properties.total_memory),
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda device=None: _Current.stream,

@@ -89,7 +89,12 @@ FLIGHTS = {
             (
                 Part("pair2", 150, "python3 bench/gpu/pair.py --world 2 --json $FIGURES", SMALL_PAIR),
                 Part("pair1", 150, "python3 bench/gpu/pair.py --world 1 --json $FIGURES", SMALL_PAIR),
-                Part("engine", 150, f"{PYTEST} -n 4 tests/test_cuda.py", "-n 2 -k 'nothing or over_nccl'"),
+                Part(
+                    "engine",
+                    150,
+                    f"{PYTEST} -n 4 tests/test_cuda.py",
+                    "-n 2 -k 'over_nccl or (nothing and lane and forward)'",
+                ),
                 Part("wires", 150, f"{PYTEST} tests/bench/test_modelled.py", "-k cuda"),
                 Part("order", 150, f"{PYTEST} tests/test_order.py -k on_a_gpu", "-k 'on_a_gpu and 1'"),
                 Part("kernels", 150, f"{PYTEST} -n 6 tests/compression/test_kernels_cuda.py", "-n 2 -k captured"),

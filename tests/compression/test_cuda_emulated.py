@@ -195,6 +195,19 @@ def test_positions_out_of_range_touch_nothing(checks: KernelChecks) -> None:
     assert values[:, 656:].eq(0).all()
 
 
+def test_a_tile_beyond_32_bits_is_found(built: simt.Emulated) -> None:
+    """The number of its first element is more than an ``unsigned`` holds, and its length follows from that number. What
+    is before it in the message is memory that is never touched."""
+    codec, rest, start = codec_of("topk", 256), 4096, (2**32 // PART + 1) * PART
+    message = torch.zeros(1, codec.message_bytes(start + rest), dtype=torch.uint8)
+    end = messages_of("topk", 256, "usual", 1, rest)
+    message[:, codec.body_bytes(start) : codec.body_bytes(start) + end.shape[1]] = end
+    found, expected = torch.full((rest,), torch.nan), torch.zeros(1, rest)
+    codec.decode(end, expected)
+    built.decode_sum(message, NAMES.index("topk"), 256, start + rest, None, 0, found, start, 0)
+    assert found.equal(expected[0])
+
+
 @pytest.mark.parametrize(("turn", "name"), list(enumerate(NAMES)))
 def test_decode_in_parts(checks: KernelChecks, turn: int, name: str) -> None:
     blocks = (64, 256, 4096)
@@ -281,6 +294,7 @@ CHANGES = {
     ),
     "__syncthreads(); // before the next tile takes the workspace": ("codecs/topk.cuh", "", "without a barrier"),
     "__syncwarp(); // every thread has read": ("block.cuh", "// every thread has read", "without a barrier"),
+    "static_cast<long long>(tile) * TILE)": ("codecs/tile.cuh", "tile * TILE)", "test_a_tile_beyond_32_bits_is_found"),
     "max(team_count(count), 1u)": ("codecs/ternary.cuh", "max(count, 1u)", "AssertionError"),
     "block < blocks), codec)": ("encode.cuh", "true), codec)", "not in a tensor"),
     '"--fmad=false", ': ("nvrtc.cpp", "", "option --fmad=false is missing"),

@@ -98,6 +98,30 @@ def test_decode(checks: KernelChecks, name: str) -> None:
                 checks.decode_sum(name, block, message, n, mine, place, PART)
 
 
+LARGE = 2**32 // PART * PART + PART
+"""More elements than 32 bits can count, and a whole number of parts."""
+
+
+def test_messages_beyond_32_bits() -> None:
+    """Parts of a message do not depend on each other, so its end is that of its end alone."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("a message of 4 billion elements and its gradients want 24 GiB")
+    end = numbers("usual", 1, 4096, torch.bfloat16, 4)
+    gradients = torch.zeros(1, LARGE + 4096, dtype=torch.bfloat16, device="cuda")
+    gradients[:, LARGE:] = end.cuda()
+    ops: Any = OPS
+    stream, total = torch.cuda.current_stream().cuda_stream, torch.empty(4096, device="cuda")
+    for name in ("topk", "onebit", "int8", "bf16"):
+        codec, number = codec_of(name, 256), NAMES.index(name)
+        message = torch.empty(1, codec.message_bytes(LARGE + 4096), dtype=torch.uint8, device="cuda")
+        ops.encode(gradients, message, number, 256, None, None, None, 1.0, 1.0, 1.0, 1.0, -1, 0, stream)
+        ops.decode_sum(message, number, 256, LARGE + 4096, None, 0, total, LARGE, stream)
+        alone, expected = torch.zeros(1, codec.message_bytes(4096), dtype=torch.uint8), torch.empty(4096)
+        definition.encode(codec, end, alone)
+        definition.decode_sum(codec, alone, None, 0, expected)
+        assert total.cpu().equal(expected), name
+
+
 @pytest.mark.parametrize("processors", ["1", "7", "100000"])
 def test_any_grid_gives_the_same(monkeypatch: pytest.MonkeyPatch, processors: str) -> None:
     monkeypatch.setenv("YAFSDP_CC_CUDA_SMS", processors)
