@@ -1,8 +1,8 @@
-"""Reading a checkpoint folder without running anything that lies in it, nor believing what does not fit together.
+"""Reads a checkpoint folder without running code from it, and without trusting inconsistent files.
 
 torch loads tensors with ``weights_only``, but the table of contents (``.metadata``) and everything that is not a tensor
-through plain pickle, which runs whatever the file says. Here the table may name torch's checkpoint classes and nothing
-else, and the rest is loaded with ``weights_only`` too.
+through plain pickle, which runs whatever the file says. This reader allows only torch's checkpoint classes in the
+table, and loads everything else with ``weights_only``, too.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _HELD = 256
-"""Files that a reader holds open: processes may have a thousand or so."""
+"""Largest number of open files of a reader: a process may have about a thousand."""
 CRC, EXTRA_SUMS = "crc32", "extra_crc32"
-"""What ``save`` adds to torch's table of contents: to each entry its CRC-32, and those of the ranks' extra files. They
-are attributes that torch's own reader does not look at, and names in files: they stay as they are."""
+"""Attributes that ``save`` adds to torch's table of contents: the CRC-32 of each entry, and those of the ranks' extra
+files. torch's own reader ignores them. They are names in files, which earlier versions' checkpoints need unchanged."""
 
 
 def _layout(name: str) -> torch.layout:
@@ -74,7 +74,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch.serialization", "_get_layout"): _layout,
-    # Where it was written to, on whatever system and under whatever Python: kept as a path that nobody opens.
+    # The folder that the checkpoint was written to, of any system and Python version: unpickled as a path that nobody
+    # opens.
     **{
         (module, name): PurePosixPath
         for module in ("pathlib", "pathlib._local")
@@ -86,7 +87,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class CheckpointReader(FileSystemReader):
     """torch's reader of a folder, which trusts none of its files.
 
-    The files of tensors, up to a number, are open from the beginning: another save may replace the folder meanwhile.
+    The files of tensors, up to a limit, are opened at once: another save may replace the folder meanwhile.
 
     ``contents`` is what the checkpoint holds, ``stored_names`` the names of a model's tensors with wrappers in them, by
     those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
@@ -128,7 +129,7 @@ class CheckpointReader(FileSystemReader):
         return self.contents
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned, each entry once and in the order of the files, as torch's reader does it.
+        """Read the planned entries, each once and in the order of the files, as torch's reader does.
 
         Raises:
             ValueError: an entry is damaged, or is not what the table of contents says.
@@ -169,7 +170,7 @@ class CheckpointReader(FileSystemReader):
         for item in items:
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
-            if target.shape != part.shape:  # copy_ would repeat it
+            if target.shape != part.shape:  # ``copy_`` would broadcast a smaller one
                 raise ValueError(f"{list(part.shape)} of '{index.fqn}' is wanted as {list(target.shape)}")
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -184,7 +185,8 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class DryPlanner(SafePlanner):
-    """Reads all that is planned and keeps what is not a tensor: what is damaged is known before anything is changed."""
+    """Reads all planned entries and stores only those that are no tensors, to find damage before anything is
+    changed."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return torch.empty(read_item.lengths, device="meta")
@@ -195,7 +197,7 @@ class UntrustedError(pickle.UnpicklingError):
 
 
 class _Guard:
-    """Decides what an unpickler may find."""
+    """Decides which names an unpickler may resolve."""
 
     _path: Path
 
@@ -210,7 +212,7 @@ class _Guard:
         return found
 
     def _member(self, kind: object, name: str) -> Any:
-        """Take the place of ``getattr``, by which early patches of Python 3.11 write members of enumerations."""
+        """Replace ``getattr``, by which early patches of Python 3.11 pickle members of enumerations."""
         if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
             raise self._error(f"builtins.getattr of {kind!r} and {name!r}")
         return metadata._MEM_FORMAT_ENCODING[name]
@@ -223,15 +225,16 @@ class _Guard:
 
 
 class _Unpickler(_Guard, pickle.Unpickler):
-    """For what has a checksum."""
+    """Unpickler for content with a checksum."""
 
 
 class _CarefulUnpickler(_Guard, pickle._Unpickler):
-    """In Python, ten times as slow: of one changed bit the native one may make a list that fills all memory."""
+    """Unpickler for content without a checksum, in Python and ten times slower: the native one may, for one changed
+    bit, make a list that fills all memory."""
 
 
 def _unpickle(content: bytes, path: Path, is_sealed: bool) -> Metadata:
-    # A pickle may set attributes of what it names, classes too: no class shall be another one afterwards.
+    # a pickle may set attributes of objects that it names, but must not change a class
     kinds = {kind for kind in _ALLOWED.values() if isinstance(kind, type)}
     before = {kind: dict(vars(kind)) for kind in kinds}
     file = io.BytesIO(content)
@@ -241,7 +244,7 @@ def _unpickle(content: bytes, path: Path, is_sealed: bool) -> Metadata:
         contents = unpickler.load()
     except UntrustedError:
         raise
-    except Exception as error:  # whatever the opcodes of a damaged file come upon
+    except Exception as error:  # the opcodes of a damaged file may raise anything
         raise ValueError(f"{type(error).__name__}: {error}") from error
     finally:
         for kind in kinds:
@@ -266,10 +269,10 @@ def _restore(kind: type, attributes: dict[str, Any], path: Path) -> None:
 
 
 def _check_contents(contents: Metadata) -> None:
-    """See that a table of contents agrees with itself: of what torch has written by itself there is no checksum.
+    """Check that a table of contents is consistent; torch's own tables have no checksum.
 
     Raises:
-        Exception: of any type, where it does not.
+        Exception: of any type, if it is not.
     """
     stored, entries = contents.state_dict_metadata, contents.storage_data
     wanted = set()
@@ -320,7 +323,7 @@ def _tile(stored: TensorStorageMetadata) -> bool:
 
 
 def _check_files(folder: Path, contents: Metadata) -> list[str]:
-    """See that the files are there, and return their names."""
+    """Check that the files exist, and return their names."""
     ends: Counter[str] = Counter()
     for place in (contents.storage_data or {}).values():
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
