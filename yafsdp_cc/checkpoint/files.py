@@ -124,7 +124,9 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            shutil.rmtree(self._previous, ignore_errors=True)  # left by an earlier turn: another save has put a newer one at the path
+            shutil.rmtree(
+                self._previous, ignore_errors=True
+            )  # left by an earlier turn: another save has put a newer one at the path
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
         _sync(self._path.parent)

@@ -1,7 +1,7 @@
 """``load``: a checkpoint of any number of ranks, from this package or from FSDP2, into a model and its optimizer.
 
-Whether it fits and is whole is known before anything is read into them: all of it is read twice, and compared with its
-checksums, so that no second copy of the model is held.
+A checkpoint that does not fit or is damaged is refused before anything is changed: its files are read twice, the first
+time only to verify checksums, so that no second copy of the model is held.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _SHOWN = 8
-"""Differences that a message lists."""
+"""Number of differences that a message lists."""
 _TRIES = 100
-"""Checkpoints at one path that a load begins to read, each replaced by another before it was read."""
+"""Number of checkpoints at one path that a load begins to read while saves replace them."""
 
 
 class _ReplacedError(RuntimeError):
@@ -60,7 +60,7 @@ class _ReplacedError(RuntimeError):
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Read what ``save``, or torch's, of ``{"model": ..., "optimizer": ...}``, has written. A collective.
+    """Load a checkpoint of ``save``, or torch's one of ``{"model": ..., "optimizer": ...}``. A collective.
 
     Each rank reads its own parts, straight into the parameters. No code from the files is ever run. A
     checkpoint that does not fit, or is damaged, is refused by all ranks alike before anything is changed.
@@ -68,12 +68,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     Args:
         path: a checkpoint's folder.
         model: sharded over any number of ranks, by this package or FSDP2, or plain.
-        optimizer: of this model's parameters, in the groups that it had; or several; None leaves their state in the
-            folder.
+        optimizer: the optimizer of this model's parameters, in the groups that it had; or several; None loads no
+            optimizer state.
 
     Returns:
-        The ``extra`` that this rank has saved. With another number of ranks than then, what all had saved alike; a
-        warning names what is left out.
+        The ``extra`` that this rank has saved. With another number of ranks, the values that all ranks saved alike; a
+            warning names those left out.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``, for any rank.
