@@ -87,11 +87,12 @@ class ShardSection(BaseModel):
     model_config = _STRICT
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
-    """What is sharded: 1, optimizer state; 2, gradients too; 3, parameters too. Less is faster, and larger."""
+    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. A lower stage is faster, and
+    larger."""
     replicate: Positive = 1
     """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
-    """What is gathered together: class names or patterns of module names; auto finds the repeated blocks."""
+    """Modules that are gathered together: class names or patterns of module names; auto finds the repeated blocks."""
     ownership: Literal["flat", "matrix"] | Annotated[list[Text], Field(min_length=1)] = "flat"
     """What ranks own of a parameter: flat, a range of its elements; matrix, whole matrices of the blocks, for Muon; or
     patterns of the names of parameters that lie whole. Not with fully_shard."""
@@ -122,11 +123,12 @@ class PrecisionSection(BaseModel):
     model_config = _STRICT
 
     param: Dtype | None = None
-    """Of the forward, the backward and the gathered weights: bf16 halves their bytes; the optimizer's stay."""
+    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer's weights
+    keep theirs."""
     reduce: Dtype | None = None
-    """Of gradients on the network; null: as param. fp32 where many ranks are summed."""
+    """Dtype of gradients on the network; null: as param. Use fp32 where many ranks are summed."""
     output: Dtype | None = None
-    """Of the model's output."""
+    """Dtype of the model's output."""
     cast_forward_inputs: bool = True
     """Whether the model's inputs are cast to param."""
 

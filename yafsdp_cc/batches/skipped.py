@@ -106,7 +106,7 @@ class _Op(NamedTuple):
     whether its sum continues over replicas."""
 
 
-# What ranks have issued, and how they learn that one has failed -----------------------------------------------------
+# Logs of issued collectives, and news of failures -----------------------------------------------------------------
 
 
 @dataclass

@@ -531,7 +531,7 @@ def _ops_for(device: torch.device, mode: str) -> Any:
         return torch.ops.yafsdp_cc
     if mode == "1":
         raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}")
-    factor = "10 to 90 times " if device.type == "cpu" else ""  # by codec, as measured by bench/kernels.py
+    factor = "10 to 90 times " if device.type == "cpu" else ""  # factors by codec, measured by bench/kernels.py
     _logger.warning("gradients are encoded by plain torch, %sslower: %s", factor, missing)
     return None
 

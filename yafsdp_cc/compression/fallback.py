@@ -154,7 +154,7 @@ class CodecFallback(CompressionObserver):
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedReadback(len(found), torch.float64, state.context.device)
-        # on CUDA the numbers of the previous judgement, as reading these would synchronize
+        # on CUDA these are the numbers of the previous judgement: reading the present ones would synchronize
         numbers = self._readback.receive(found)
         if numbers is not None:
             self._act(measured, numbers)

@@ -1,4 +1,4 @@
-"""The compressed reduce-scatter, and what it shares with the compressed all-reduce (``all_reduce``).
+"""The compressed reduce-scatter, and the base ``CompressedSum`` that it shares with the all-reduce (``all_reduce``).
 
     gradients   | chunk 0 | chunk 1 | chunk 2 |        of rank 1, whose own chunk stays as it is
                      │                   │
@@ -432,7 +432,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if comm.world > 1:
             if self._has_deferred and self._poison is not None:
                 for chunks in other_chunks(grads, self.flat.layout, -1):
-                    chunks.values[:, 0].add_(self._poison)  # a NaN in every message tells all ranks of it
+                    # a NaN in every message tells every rank that deferred gradients were not finite
+                    chunks.values[:, 0].add_(self._poison)
             self.sent_bytes = encoder.sent_bytes()
             works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:

@@ -1,4 +1,4 @@
-"""Communication streams: where collectives are issued, and what their consumers wait on.
+"""Communication streams issue collectives, and their handles are what consumers wait for.
 
 One schedule runs on two kinds of device. On CUDA a ``CommStream`` is a side stream: a collective and what completes it
 (decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's
@@ -149,9 +149,9 @@ class CudaCommStream(CommStream):
         if after is not None:
             self.side.wait_event(after.event)
         with torch.cuda.stream(self.side):
-            # NCCL runs what is not asynchronous on the current stream and returns nothing to wait for, or something
-            # whose wait is an event. gloo copies to the host and back on streams of its own: its wait blocks the
-            # caller until the exchange is over, and this stream until the copy back is.
+            # NCCL runs synchronous collectives on the current stream and returns no work, or one whose wait is an
+            # event. gloo copies to the host and back on streams of its own: its wait blocks the caller until the
+            # exchange is over, and this stream until the copy back is.
             for work in start(False):
                 work.wait()
             if finish is not None:

@@ -102,7 +102,7 @@ class Exact(Encoding):
 
 
 Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
-"""How a codec's message x̂ of a block x comes out:
+"""How the message x̂ of a block x is rounded:
 
 "stochastic": right on average, where the codec can round so, else to nearest
 "scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x. Behind a

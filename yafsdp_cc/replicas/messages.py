@@ -255,7 +255,8 @@ class PeerMailbox:
         if not self._received_header[0].isnan():
             return True
         now = time.monotonic()
-        self._silence += min(now - self._looked, self._patience / 10)  # count a pause of all ranks only in part
+        # cap each interval, so that a pause of all ranks (a suspended job) does not count as silence
+        self._silence += min(now - self._looked, self._patience / 10)
         self._looked = now
         if self._silence > self._patience:
             raise RuntimeError(f"{self._name(self._source)} has ended or hangs: no message for {self._patience:g} s")
@@ -296,7 +297,7 @@ class PeerMailbox:
         self._receipt = self._group.send([self._sent_receipt], self._source, _RECEIPT_TAG)
 
     def send_end(self) -> None:
-        """Send the end: no more messages before ``reopen``. It follows those in flight."""
+        """Send the end, behind all messages in flight: no more messages before ``reopen``."""
         self._sent_end.fill_(_END)
         self._end = self._group.send([self._sent_end], self._to, _HEADER_TAG)
 

@@ -193,7 +193,7 @@ def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> st
             (f"  {name.replace('_', ' ')}", *(f"{each._asdict()[name]:.4g}" for each in times))
             for name in times[0]._fields
         ]
-        if ":" not in asked.model:  # such a model's batch is unknown
+        if ":" not in asked.model:  # the batch of a user's module:factory is unknown
             tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE)
             shown += [("  tokens / s and rank", *(f"{tokens / each.total:,.0f}" for each in times))]
     lines.append(table(*shown))

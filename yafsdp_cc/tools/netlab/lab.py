@@ -103,7 +103,7 @@ class Lab:
             self._keeper.send(None)
         self._keeper.close()
         os.waitpid(self._keeper_pid, 0)
-        shutil.rmtree(self._folder, ignore_errors=True)  # for the case that the keeper is killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # a keeper that was killed has left the folder
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return its picklable results in rank
