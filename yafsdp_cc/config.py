@@ -87,7 +87,7 @@ class ShardSection(BaseModel):
     model_config = _STRICT
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
-    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. A lower stage is faster, and
+    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. Lower is faster, and
     larger."""
     replicate: Positive = 1
     """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
@@ -123,8 +123,8 @@ class PrecisionSection(BaseModel):
     model_config = _STRICT
 
     param: Dtype | None = None
-    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer's weights
-    keep theirs."""
+    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer keeps its
+    own."""
     reduce: Dtype | None = None
     """Dtype of gradients on the network; null: as param. Use fp32 where many ranks are summed."""
     output: Dtype | None = None
@@ -300,8 +300,7 @@ _MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
-    """Reads JSON's types only, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and duplicate keys are
-    refused."""
+    """Reads JSON's types only, written as in YAML 1.2: 1:4 and 2026-01-01 are text, duplicate keys are refused."""
 
     yaml_constructors: ClassVar = {
         tag: construct

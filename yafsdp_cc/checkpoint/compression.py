@@ -66,8 +66,7 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of compression for the checkpoint's sharded state. A collective, to be called before
-    ``local_state``."""
+    """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``."""
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found

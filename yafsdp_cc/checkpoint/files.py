@@ -208,8 +208,8 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Turn errors of torch's native code into the ``OSError`` behind them; for a full disk, with bytes free and
-    needed."""
+    """Turn errors of torch's native code into the ``OSError`` behind it; for a full disk, with free and needed
+    bytes."""
     free = shutil.disk_usage(folder).free
     try:
         yield

@@ -99,8 +99,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
 
 def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
-    """Load the checkpoint that is at ``path`` now; after any error the caller checks whether another save replaced
-    it."""
+    """Load the checkpoint that is at ``path`` now; after an error the caller checks whether a save replaced it."""
     group = ranks.front
     with together(group):
         folder = files.complete(path)

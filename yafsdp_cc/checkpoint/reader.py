@@ -185,8 +185,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class DryPlanner(SafePlanner):
-    """Reads all planned entries and stores only those that are no tensors, to find damage before anything is
-    changed."""
+    """Reads all planned entries and stores only those that are no tensors, to find damage before any change."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return torch.empty(read_item.lengths, device="meta")

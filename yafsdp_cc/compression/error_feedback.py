@@ -122,8 +122,8 @@ class Residual(NamedTuple):
         return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite the residual with ``fresh`` [messages, n] fp32; given ``where`` [messages, blocks] bool, only those
-        blocks."""
+        """Overwrite the residual with ``fresh`` [messages, n] fp32; only in blocks ``where`` [messages, blocks] is
+        true."""
         blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)

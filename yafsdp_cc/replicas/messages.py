@@ -302,7 +302,7 @@ class PeerMailbox:
         self._end = self._group.send([self._sent_end], self._to, _HEADER_TAG)
 
     def reopen(self) -> None:
-        """Wait until all messages, ``send_end`` included, have been received, and start anew; the source must do so,
+        """Wait until all messages, ``send_end`` included, have been received, and start anew, as the source must,
         too."""
         self._wait(self._end, self._to)
         self._wait_sent()

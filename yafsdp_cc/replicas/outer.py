@@ -632,8 +632,7 @@ class _Fragment:
 
 
 def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
-    """Yield runs of adjacent parameters with about a ``count``-th of all elements each; fewer if parameters are too
-    large."""
+    """Yield runs of adjacent parameters of about a ``count``-th of all elements; fewer if some are too large."""
     sizes = [each.numel() for each in parameters]
     middles = [after - size / 2 for after, size in zip(accumulate(sizes), sizes, strict=True)]
     places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]

@@ -238,8 +238,7 @@ class Overlap(ReplicaSync):
         return 2 * self.comm.world
 
     def _show(self, step: _Step, divisor: int) -> None:
-        """Put the mean of a step's gradients in ``.grad``, and the weights that it will be committed to in the
-        parameters."""
+        """Put the mean of a step's gradients in ``.grad``, and the committed weights in the parameters."""
         for parameter, total, used in zip(self.parameters.values(), self._sum.total.views, step.used, strict=True):
             _set_grad(parameter, total if used else None, divisor)
         torch._foreach_copy_(self.locals(), self._committed)

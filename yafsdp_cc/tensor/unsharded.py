@@ -111,8 +111,7 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
 
 
 def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks'
-    handles."""
+    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks."""
 
     def hook(*_: Any) -> None:
         under_way = torch._C._current_graph_task_id() != -1 or any(

@@ -87,8 +87,7 @@ class Activations(NamedTuple):
         return max(*peaks, held + self.outside)
 
     def fewest_checkpointed(self, room: int) -> int | None:
-        """Return the number of blocks that must be checkpointed for ``room`` bytes to suffice; None if none
-        suffices."""
+        """Return the number of blocks that must be checkpointed for ``room`` bytes to suffice; None: never."""
         return next((count for count in range(len(self.blocks) + 1) if self.peak(count) <= room), None)
 
 
@@ -312,8 +311,7 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
 ) -> tuple[Activations, dict[str, float], dict[str, float], dict[str, float]]:
-    """Return activations, and operations by module name: those of the forward, of all, and those that a checkpoint
-    repeats."""
+    """Return activations, and operations by module name: of the forward, of all, and those a checkpoint repeats."""
     tracker = MemTracker()
     tracker.track_external(model)
     before = _total(tracker.get_tracker_snapshot())

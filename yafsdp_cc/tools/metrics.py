@@ -136,8 +136,7 @@ class Metrics:
         self._since, self._counted = time.perf_counter(), sent
 
     def record(self, **values: Tensor | float) -> None:
-        """Write figures from outside of steps, such as ``val_loss``; the time since the last step is not counted as
-        training."""
+        """Write figures from outside of steps, such as ``val_loss``; time since the last step is not training."""
         self._write("eval", {**self._means(values), "step": self.steps_made})
         now = time.perf_counter()
         self._since += now - max(self._stepped, self._since)
@@ -269,8 +268,7 @@ class _StepClock:
         self._marks.append((begins, event))
 
     def parts(self, steps: int) -> dict[str, float]:
-        """Return seconds of each part of a step since the last call. A backward ends at the next forward or optimizer
-        step."""
+        """Return seconds of the parts of a step since the last call. A backward ends with the next forward or step."""
         found: dict[str, float] = defaultdict(float)
         if self._on_cuda and self._marks:
             self._marks[-1][1].synchronize()

@@ -137,8 +137,7 @@ def _launch(
     """Run the ranks until they end; return the exit status."""
 
     class Agent(LocalElasticAgent):
-        """torch's agent, which also reports failures before it restarts ranks; torch's own reports only the last
-        ones."""
+        """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -296,8 +295,7 @@ class FreshStores(RendezvousHandler):
 
 
 def _listening_store(address: str, *, everywhere: bool = False) -> TCPStore:
-    """Return a store that listens on a free port, on this ``address`` alone if possible, else on all interfaces as
-    torch's own."""
+    """Return a store that listens on a free port, of this ``address`` alone, or of all interfaces as torch's own."""
     if everywhere:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
     family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -311,7 +309,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank ended. Killed ranks, and those without our runner, wrote no error file, and have no time or
+    """How a rank ended. Killed ranks, and those without our runner, wrote no error file, so without time or
     traceback."""
 
     time_ns: int

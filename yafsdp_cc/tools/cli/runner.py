@@ -128,8 +128,7 @@ def _dump_collectives() -> None:
 
 
 def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
-    """Handle the first Ctrl-C only: the terminal and the launcher may both send one, and the second would break the
-    exit."""
+    """Handle the first Ctrl-C only: terminal and launcher may both send one, and a second would break the exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -92,8 +92,7 @@ def _make_namespaces(machines: int) -> list[int]:
 
 
 def _connect(held: list[int], relayed: bool, single: bool) -> None:
-    """Join the machines by a bridge, unless a relay takes the ports; ``single``: whether every packet must be a
-    frame."""
+    """Join the machines by a bridge, unless a relay takes the ports; ``single``: every packet is to be a frame."""
     # the relay reads the addresses' last bytes
     hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]
     hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]

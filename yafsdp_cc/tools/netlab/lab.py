@@ -129,8 +129,7 @@ class Lab:
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
-        """Return the bytes that every machine has sent and received since the lab began; a rank's body may call it,
-        too."""
+        """Return the bytes that every machine has sent and received since the lab began; also for a rank's body."""
         return self.links.traffic()
 
     def bytes(self) -> list[Traffic]:

@@ -93,8 +93,7 @@ class Overlap(NamedTuple):
 
 
 def measure(trace: Trace) -> Overlap:
-    """Return the exposed communication of a trace by kind and by unit, and the slowdown of kernels beside
-    communication."""
+    """Return exposed communication by kind and by unit, and the slowdown of kernels beside communication."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     by_group: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for each in trace.activities:

@@ -261,8 +261,7 @@ def _labelled(launches: Iterable[_Launch], ranges: Iterable[_Range]) -> Iterable
 
 
 def _label(name: str, inside: list[str]) -> tuple[Kind, str]:
-    """Return the kind of an activity, and its unit, from its name and the ranges around its launch, inner ones
-    first."""
+    """Return the kind of an activity, and its unit, by its name and the ranges around its launch, inner first."""
     around = [(match[1], match[2] or match[1]) for match in map(_UNIT.match, inside) if match]
     sends = next(((_SENDS[kind], unit) for kind, unit in around if kind in _SENDS), None)
     if _COMMUNICATES.search(name):
