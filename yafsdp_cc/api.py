@@ -116,8 +116,7 @@ class _Arguments(NamedTuple):
     def check_subclasses(
         self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = (), *, is_complete: bool
     ) -> None:
-        """Raise a ``ValueError`` if a parameter of a tensor subclass cannot be sharded, or not ``whole`` where it is in
-        that list."""
+        """Raise a ``ValueError`` if a parameter of a tensor subclass cannot be sharded, or not ``whole`` if asked."""
         given = {"compresses": self.compression is not None, "offloads": self.host is not None}
         check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
 
@@ -641,8 +640,7 @@ def _end_process_group() -> None:
 
 
 def _everybody(mesh: object) -> list[dist.ProcessGroup]:
-    """Return the groups in which all ranks refuse arguments together: the world, unless the mesh leaves some ranks
-    out."""
+    """Return the groups in which all ranks refuse arguments together: the world, if the mesh has all of it."""
     assert dist.group.WORLD is not None
     if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
@@ -706,8 +704,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:
-    """Return whether weights are kept after the forward, and the number of ranks that hold a secondary shard; 0 for
-    none."""
+    """Return whether weights are kept after the forward, and how many ranks hold a secondary shard (0: none)."""
     if reshard is None or isinstance(reshard, bool):
         return reshard is False, 0
     if not isinstance(reshard, int):

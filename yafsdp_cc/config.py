@@ -87,11 +87,12 @@ class ShardSection(BaseModel):
     model_config = _STRICT
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
-    """What is sharded: 1, optimizer state; 2, gradients too; 3, parameters too. Less is faster, and larger."""
+    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. Lower is faster, and
+    larger."""
     replicate: Positive = 1
     """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
-    """What is gathered together: class names or patterns of module names; auto finds the repeated blocks."""
+    """Modules that are gathered together: class names or patterns of module names; auto finds the repeated blocks."""
     ownership: Literal["flat", "matrix"] | Annotated[list[Text], Field(min_length=1)] = "flat"
     """What ranks own of a parameter: flat, a range of its elements; matrix, whole matrices of the blocks, for Muon; or
     patterns of the names of parameters that lie whole. Not with fully_shard."""
@@ -122,11 +123,12 @@ class PrecisionSection(BaseModel):
     model_config = _STRICT
 
     param: Dtype | None = None
-    """Of the forward, the backward and the gathered weights: bf16 halves their bytes; the optimizer's stay."""
+    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer keeps its
+    own."""
     reduce: Dtype | None = None
-    """Of gradients on the network; null: as param. fp32 where many ranks are summed."""
+    """Dtype of gradients on the network; null: as param. Use fp32 where many ranks are summed."""
     output: Dtype | None = None
-    """Of the model's output."""
+    """Dtype of the model's output."""
     cast_forward_inputs: bool = True
     """Whether the model's inputs are cast to param."""
 
@@ -298,8 +300,7 @@ _MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
-    """Reads JSON's types only, written as in YAML 1.2: 1:4, 010 and 2026-01-01 are text, and duplicate keys are
-    refused."""
+    """Reads JSON's types only, written as in YAML 1.2: 1:4 and 2026-01-01 are text, duplicate keys are refused."""
 
     yaml_constructors: ClassVar = {
         tag: construct

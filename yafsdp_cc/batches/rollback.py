@@ -123,8 +123,7 @@ class BatchRollback:
         self._undo.append(partial(group.restore_grads, grads, deferred, written))
 
     def _save_unreduced(self, state: FSDPState) -> None:
-        """Save gradients of replicated parameters and partial sums over a shard's ranks that a later backward will
-        sum."""
+        """Save gradients of replicated parameters and partial sums over a shard's ranks for a later backward."""
         replicated, context = state.replicated, state.context
         written = [param.written for param in replicated.params]
         for param in replicated.params:
@@ -209,8 +208,7 @@ class BatchRollback:
 
 
 def _kind_of(value: Any) -> type | None:
-    """Return whether a value is a tensor, a container (as list), or an object with state of compression; None
-    otherwise."""
+    """Return whether a value is a tensor, a container (as list), or an object of compression; else None."""
     kind = type(value)
     if kind not in _kinds:
         meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))

@@ -106,7 +106,7 @@ class _Op(NamedTuple):
     whether its sum continues over replicas."""
 
 
-# What ranks have issued, and how they learn that one has failed -----------------------------------------------------
+# Logs of issued collectives, and news of failures -----------------------------------------------------------------
 
 
 @dataclass
@@ -352,8 +352,7 @@ _open: list[_Block] = []
 
 
 def check_outside_of_block(what: str) -> None:
-    """Raise an ``OutsideOnlyError`` within ``skip_together``: a failed rank could not issue the collectives of
-    ``what``."""
+    """Raise an ``OutsideOnlyError`` within ``skip_together``: a failed rank could not take part in ``what``."""
     if _open:
         raise OutsideOnlyError(
             f"{what} within skip_together: a rank that has failed cannot take part in it, only in the collectives of "

@@ -1,5 +1,4 @@
-"""Data that ends on some ranks before others: all ranks continue together, and means are over ranks that had a
-batch."""
+"""Data that ends on some ranks before others: all ranks continue together, and means are over ranks with a batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compression in a checkpoint: residuals and kept weights, for any number of ranks and as they are for the same ones.
+"""Compression in a checkpoint: residuals and kept weights, for any number of ranks, and unchanged for the same ranks.
 
-Kept weights are those that deltas build on (``compression.all_gather``).
+Kept weights are the gathered weights that deltas build on (``compression.all_gather``).
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.engine.state import FSDPState
 
-# Names in files: they stay as they are, or checkpoints of earlier versions would not load.
+# Names in files; earlier versions' checkpoints need them unchanged
 RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
-"""In each rank's extra file; all but ``LOCAL`` and ``CLIP`` are alike on all ranks."""
+"""Keys in each rank's extra file; all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` where users' names are taken."""
+    """Raise a ``ValueError`` if a user's name is one of these."""
     if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return what this rank's extra file holds of compression; nothing of a model without."""
+    """Return the entries of compression for this rank's extra file; none for a model without."""
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
     _, behind = kept_weights(state)
     saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
-    # A scheduler may have changed the optimizer's decay since the last forward: residuals are of the one before.
+    # a scheduler may have changed the optimizer's decay since the last forward; residuals have the old one
     saved |= {DECAY: (schedule.beta, schedule.share), ROUNDED: rounded_sums(state)}
     if (fallback := CodecFallback.of(state)) is not None:
         saved[FALLBACK] = fallback.state_dict()
@@ -66,21 +66,22 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the checkpoint's state holds of compression. A collective, to be called before ``local_state``."""
+    """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``."""
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
     if (fallback := CodecFallback.of(state)) is not None:
-        fallback.judge()  # what it has measured, which has no place in a checkpoint
-    schedule.count_step()  # of the last optimizer step, which no forward has followed: it may have ended the warm-up
+        fallback.judge()  # an open measurement has no place in a checkpoint
+    schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
     saved = {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state), KEPT: kept_weights(state)[0]}
     return {part: tensors for part, tensors in saved.items() if tensors}
 
 
 def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
-    """Return what torch loads the checkpoint's ``sharded_state`` into: of parameters for which the model has it, too.
+    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, for parameters that the model has
+    residuals of.
 
-    Where training is to go on, a warning names those for which it has not.
+    If training is to continue, a warning names the parameters for which the checkpoint has none.
     """
     found = _compressed(model)
     paths = (contents.planner_data or {}).values()
@@ -103,11 +104,11 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
 
 
 def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], group: Group) -> None:
-    """Go on with what the checkpoint has of compression, of which ``extra`` is rid afterwards. A collective.
+    """Load the checkpoint's state of compression, and remove its entries from ``extra``. A collective.
 
     Args:
         model: its shards have their weights already.
-        loaded: with what was loaded into ``empty_state``.
+        loaded: ``empty_state`` after loading.
         extra: this rank's extra file.
         group: the ranks.
     """
@@ -119,16 +120,18 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
     with refused_together(*group):
         if steps is not None:
             schedule.resume(steps)
-            state.outdated |= not schedule.phase.encodes  # scratch for exact sums may not be there any more
+            state.outdated |= not schedule.phase.encodes  # the scratch buffers of exact sums may be gone
         resume_rounding(state, rounded)
         schedule.resume_decay(decay)
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
             fallback.load_state_dict(fallen)
-        # An exact step, from which clipping is learned, is one of a whole first moment: none of it may be in residuals.
+        # an exact step, in which clipping limits are measured, needs the whole first moment: none of it may be in
+        # residuals
         ready = clip is not None or schedule.clip is None
         fits = ready and local is not None and load_local_residuals(state, local)
         schedule.resume_clip(clip if fits else None, state.context.device)
-    if not all(all_gather_objects(fits, group)):  # start with empty residuals, and add those of all to the next sums
+    # start with empty residuals, and add the mean of the saved ones to the next sums
+    if not all(all_gather_objects(fits, group)):
         carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
         load_estimates(state, loaded.get(ESTIMATES, {}))
     if KEPT in loaded:

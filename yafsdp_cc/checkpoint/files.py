@@ -1,4 +1,4 @@
-"""The files of a checkpoint: a folder that is complete or not there, and in it an extra file of each rank.
+"""The files of a checkpoint: a folder that is either complete or absent, with an extra file of each rank.
 
     step-10                      complete, always
     step-10.saving-1f3a90c2/     the folder of one save: under way, or left behind by one that was killed
@@ -6,9 +6,9 @@
         new                      what is being written; it changes places with ``step-10`` in one step
         previous                 what was at ``step-10``, where the file system knows no such step
 
-Whenever jobs are killed, and however many save there, ``step-10`` or, if that is missing, a ``previous`` is the whole
-of one save. Extra files hold what travels beside the model and is each rank's own, ``extra_<rank>_of_<ranks>.pt``. A
-damaged file is a ``ValueError`` that names it.
+Whenever jobs are killed, and however many save to one path, ``step-10`` or, if that is missing, a ``previous`` is the
+whole of one save. Extra files, ``extra_<rank>_of_<ranks>.pt``, hold each rank's own data beside the model. A damaged
+file is a ``ValueError`` that names it.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
-"""The files of a checkpoint."""
+"""Patterns of the files of a checkpoint."""
 _TABLE, _LOCK, _PREVIOUS = ".metadata", "lock", "previous"
 _TRIES = 20
 _AT_ONCE = 1 << 20
-"""Bytes that are checked at a time."""
+"""Bytes that a checksum reads at a time."""
 
 
 # The folder
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """Return the folder that ``path`` means: where links lead, for a rename would replace a link, not its target."""
+    """Return the folder that ``path`` means, with links resolved: a rename would replace a link, not its target."""
     return Path(path).resolve()
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the folders of saves to ``path`` that are under way or were killed, also of earlier versions."""
+    """Return the folders of saves to ``path`` that are under way or were killed, earlier versions' folders included."""
     ours = re.compile(re.escape(path.name) + r"\.(saving(-[0-9a-f]{8})?|previous)")
     return [each for each in path.parent.iterdir() if ours.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
 def complete(path: Path) -> Path:
-    """Return the folder to read for ``path``: what was there before, if a save was killed between two renames."""
-    for _ in range(3):  # another save may put its checkpoint there, and delete the previous one, between two looks
+    """Return the folder to read for ``path``: the previous checkpoint, if a save was killed between two renames."""
+    # another save may complete the path and delete the previous checkpoint between two looks: look again
+    for _ in range(3):
         if path.exists():
             break
         kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
@@ -72,7 +73,7 @@ def complete(path: Path) -> Path:
 
 
 def version(path: Path) -> tuple[int, int]:
-    """Return what tells one save at ``path`` from another that replaces it: two numbers of its table of contents."""
+    """Return an id of the save at ``path``: two numbers of its table of contents, which differ after a replacement."""
     with suppress(OSError), (complete(path) / _TABLE).open("rb") as table:
         found = os.fstat(table.fileno())
         return found.st_ino, found.st_mtime_ns
@@ -80,23 +81,24 @@ def version(path: Path) -> tuple[int, int]:
 
 
 class Replacement:
-    """What shall be at a path, written beside it in a folder that no other save has. For one rank to make.
+    """A new content of ``path``, written beside it in a folder that no other save has. One rank makes it.
 
     Close it at the end, whether it was committed or not. ``new`` is the folder to write into.
 
     Args:
-        path: the folder that shall be.
-        replaceable: patterns of the files that may be at ``path`` already, and go when the new folder takes its place.
+        path: the folder to replace or create.
+        replaceable: patterns of files that may be at ``path`` already, and are deleted when the new folder takes its
+            place.
 
     Raises:
-        ValueError: there is something else at ``path``.
+        ValueError: ``path`` holds other files.
     """
 
     def __init__(self, path: Path, replaceable: Sequence[str] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._replaceable = path, replaceable
         self._check_what_is_there()
-        if path.exists():  # else what is left behind may be all that there is
+        if path.exists():  # otherwise a killed save's folder may hold the only checkpoint
             _clear(path)
         self._folder, self._lock = _locked_folder(path)
         self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
@@ -111,9 +113,9 @@ class Replacement:
                 raise ValueError(f"{path} holds '{name}', which would be lost: choose another path, or move that away")
 
     def commit(self) -> None:
-        """Put what was written in its place, when all ranks have written; and clear what killed saves left behind."""
+        """Replace ``path`` by the new folder, when all ranks have written; delete the folders of killed saves."""
         _sync(self.new)
-        with suppress(FileNotFoundError):  # another save may replace it at this moment
+        with suppress(FileNotFoundError):  # another save may replace the path at this moment
             self._check_what_is_there()
         while not (self._replaceable and _exchange(self.new, self._path)):
             try:
@@ -122,7 +124,9 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            shutil.rmtree(self._previous, ignore_errors=True)  # from another time round: a newer one is there now
+            shutil.rmtree(
+                self._previous, ignore_errors=True
+            )  # left by an earlier turn: another save has put a newer one at the path
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
         _sync(self._path.parent)
@@ -131,28 +135,28 @@ class Replacement:
         _clear(self._path)
 
     def close(self) -> None:
-        """Delete the folder of this save, with what was replaced, or what was written in vain."""
+        """Delete the folder of this save, with the replaced or the useless content."""
         if self._lock.closed:
             return
         if self._previous.exists() and not self._path.exists():  # the second of two renames failed
             os.rename(self._previous, self._path)
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # by hand: a forked process may have the file open, too
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # unlock explicitly: a forked process may have the file open, too
         self._lock.close()
 
 
 def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
-    """Make the folder of one save, and lock it until the process ends; where the file system has no locks, do not."""
+    """Make the folder of one save, and lock it until the process ends, unless the file system has no locks."""
     for _ in range(_TRIES):
         folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
-        # Another save may take it for left behind before it is locked, and delete it.
+        # another save may delete the folder as left behind before it is locked: try again
         with suppress(FileExistsError, FileNotFoundError, BlockingIOError):
             folder.mkdir()
             file = (folder / _LOCK).open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # else the file system has none
+            except OSError as error:  # the file system has no locks
                 if isinstance(error, BlockingIOError):
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
@@ -161,24 +165,24 @@ def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _clear(path: Path) -> None:
-    """Delete what saves to ``path`` have left behind that were killed; not those of live processes."""
+    """Delete the folders of killed saves to ``path``, not those of live processes."""
     for folder in _folders(path):
         try:
             with (folder / _LOCK).open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except FileNotFoundError:  # of an earlier version, or half deleted; or made at this moment: empty, then
+        except FileNotFoundError:  # of an earlier version, half deleted, or just made and still empty
             with suppress(OSError):
                 folder.rmdir()
             if not (folder / _LOCK).exists():
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # it lives, or the file system has no locks to tell
+        except OSError:  # the process is alive, or the file system has no locks
             continue
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; return False if one is missing, or the system cannot."""
-    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux's
+    """Exchange two folders in one step; return False if one is missing, or the system cannot."""
+    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # a system call of Linux
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
@@ -196,7 +200,7 @@ def _sync(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise an ``OSError`` where fewer than ``needed`` bytes are free; where the file system does not tell, do not."""
+    """Raise an ``OSError`` if fewer than ``needed`` bytes are free, as far as the file system tells."""
     usage = shutil.disk_usage(folder)
     if usage.total and usage.free < needed:
         raise _no_space(folder, needed, usage.free)
@@ -204,7 +208,8 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Raise the ``OSError`` behind what torch's native code makes of it; of a full disk, with bytes free and needed."""
+    """Turn errors of torch's native code into the ``OSError`` behind it; for a full disk, with free and needed
+    bytes."""
     free = shutil.disk_usage(folder).free
     try:
         yield
@@ -220,17 +225,17 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    where = folder.parent.parent  # beside which it shall be
+    where = folder.parent.parent  # the parent folder
     text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 
 
 @contextmanager
 def reading(file: Path, part: str = "") -> Iterator[None]:
-    """Raise whatever a damaged file makes of its reader as a ``ValueError`` that names it, and ``part`` of it.
+    """Turn any error of reading a damaged file into a ``ValueError`` that names the file, and the ``part`` of it.
 
     Raises:
-        pickle.UnpicklingError: as it is, with the file's name: it wants code to be run.
+        pickle.UnpicklingError: with the file's name: the file wants code to be run.
     """
     try:
         yield
@@ -246,13 +251,13 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
 
 
 def check_crc(content: bytes, expected: int) -> None:
-    """Compare a CRC-32 that was written down when ``content`` was saved."""
+    """Compare the CRC-32 of ``content`` with the one stored when it was saved."""
     if (found := zlib.crc32(content)) != expected:
         raise ValueError(f"its CRC-32 is {found:08x}, and {expected:08x} when it was saved")
 
 
 _SEAL = b"yafsdp_cc crc32 %08x"
-"""Behind the pickle in ``.metadata``, where unpickling does not come: the CRC-32 of all before it."""
+"""Marker of the seal behind the pickle in ``.metadata``, which unpickling ignores: a CRC-32 of all bytes before it."""
 
 
 def sealed(content: bytes) -> bytes:
@@ -261,9 +266,9 @@ def sealed(content: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> bytes:
-    """Return a table of contents without its checksum, after comparing that.
+    """Verify and remove the checksum of a table of contents.
 
-    Of torch, and of earlier versions of this package, there is none.
+    torch's own tables, and those of earlier versions of this package, have none.
     """
     size = len(_SEAL % 0)
     body, end = content[:-size], content[-size:]
@@ -277,14 +282,14 @@ def unsealed(content: bytes) -> bytes:
 
 
 def pack_extra(extra: dict[str, Any]) -> bytes:
-    """Return the content of an extra file: what ``extra`` is now."""
+    """Return the content of an extra file, serialized now."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     return buffer.getvalue()
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write a file, which is on the disk when this returns."""
+    """Write a file, and return when it is on the disk."""
     with writing(file.parent, len(content)), file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -297,15 +302,15 @@ def extra_name(rank: int, world: int) -> str:
 
 
 def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return what this rank has saved; with another number of ranks than then, what all ranks had saved alike.
+    """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
-    The rest is left out with a warning that names it: two ranks with one rank's random state would draw the same.
+    A warning names what is left out: two ranks with one rank's random state, for example, would draw the same numbers.
 
     Args:
         folder: the checkpoint.
-        rank: this one's.
+        rank: this rank.
         world: the number of ranks now.
-        sums: the files' CRC-32, of each rank that saved; None: not written down.
+        sums: CRC-32 of the file of each rank that saved; None: not stored.
 
     Raises:
         ValueError: the file of a rank is missing or damaged.
@@ -377,9 +382,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def check_entry(content: bytes, crc: int | None) -> None:
-    """Compare the checksum of what ``torch.save`` has written: ``crc``, or those that it put in, which torch does not.
+    """Verify an entry that ``torch.save`` has written: by ``crc``, or by the archive's own checksums, which torch
+    ignores.
 
-    Of those, sums of 0 are left out: torch was told not to compute any. What is no archive is left to who reads it.
+    Checksums of 0 are skipped: torch was told not to compute them. An entry that is no archive is left to its reader.
     """
     if crc is not None:
         check_crc(content, crc)

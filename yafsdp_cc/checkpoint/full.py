@@ -1,9 +1,9 @@
 """Whole weights: a full state dict in host memory, or safetensors in Hugging Face's layout, written and read.
 
-    model.safetensors                                           or, when larger than one file shall be,
+    model.safetensors or, if larger than the limit of a file,
     model-00001-of-00002.safetensors ... model.safetensors.index.json
 
-They are gathered unit by unit, so that no rank ever holds two copies of the model.
+Weights are gathered unit by unit, so that no rank ever holds two copies of the model.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ".packed"
-"""Behind the names of extra states in files; earlier versions wrote those that are tensors under their own."""
+"""Suffix of extra states' names in files; earlier versions wrote tensor extra states under their own names."""
 _FILE_BYTES = 5 * 10**9
-"""Of a file, at most, unless one tensor is larger: so much one rank holds whole."""
+"""Bytes of a file at most, unless one tensor is larger; one rank holds this much."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the plain model's state dict, in host memory, on the first rank; elsewhere an empty one. A collective.
 
-    The first rank holds what is gathered so far and one unit; the others nothing beside their shards.
-    Tied parameters are one tensor under each of their names, which are without those of wrappers, as of
-    ``torch.compile``. What hooks of the state dict and ``get_extra_state`` make of it is as they make it.
+    The first rank holds the tensors gathered so far and one unit; other ranks only their shards. Tied parameters are
+    one tensor under each of their names. Names are without prefixes of wrappers such as ``torch.compile``. Hooks of the
+    state dict and ``get_extra_state`` apply.
 
     Raises:
         ValueError: ``model`` is not sharded.
@@ -95,9 +95,9 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     weight is written once, under its first name. The model's ``config`` and ``generation_config`` go along.
 
     Args:
-        path: a folder that is not there yet, or empty; complete or not there, like one of ``save``.
-        model: what was given to ``shard``.
-        dtype: of the floating-point weights in the files; None: their own.
+        path: a new or empty folder; it appears only when complete, like one of ``save``.
+        model: the model that was passed to ``shard``.
+        dtype: dtype of the floating-point weights in the files; None: their own.
 
     Raises:
         ValueError: ``model`` is not sharded, there is something at ``path``, or ``dtype`` would change the bytes of a
@@ -134,7 +134,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     saved_as = _write_files(replacement.new, tensors, dtype)
                     _write_configs(replacement.new, model, saved_as)
                     replacement.commit()
-            finally:  # to the end, also after a failure: the others are on their way
+            finally:  # iterate to the end, also after a failure, as the other ranks do
                 for _ in tensors:
                     pass
 
@@ -142,12 +142,12 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Fill a model's parameters and buffers from safetensors. A collective.
 
-    Each rank reads no more than its own parts. The names must be the model's own. Values are cast to the model's
-    dtypes. Works on sharded and on plain models.
+    Each rank reads only its own parts. The names must be the model's own. Values are cast to the model's dtypes. Works
+    on sharded and on plain models.
 
     Args:
         path: a ``.safetensors`` file, or a folder with one or several and their index.
-        model: a model whose tied weights, if any, need be in the files under one name only.
+        model: the model to fill. Tied weights need be in the files under one name only.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -155,7 +155,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             names; on all ranks.
         RuntimeError: called inside ``whole_parameters``.
     """
-    synchronize_replicas(model)  # or what is on its way would be committed to the weights of before
+    synchronize_replicas(model)  # otherwise an exchange in flight would be committed to the old weights
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
@@ -172,7 +172,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
         shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
         tied = aliases(own)
-        # Of the names of a tied weight one is enough, and other engines' files are without extra states.
+        # one of the names of a tied weight is enough, and other engines' files have no extra states
         found = {tied.get(name, name) for name in places}
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
@@ -191,7 +191,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             _fill(state[name], each)
     for name in metadata_names(model, state):
         del state[name]
-    load_model_state(model, state)  # in place already, but for what is no parameter itself
+    load_model_state(model, state)  # parameters are filled in place already; this loads buffers and extra states
 
 
 def convert(
@@ -207,14 +207,14 @@ def convert(
     under each of them.
 
     Args:
-        checkpoint: a folder of ``save``, or of ``torch.distributed.checkpoint`` with the same parts.
-        out: a folder that is not there yet, or empty.
-        dtype: of the floating-point weights in the files; None: their own.
-        config: a file to put beside them as ``config.json``, for ``from_pretrained``.
+        checkpoint: a folder from ``save``, or from ``torch.distributed.checkpoint`` with the same parts.
+        out: a new or empty folder.
+        dtype: dtype of the floating-point weights in the files; None: their own.
+        config: a file to copy beside them as ``config.json``, for ``from_pretrained``.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is none, or an unfinished or damaged one; or there is something at ``out``.
+        ValueError: it is no checkpoint, an unfinished or a damaged one; or ``out`` is not empty.
         pickle.UnpicklingError: its table of contents wants code to be run.
     """
     source = files.complete(files.place(checkpoint))
@@ -235,8 +235,8 @@ def _state_at_rest(model: nn.Module) -> dict[str, Any]:
 def _whole_tensors(model: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[list[str], Tensor]]:
     """Yield all names and the whole value of each tensor of a model's ``own`` state, on the first rank; elsewhere none.
 
-    In order: parameters unit by unit, small ones, and then what was ignored, buffers, and what hooks have made. A value
-    is gone, or changes, when the next is asked for. A collective: go through it to the end, on all ranks.
+    The order is: parameters unit by unit, replicated ones, and then ignored parameters, buffers, and entries made by
+    hooks. The next value overwrites the last one. A collective: iterate to the end, on all ranks.
     """
     state = require_state(model)
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
@@ -264,13 +264,13 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _others(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return extra states, with the tensors in them whole and in host memory. A collective."""
+    """Return extra states, with their tensors whole and in host memory. A collective."""
     others = {name: value for name, value in own.items() if is_extra_state(name) or not isinstance(value, Tensor)}
     return dict(tree_map_only(Tensor, lambda tensor: _whole(tensor).to("cpu", copy=True), others))
 
 
 def _packed(others: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return extra states, which may be anything, as files of tensors hold them: what ``torch.save`` writes of each."""
+    """Return extra states, which may be any objects, as byte tensors of their ``torch.save`` form."""
     for name, value in others.items():
         plain_data(value, f"'{name}'")
     contents = {name: bytearray(files.pack_extra(value)) for name, value in others.items()}
@@ -278,7 +278,7 @@ def _packed(others: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint's model, one after the other."""
+    """Yield the tensors of a checkpoint's model one after the other."""
     for name, stored in part.items():
         if isinstance(stored, TensorStorageMetadata):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
@@ -294,7 +294,7 @@ def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterat
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> torch.dtype | None:
-    """Write tensors to files of bounded size, those of floating point in ``dtype`` if it is given.
+    """Write tensors to files of bounded size, floating-point ones cast to ``dtype`` if it is given.
 
     Returns:
         The dtype of the first floating-point tensor in the files.
@@ -365,7 +365,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file, and its name there."""
+    """A tensor in an open file, and its name in the file."""
 
     file: Any
     name: str

@@ -1,7 +1,7 @@
 """``load``: a checkpoint of any number of ranks, from this package or from FSDP2, into a model and its optimizer.
 
-Whether it fits and is whole is known before anything is read into them: all of it is read twice, and compared with its
-checksums, so that no second copy of the model is held.
+A checkpoint that does not fit or is damaged is refused before anything is changed: its files are read twice, the first
+time only to verify checksums, so that no second copy of the model is held.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _SHOWN = 8
-"""Differences that a message lists."""
+"""Number of differences that a message lists."""
 _TRIES = 100
-"""Checkpoints at one path that a load begins to read, each replaced by another before it was read."""
+"""Number of checkpoints at one path that a load begins to read while saves replace them."""
 
 
 class _ReplacedError(RuntimeError):
@@ -60,7 +60,7 @@ class _ReplacedError(RuntimeError):
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Read what ``save``, or torch's, of ``{"model": ..., "optimizer": ...}``, has written. A collective.
+    """Load a checkpoint of ``save``, or torch's one of ``{"model": ..., "optimizer": ...}``. A collective.
 
     Each rank reads its own parts, straight into the parameters. No code from the files is ever run. A
     checkpoint that does not fit, or is damaged, is refused by all ranks alike before anything is changed.
@@ -68,12 +68,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     Args:
         path: a checkpoint's folder.
         model: sharded over any number of ranks, by this package or FSDP2, or plain.
-        optimizer: of this model's parameters, in the groups that it had; or several; None leaves their state in the
-            folder.
+        optimizer: the optimizer of this model's parameters, in the groups that it had; or several; None loads no
+            optimizer state.
 
     Returns:
-        The ``extra`` that this rank has saved. With another number of ranks than then, what all had saved alike; a
-        warning names what is left out.
+        The ``extra`` that this rank has saved. With another number of ranks, the values that all ranks saved alike; a
+            warning names those left out.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``, for any rank.
@@ -99,7 +99,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
 
 def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
-    """Load what is at ``path`` now; whatever is raised, another save may have replaced it meanwhile."""
+    """Load the checkpoint that is at ``path`` now; after an error the caller checks whether a save replaced it."""
     group = ranks.front
     with together(group):
         folder = files.complete(path)
@@ -126,7 +126,7 @@ def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: 
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
-    if tied:  # what is stored under each of their names, before one overwrites the other
+    if tied:  # compare the entries of tied names before one overwrites the other
         values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
@@ -146,7 +146,7 @@ def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: 
         with together(group):
             restore_optimizers(model, optimizers, state[OPTIMIZER])
     try:
-        read_into(weights, reader, ranks.back)  # in place: the only part that is not read beside what is there
+        read_into(weights, reader, ranks.back)  # read in place: the only part that is not read into new memory first
     except Exception as error:
         raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
@@ -161,7 +161,7 @@ def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: 
 def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry: bool = False) -> None:
     """Fill the tensors and gaps of ``state`` from a checkpoint, each rank its own parts. A collective of ``group``.
 
-    ``dry`` reads all that, and raises what is damaged, but fills the gaps only.
+    With ``dry`` everything is read, and damage raises, but only gaps are filled.
     """
     stored, parts = reader.stored_names, dict(state)
     if MODEL in state:
@@ -172,13 +172,13 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry
         state[MODEL] = {name: parts[MODEL][stored.get(name, name)] for name in state[MODEL]}
 
 
-# Whether a checkpoint fits: each raises a ``ValueError`` that names what does not
+# Checks whether a checkpoint fits: each raises a ``ValueError`` that names what does not
 
 
 def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
-    """Return what is stored of a model's state, by name; raise where the checkpoint has no part for a model.
+    """Return the stored entries of a model's state by name; raise if the checkpoint has no part for a model.
 
-    Of an extra state there may be several entries: None.
+    The value of an extra state, which may have several entries, is None.
     """
     paths = contents.planner_data or {}
     parts = {key: path for key, path in paths.items() if path[0] == MODEL and len(path) > 1}
@@ -225,14 +225,14 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
 
 
 def aliases(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return further names of tied parameters in a model's ``state``, each with the first one."""
+    """Return further names of tied parameters in a model's ``state``, each with the first name."""
     first: dict[Tensor, str] = {}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: first[value] for name, value in tensors.items() if first.setdefault(value, name) != name}
 
 
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
-    """Compare this rank's parts of what is stored under the names of tied parameters: one of the two would be lost."""
+    """Compare this rank's parts of the entries of tied names: if they differ, one of them would be lost."""
     for name, first in names.items():
         one, other = (getattr(values[each], "_local_tensor", values[each]) for each in (first, name))
         if not one.equal(other):
@@ -245,7 +245,7 @@ def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: P
 def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries of ``state`` that are metadata of quantised parameters, as bitsandbytes adds to its weights.
 
-    They lie below the parameter's name. No module loads them: they are as the model was quantised.
+    Their names begin with the parameter's. No module loads them, as they are fixed by the quantisation.
     """
     held = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     above = {name: accumulate(name.split("."), lambda one, other: f"{one}.{other}") for name in state}
@@ -253,7 +253,7 @@ def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _check_metadata(values: Mapping[str, Tensor], known: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise a ``ValueError`` where a quantised parameter has other metadata in the checkpoint than in the model."""
+    """Raise a ``ValueError`` if a quantised parameter has other metadata in the checkpoint than in the model."""
     for name, value in values.items():
         if not torch.equal(value, known[name]):
             raise ValueError(
@@ -263,7 +263,7 @@ def _check_metadata(values: Mapping[str, Tensor], known: Mapping[str, Tensor], f
 
 
 def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
-    """See that there is state for an optimizer, in a form that is read, of this model's parameters."""
+    """Check that the state of an optimizer is there, in a form that can be read, for this model's parameters."""
     stored = (contents.planner_data or {}).values()
     paths = [path for path in stored if path[0] == OPTIMIZER]
     if not paths:
@@ -287,10 +287,11 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
 
 
 def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder: Path) -> None:
-    """Compare the shapes of an optimizer's tensors with their parameters', where an optimizer keeps them alike.
+    """Compare the shapes of an optimizer's tensors with their parameters', if the optimizer has tensors of parameters'
+    shapes.
 
-    It does if the tensor of another parameter has that one's shape. Factors that repeat along a dimension fit, and so
-    does what is flattened, or kept in lists.
+    It has if the tensor of any other parameter has that parameter's shape. Factors that broadcast along a dimension
+    fit, and so do flattened tensors, and lists.
     """
     alike, odd = set(), {}
     for key, path in (contents.planner_data or {}).items():
@@ -321,7 +322,7 @@ def _repeats(size: torch.Size, shape: torch.Size) -> bool:
 def _check_groups(
     saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
 ) -> None:
-    """Compare the optimizers' groups of parameters, and what kind of optimizers they are."""
+    """Compare the optimizers' parameter groups, and the kinds of the optimizers."""
     then = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
     names = (name for each in names_in_order(model, optimizers) for name in each)
@@ -345,11 +346,11 @@ def _check_groups(
         )
     for index, (kind, group) in enumerate(groups):
         if index not in places:
-            continue  # it has no parameters
-        # Steps that were made are no setting, and not all optimizers tell them.
+            continue  # this rank's group has no parameters
+        # the number of steps is no setting, and not all optimizers have it
         old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))
         gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
-        if gone and fresh:  # versions of torch add some, so one may have more than the other
+        if gone and fresh:  # versions of torch add settings, so one of the two may have more
             raise ValueError(
                 f"{folder} holds the state of another optimizer than {kind}: it has {gone}, and lacks {fresh}. Make "
                 "the optimizer that was saved, or load(path, model) without one"

@@ -1,7 +1,8 @@
-"""Patches of weights for rollout engines: what an optimizer step has changed of the weights in low precision.
+"""Patches of weights for rollout engines: the low-precision weights that optimizer steps have changed.
 
 With the small learning rates of reinforcement learning, about 99 % of bf16 weights have the same bits after a step, for
-steps below 1/256 of a weight are rounded away (Miahi and Belilovsky, 2026, arXiv 2602.03839). A patch holds the others.
+steps below 1/256 of a weight are rounded away (Miahi and Belilovsky, 2026, arXiv 2602.03839). A patch holds the other
+weights.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by size in bytes, as which weights are compared: every bit counts, those of NaN and of -0.0 too."""
+"""Integer dtypes by size in bytes: weights are compared as integers, bit by bit, NaN and -0.0 included."""
 
 
 class WeightPatch(NamedTuple):
-    """What has changed of this rank's weights, in the sparse safetensors layout of TRL's delta weight sync.
+    """The changed weights of this rank, in the sparse safetensors layout of TRL's delta weight sync.
 
     For each parameter ``name`` with changes, ``tensors`` has ``name.val`` [n], the new values, and ``name.idx`` [n],
-    where they go: ``idx[k]`` is how many elements of the whole parameter, row-major, lie between one change and the
-    next (the first counts from the beginning), uint16 where all of them fit, else uint32 (``"gap_delta"``).
+    their places: ``idx[k]`` is the number of elements of the whole parameter, row-major, between change k - 1 (or the
+    beginning) and change k, uint16 if all of them fit, else uint32 (``"gap_delta"``).
     """
 
     tensors: dict[str, Tensor]
-    """In host memory."""
+    """Tensors in host memory, by name."""
     metadata: dict[str, str]
-    """Of the file's header: counts of this rank's weights, and how many patches there were before."""
+    """Metadata of the file's header: counts of this rank's weights, and the number of earlier patches."""
 
     def __repr__(self) -> str:
         counts = "{total_changed_elements} of {total_elements} elements changed".format_map(self.metadata)
         return f"WeightPatch({counts}, in {len(self.tensors) // 2} parameters)"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, and its folder if there is none; each rank its own.
+        """Write a safetensors file, and make its folder if need be; each rank writes its own.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -60,16 +61,16 @@ class WeightPatch(NamedTuple):
 
 
 class _Sent:
-    """The weights that receivers have."""
+    """The weights that receivers have now."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.patches = 0
         self.weights: dict[FSDPParam, Tensor] = {}
-        """This rank's range of each, cast, as integers."""
+        """This rank's range of each parameter, cast, as integers."""
 
     def change(self, param: FSDPParam) -> Tensor | None:
-        """Take note of the weights as they are; return where they differ from before, and None at first."""
+        """Store the present weights; return where they differ from those before, None in the first call."""
         before = self.weights.get(param)
         now = param.local.detach().view(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
         self.weights[param] = now
@@ -81,16 +82,16 @@ _sent: WeakKeyDictionary[nn.Module, _Sent] = WeakKeyDictionary()
 
 @torch.no_grad()
 def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> WeightPatch:
-    """Return what has changed of this rank's weights, cast to ``dtype``, since the patch before: every bit of it.
+    """Return all changes of this rank's weights, cast to ``dtype``, since the last patch, bit for bit.
 
-    The patches of all ranks together are that of the model; where ranks hold the same weights, the first one has them.
-    The first call takes note of the weights and returns an empty patch: give receivers whole ones at that time, as of
-    ``save_safetensors``. It keeps this rank's shards in ``dtype``, and casts one parameter at a time. Not a collective;
-    with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
+    The patches of all ranks together are the model's; weights that several ranks hold are in the patch of the first
+    one. The first call stores the weights and returns an empty patch: send whole weights to receivers then, as from
+    ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept, and one parameter is cast at a time. Not a
+    collective; with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
 
     Args:
-        model: what was given to ``shard``; its floating-point parameters are looked at, not its buffers.
-        dtype: of the receivers' weights, the same in all calls.
+        model: the model that was passed to ``shard``; its floating-point parameters are compared, its buffers are not.
+        dtype: dtype of the receivers' weights, the same in all calls.
 
     Raises:
         ValueError: ``model`` is not sharded, or earlier patches had another dtype.
@@ -146,7 +147,7 @@ def _sends(param: FSDPParam) -> bool:
 
 
 def _in_whole(spec: ShardSpec, places: Tensor) -> Tensor:
-    """Return where elements of this rank's range are in the whole parameter, row-major."""
+    """Return the row-major places in the whole parameter of elements of this rank's range."""
     places = places + spec.local_range()[0]
     parallel = spec.tensor_parallel
     if parallel is None:
@@ -158,6 +159,6 @@ def _in_whole(spec: ShardSpec, places: Tensor) -> Tensor:
 
 
 def _gaps(places: Tensor) -> Tensor:
-    """Return how many elements lie between one place and the next; the places are in ascending order."""
+    """Return the number of elements between one place and the next; places are in ascending order."""
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     return gaps.to(torch.uint16 if int(gaps.max()) < 2**16 else torch.uint32)

@@ -1,4 +1,4 @@
-"""The ranks that save and load together, in process groups of their own, and what one of them raises on all."""
+"""The ranks that save and load together, their process groups, and errors of one rank that are raised on all."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
-"""A group of gloo, as ``engine.checks`` takes it; empty for a process that is alone."""
+"""A gloo group, as ``engine.mesh`` takes it; () for a single process."""
 
 
 class Ranks(NamedTuple):
     """Two groups of the same ranks: a save in the background must not mix with other collectives."""
 
     front: Group
-    """For the thread that trains; waits as long as the world's group does."""
+    """Group for the thread that trains; it waits as long as the world's group does."""
     back: Group
-    """For what reads and writes files, in this thread or another, one save at a time; waits half an hour or longer,
-    for disks are not equally fast."""
+    """Group for reading and writing files, in this thread or another, one save at a time; it waits half an hour or
+    longer, as disks differ in speed."""
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """Return the ranks of a sharded model, or all. Makes the groups at first, so call it on all of them."""
+    """Return the ranks of a sharded model, or all ranks. A collective at first, as it makes groups."""
     if not dist.is_initialized():
         return Ranks((), ())
     members = list(range(dist.get_world_size()))
@@ -56,7 +56,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 def check_arguments(call: str, path: object, model: object) -> None:
-    """Raise a ``TypeError`` where ``call`` was not given a path and then a model."""
+    """Raise a ``TypeError`` if ``call`` was not given a path and then a model."""
     if isinstance(path, (str, os.PathLike)) and isinstance(model, nn.Module):
         return
     found = ", ".join(type(each).__name__ for each in (path, model))
@@ -64,10 +64,10 @@ def check_arguments(call: str, path: object, model: object) -> None:
 
 
 def check_is_one_model(call: str, model: nn.Module) -> None:
-    """Raise a ``ValueError`` where ranks may have other values of a parameter than those that it is sharded across.
+    """Raise a ``ValueError`` if ranks outside of a parameter's mesh may have other values of it.
 
-    Plain tensors on a mesh with fewer ranks than the model's, such as experts that were divided by hand, have one name
-    for several of them: a checkpoint would keep one, and give it to all.
+    Plain tensors on a mesh with fewer ranks than the model's, such as manually divided experts, have one name for
+    several values: a checkpoint would store one, and give it to all.
     """
     if not isinstance(model, ShardedModule):
         return
@@ -83,7 +83,7 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:
-    """Return the ranks that ``call`` together, after comparing the arguments that each was given. A collective.
+    """Return the ranks that ``call`` together, after comparing their arguments. A collective.
 
     Raises:
         ValueError: on every rank, naming the first argument that differs.
@@ -101,12 +101,12 @@ def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:
 
 
 def place_in(group: Group) -> tuple[int, int]:
-    """Return this rank's number, and how many there are."""
+    """Return this rank's number, and the number of ranks."""
     return (group[0].rank(), group[0].size()) if group else (0, 1)
 
 
 _KINDS = (FileNotFoundError, pickle.UnpicklingError, TypeError, ValueError)
-"""What is raised as itself on the other ranks; the rest is a RuntimeError there."""
+"""Exceptions that other ranks raise in the same type; any other is a RuntimeError there."""
 
 
 def _kind(error: BaseException) -> type[Exception]:
@@ -115,10 +115,10 @@ def _kind(error: BaseException) -> type[Exception]:
 
 @contextmanager
 def together(group: Group) -> Iterator[None]:
-    """Raise on every rank what one raises within, in the same type, so that all take the same way out.
+    """Raise an error of one rank inside the block on every rank, in the same type, so that all leave the same way.
 
-    If several fail, it is the first rank's error, unless all fail in the same way: then each raises its own. Where some
-    ranks miss a file that others have, it is a ValueError: a FileNotFoundError is "there is no checkpoint yet".
+    If several fail, the first rank's error is raised, unless all fail in the same way: then each raises its own. If
+    only some ranks miss a file, it is a ValueError: a FileNotFoundError means "there is no checkpoint yet".
     """
     mine: Exception | None = None
     try:
@@ -139,18 +139,19 @@ def together(group: Group) -> Iterator[None]:
 
 @contextmanager
 def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
-    """Give torch's checkpoints the arguments for ``group``, and raise a rank's failure as itself, without tracebacks.
+    """Yield the arguments of torch's checkpoint functions for ``group``; raise a rank's failure without torch's
+    wrapping.
 
     Raises:
-        pickle.UnpicklingError: on all ranks: a file that one read wants code to be run.
-        ValueError: on all ranks: a file that one read is damaged.
-        RuntimeError: on all ranks: what else went wrong on one.
+        pickle.UnpicklingError: on all ranks: a file that one rank read wants code to be run.
+        ValueError: on all ranks: a file that one rank read is damaged.
+        RuntimeError: on all ranks: another failure of one rank.
     """
     try:
         if group:
             yield {"process_group": group[0]}
         else:
-            with warnings.catch_warnings():  # a single process is what was asked for
+            with warnings.catch_warnings():  # torch warns of a single process, which is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 yield {"no_dist": True}
     except CheckpointException as error:

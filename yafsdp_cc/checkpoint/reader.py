@@ -1,8 +1,8 @@
-"""Reading a checkpoint folder without running anything that lies in it, nor believing what does not fit together.
+"""Reads a checkpoint folder without running code from it, and without trusting inconsistent files.
 
 torch loads tensors with ``weights_only``, but the table of contents (``.metadata``) and everything that is not a tensor
-through plain pickle, which runs whatever the file says. Here the table may name torch's checkpoint classes and nothing
-else, and the rest is loaded with ``weights_only`` too.
+through plain pickle, which runs whatever the file says. This reader allows only torch's checkpoint classes in the
+table, and loads everything else with ``weights_only``, too.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _HELD = 256
-"""Files that a reader holds open: processes may have a thousand or so."""
+"""Largest number of open files of a reader: a process may have about a thousand."""
 CRC, EXTRA_SUMS = "crc32", "extra_crc32"
-"""What ``save`` adds to torch's table of contents: to each entry its CRC-32, and those of the ranks' extra files. They
-are attributes that torch's own reader does not look at, and names in files: they stay as they are."""
+"""Attributes that ``save`` adds to torch's table of contents: the CRC-32 of each entry, and those of the ranks' extra
+files. torch's own reader ignores them. They are names in files, which earlier versions' checkpoints need unchanged."""
 
 
 def _layout(name: str) -> torch.layout:
@@ -75,7 +75,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch.serialization", "_get_layout"): _layout,
-    # Where it was written to, on whatever system and under whatever Python: kept as a path that nobody opens.
+    # The folder that the checkpoint was written to, of any system and Python version: unpickled as a path that nobody
+    # opens.
     **{
         (module, name): PurePosixPath
         for module in ("pathlib", "pathlib._local")
@@ -87,7 +88,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class CheckpointReader(FileSystemReader):
     """torch's reader of a folder, which trusts none of its files.
 
-    The files of tensors, up to a number, are open from the beginning: another save may replace the folder meanwhile.
+    The files of tensors, up to a limit, are opened at once: another save may replace the folder meanwhile.
 
     ``contents`` is what the checkpoint holds, ``stored_names`` the names of a model's tensors with wrappers in them, by
     those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
@@ -126,7 +127,7 @@ class CheckpointReader(FileSystemReader):
         return self.contents
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned, each entry once and in the order of the files, as torch's reader does it.
+        """Read the planned entries, each once and in the order of the files, as torch's reader does.
 
         Raises:
             ValueError: an entry is damaged, or is not what the table of contents says.
@@ -167,7 +168,7 @@ class CheckpointReader(FileSystemReader):
         for item in items:
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
-            if target.shape != part.shape:  # copy_ would repeat it
+            if target.shape != part.shape:  # ``copy_`` would broadcast a smaller one
                 raise ValueError(f"{list(part.shape)} of '{index.fqn}' is wanted as {list(target.shape)}")
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -182,7 +183,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class DryPlanner(SafePlanner):
-    """Reads all that is planned and keeps what is not a tensor: what is damaged is known before anything is changed."""
+    """Reads all planned entries and stores only those that are no tensors, to find damage before any change."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return torch.empty(read_item.lengths, device="meta")
@@ -227,7 +228,7 @@ class _Unpickler(pickle._Unpickler):
         return found
 
     def _member(self, kind: object, name: str) -> Any:
-        """Take the place of ``getattr``, by which early patches of Python 3.11 write members of enumerations."""
+        """Replace ``getattr``, by which early patches of Python 3.11 pickle members of enumerations."""
         if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
             raise self._error(f"names builtins.getattr of {kind!r} and {name!r}", "needs")
         return metadata._MEM_FORMAT_ENCODING[name]
@@ -268,7 +269,7 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
         contents = unpickler.load()
     except UntrustedError:
         raise
-    except Exception as error:  # whatever the opcodes of a damaged file come upon
+    except Exception as error:  # the opcodes of a damaged file may raise anything
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if not isinstance(contents, metadata.Metadata):
         raise ValueError(f"it holds a {type(contents).__name__}, not the contents of a checkpoint")
@@ -278,10 +279,10 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
 
 
 def _check_contents(contents: Metadata) -> None:
-    """See that a table of contents agrees with itself: torch writes no checksum, and one can be made of anything.
+    """Check that a table of contents is consistent: torch writes no checksum, and anybody can make one.
 
     Raises:
-        Exception: of any type, where it does not.
+        Exception: of any type, if it is not.
     """
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):
@@ -369,7 +370,7 @@ def _tile(stored: TensorStorageMetadata) -> bool:
 
 
 def _check_files(folder: Path, contents: Metadata) -> list[str]:
-    """See that the files are there, and return their names."""
+    """Check that the files exist, and return their names."""
     ends: Counter[str] = Counter()
     for place in (contents.storage_data or {}).values():
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)

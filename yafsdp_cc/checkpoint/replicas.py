@@ -1,4 +1,4 @@
-"""What replicas that are synchronized by a ``ReplicaSync`` have in a checkpoint beside the model and its optimizer."""
+"""The state of a ``ReplicaSync`` in a checkpoint, beside the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 REPLICAS = "replicas"
-"""In files: as it is, or checkpoints of earlier versions would not load."""
+"""Key in files; earlier versions' checkpoints need it unchanged."""
 
 
 @torch.no_grad()
 def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the checkpoint's state holds of it, sharded like the parameters. A collective."""
+    """Return the state of the model's ``ReplicaSync``, sharded like the parameters. A collective."""
     sync = sync_of(model)
     if sync is None:
         return {}
@@ -34,7 +34,7 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
 
 
 def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """Return what torch loads the checkpoint's ``sharded_state`` into: what all parameters of the model have in it."""
+    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, for parameters that it has."""
     sync = sync_of(model)
     if sync is None:
         return {}
@@ -50,7 +50,7 @@ def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(model: nn.Module, loaded: dict[str, Any]) -> None:
-    """Go on from weights that were just loaded, with what was loaded into ``empty_state``."""
+    """Resume the ``ReplicaSync`` from weights that were just loaded, with ``empty_state`` after loading."""
     if (sync := sync_of(model)) is not None:
         saved = loaded.get(REPLICAS, {})
         sync.load_state({kind: [local_of(each) for each in tensors.values()] for kind, tensors in saved.items()})

@@ -1,4 +1,4 @@
-"""``save``: model, optimizer and what else a run needs to go on, in one folder that is complete or not there."""
+"""``save``: writes model, optimizer and a run's own data to one folder that is either complete or absent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _background: ThreadPoolExecutor
-"""One thread: saves follow one another in the order in which they were asked for, which is the same on all ranks."""
+"""One thread, so that saves follow one another in the order of the calls, which is the same on all ranks."""
 
 
 def _start_anew() -> None:
@@ -55,21 +55,21 @@ def save(
 ) -> Future[None]:
     """Write a checkpoint in torch.distributed.checkpoint's own format, for any number of ranks to load. A collective.
 
-    Every rank writes its part, so all must see the same file system. What was at ``path`` before stays
-    until the new checkpoint is complete, whenever the job is killed. Nothing of the training changes. Buffers and
-    ignored parameters are saved as one rank has them.
+    Every rank writes its part, so all must see the same file system. An earlier checkpoint at ``path`` remains until
+    the new one is complete, whenever the job is killed. Training state is not changed. Buffers and ignored parameters
+    are saved from one rank.
 
     Args:
         path: the folder to write.
         model: sharded by this package, by FSDP2, or plain.
-        optimizer: of this model's parameters; or several, each of other parameters.
-        asynchronous: copy everything to host memory and return; the writing goes on in a thread. Training may go on at
-            once, and the process group must live until the writing is over.
-        **extra: what else to keep, for each rank its own: plain data and tensors, such as the data loader's
+        optimizer: the optimizer of this model's parameters; or several, of different parameters.
+        asynchronous: copy everything to host memory, return, and write in a thread. Training may continue at once; the
+            process group must live until the writing is over.
+        **extra: further data to save, each rank's own: plain data and tensors, such as the data loader's
             ``state_dict()`` and ``torch.get_rng_state()``.
 
     Returns:
-        Done already, unless ``asynchronous``: then ``.result()`` waits for the writing and raises what went wrong.
+        A future, done already unless ``asynchronous``: then ``.result()`` waits for the writing and raises its errors.
 
     Raises:
         TypeError: something cannot be loaded again without running code from the file; the message names it.
@@ -86,7 +86,8 @@ def save(
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
     ranks = meet("save()", model, settings)
     synchronize_replicas(model)
-    compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}  # before a rank fails by itself
+    # these collectives come before anything that can fail on one rank alone
+    compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     with together(ranks.front):
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
@@ -131,7 +132,7 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
 
 
 def _check_names(state: dict[str, Any], group: Group) -> None:
-    """Refuse state that some ranks have and others lack: what would be saved is no whole, and could not be loaded."""
+    """Refuse state that only some ranks have: such a checkpoint would be incomplete, and could not be loaded."""
     names = sorted(flatten_state_dict(state)[0])
     if len(set(all_gather_objects(zlib.crc32("\n".join(names).encode()), group))) > 1:
         everywhere = all_gather_objects(names, group)
@@ -145,5 +146,5 @@ def _check_names(state: dict[str, Any], group: Group) -> None:
 
 
 def _log_failure(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:  # nobody may ever ask for the result
+    if (error := future.exception()) is not None:  # the caller may never ask for the result
         _logger.error("a checkpoint was not saved: %s", error)

@@ -1,7 +1,8 @@
 """The state of a model and its optimizers under full parameter names, in the form of torch's ``get_state_dict``.
 
 torch's own function makes an optimizer that has not stepped yet take a step with zero gradients, and gives state to
-every parameter. Here saving changes nothing, and a restored optimizer has state where the saved one had it.
+every parameter. These functions change nothing on saving, and a restored optimizer has state only for parameters for
+which the saved one had it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
-"""What users give: one, several of different parameters of one model, or none."""
+"""One optimizer, several of different parameters of one model, or none."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, io.BytesIO)
 _WHOLE = "yafsdp_cc.whole"
-"""In files, before an extra state that is stored as one: it stays as it is."""
+"""Prefix in files of an extra state that is stored as one object; earlier versions' checkpoints need it unchanged."""
 
 
 def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
-    """Return the optimizers that were given."""
+    """Return the optimizers as a sequence."""
     if optimizers is None:
         return ()
     return optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
@@ -46,11 +47,11 @@ def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``, with the live tensors.
 
-    The states of several optimizers are put together, and so are their groups of parameters, as by ``get_state_dict``.
+    The states and parameter groups of several optimizers are joined, as by ``get_state_dict``.
 
     Raises:
         ValueError: an optimizer has a parameter that is none of the model's, or another optimizer's, too.
-        TypeError: the state has something in it that a checkpoint cannot hold safely.
+        TypeError: the state contains an object that a checkpoint cannot hold safely.
     """
     state: dict[str, Any] = {MODEL: {}}
     for name, value in model_state(model).items():
@@ -62,7 +63,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
         values: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
-            packed = optimizer.state_dict()  # with numbers in place of names
+            packed = optimizer.state_dict()  # the optimizer's own state dict, with numbers in place of names
             values |= {names[number]: dict(each) for number, each in packed["state"].items()}
             groups += [
                 {**group, "params": [names[each] for each in group["params"]]} for group in packed["param_groups"]
@@ -76,7 +77,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that ``torch.compile`` or a checkpoint wrapper was given after it was sharded."""
+    """Return the module inside of wrappers of ``torch.compile`` or checkpointing that were applied after sharding."""
     while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in WRAPPERS]):
         [model] = inner
     return model
@@ -91,8 +92,8 @@ def plain_name(name: str) -> str:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return what ``model.state_dict()`` holds, hooks and all, under names without wrappers.
 
-    torch's ``get_model_state_dict`` looks for a module's attribute behind each name, and finds none that a hook has
-    made. The values are the parameters and buffers themselves, where no hook has put others in their place.
+    torch's ``get_model_state_dict`` looks for a module's attribute behind each name, and fails for names that hooks
+    have made. The values are the parameters and buffers themselves, unless a hook has replaced them.
     """
     return {plain_name(name): value for name, value in _without_ddp(model).state_dict(keep_vars=True).items()}
 
@@ -100,10 +101,10 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Let ``model.load_state_dict`` take ``values``, under names without wrappers: hooks and extra states, too.
 
-    A module whose extra state is not among them keeps its own.
+    A module whose extra state is not among the ``values`` is not changed.
     """
     model = _without_ddp(model)
-    state = model.state_dict(keep_vars=True)  # it also tells the versions of modules
+    state = model.state_dict(keep_vars=True)  # the metadata also has the versions of modules
     gone = [name for name in state if plain_name(name) not in values]
     for name in gone:
         del state[name]
@@ -117,12 +118,12 @@ def _without_ddp(model: nn.Module) -> nn.Module:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is that of what a module's ``get_extra_state`` returned."""
+    """Return whether a name in a state dict is that of a module's extra state."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_put_together_again(value: Any) -> bool:
-    """Return whether torch's checkpoints, which take dicts and lists apart, return ``value`` as it was."""
+    """Return whether torch's checkpoints, which store dicts and lists in pieces, restore ``value`` unchanged."""
     if isinstance(value, dict):
         fits = all(type(key) is str and "." not in key for key in value)
         return bool(value) and fits and all(map(_is_put_together_again, value.values()))
@@ -130,20 +131,20 @@ def _is_put_together_again(value: Any) -> bool:
 
 
 def empty_extra_states(contents: Metadata) -> dict[str, Any]:
-    """Return what torch loads a checkpoint's extra states into: their forms and sizes may differ from the model's."""
+    """Return placeholders for a checkpoint's extra states, whose forms and sizes may differ from the model's."""
     paths = ((key, path) for key, path in (contents.planner_data or {}).items() if path[0] == MODEL and len(path) > 1)
     return _empty(contents, {key: (plain_name(path[1]), *path[2:]) for key, path in paths if is_extra_state(path[1])})
 
 
 def unpacked(value: Any) -> Any:
-    """Return an extra state from what was loaded into ``empty_extra_states``."""
+    """Return an extra state from a loaded placeholder of ``empty_extra_states``."""
     return value[1] if isinstance(value, tuple) and value[:1] == (_WHOLE,) else value
 
 
 def _empty(
     contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return tensors, in host memory or cut like their ``parameters``, and gaps for all else, at ``paths``."""
+    """Return tensors, in host memory or cut like their ``parameters``, and gaps for other values, at ``paths``."""
     empty: dict[str, Any] = {}
     for key, path in paths.items():
         stored, value = contents.state_dict_metadata[key], None
@@ -160,7 +161,7 @@ def _empty(
 
 
 def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """Return what torch loads the optimizer's part of a checkpoint into: tensors cut like their parameters, and gaps.
+    """Return placeholders for the optimizer's part of a checkpoint: tensors cut like their parameters, and gaps.
 
     ``contents`` must have such a part, and state for parameters of the model only.
     """
@@ -170,7 +171,7 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
 
 
 def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
-    """Give the optimizers the state that was loaded into ``empty_optimizer_state``, each that of its parameters."""
+    """Load the state that was read into ``empty_optimizer_state`` into the optimizers, each that of its parameters."""
     groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
         numbers = {name: number for number, name in enumerate(names)}
@@ -187,7 +188,7 @@ def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[li
     """Return the names of each optimizer's parameters, in the order in which its state dict counts them.
 
     Raises:
-        ValueError: one of them is none of the model's, or another optimizer's, too.
+        ValueError: a parameter is none of the model's, or another optimizer's, too.
     """
     names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     owners: dict[str, int] = {}
@@ -218,8 +219,8 @@ def check_plain(
     """Raise a ``TypeError`` that names the first thing inside ``value`` that is neither plain data nor a tensor.
 
     Args:
-        value: what to look through.
-        name: its own name.
+        value: the value to search.
+        name: name of ``value``.
         keys: the types that keys of dicts may have.
         tensors: the exact types that tensors may have; None: any.
     """

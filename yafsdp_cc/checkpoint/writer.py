@@ -1,4 +1,4 @@
-"""Writing the files of a checkpoint: torch's format, with checksums that torch's own reader does not look at."""
+"""Writes the files of a checkpoint in torch's format, with checksums that torch's own reader ignores."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
 
-    The sums are of what is in memory, so that whatever becomes of the files is noticed when they are read.
+    Checksums are computed from memory, so that any damage of the files is noticed when they are read.
 
     Args:
-        folder: where to write.
+        folder: folder to write to.
         extra_sums: the CRC-32 of each rank's extra file, in rank order.
     """
 
@@ -39,12 +39,12 @@ class CheckpointWriter(FileSystemWriter):
         self.transforms: Any = _SummingTransforms()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As torch's, once there is room for all ranks' tensors."""
+        """Do as torch's writer, after checking that there is room for all ranks' tensors."""
         files.check_space(Path(self.path), sum(map(_bytes, plans)))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As torch's, with the checksum of each entry."""
+        """Do as torch's writer, and add the checksum of each entry."""
         with files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
         for result in done.value():
@@ -58,14 +58,14 @@ class CheckpointWriter(FileSystemWriter):
         files.write(Path(self.path) / METADATA, files.sealed(pickle.dumps(contents)))
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the id of the save, with the sums of the extra files."""
+        """Return the id of the save, with the checksums of the extra files."""
         meta = super().storage_meta()
         vars(meta)[EXTRA_SUMS] = self._extra_sums
         return meta
 
 
 class _SummingTransforms:
-    """Changes nothing of what is written through it, and has the stream of each entry."""
+    """Passes all data through unchanged, and records the stream of each entry."""
 
     def __init__(self) -> None:
         self.streams: dict[MetadataIndex, _SummingStream] = {}
@@ -76,7 +76,7 @@ class _SummingTransforms:
 
 
 class _SummingStream(io.RawIOBase):
-    """Writes to another stream, which stays open behind it, and adds up the CRC-32 of what is written."""
+    """Writes to another stream, which it does not close, and computes the CRC-32 of the bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.crc = stream, 0

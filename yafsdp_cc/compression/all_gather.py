@@ -83,8 +83,7 @@ class Messages:
         return (self._layout.world - 1) * self._sizes[rank]
 
     def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each run of equal chunks, yield a chunk's elements, messages [ranks, bytes] and weights [ranks,
-        elements]."""
+        """For each run of equal chunks yield the chunk, messages [ranks, bytes] and weights [ranks, elements]."""
         for run in self._layout.runs():
             first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
             sent = messages[self._starts[run.start] : self._starts[run.stop]]
@@ -167,8 +166,7 @@ class DeltaAllGather(ExactAllGather):
         self._part = max(most // unit, 1) * unit
         """Elements of a part, one message of its own."""
         self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
-        """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; then a scratch buffer holds
-        it."""
+        """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; scratch then holds it."""
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, gathered before the next delta; else None."""
         self._sends_delta = False

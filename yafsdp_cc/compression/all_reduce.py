@@ -96,8 +96,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
                 self.exact_mean.add_(self._before)
 
     def unsent(self) -> Tensor:
-        """Return what this rank has not sent yet, [chunk] fp32: its residual, and its share of carried-over
-        gradients."""
+        """Return what this rank has not sent yet, [chunk] fp32: residual and its share of carried-over gradients."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
         if self.residual is not None and self.estimate is None:
             total += self.residual.load()[0]

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 FIRST, PERIOD = 3, 50
-"""Optimizer steps before the first tuning, and the largest number between later ones; the first intervals are shorter.
-"""
+"""Optimizer steps before the first tuning, and at most between later ones; the first ones are shorter."""
 SAMPLES = 8
 """Number of backwards and steps before a tuning that are timed."""
 TOLERANCE = 0.01
@@ -121,8 +120,7 @@ class BackwardTimer(CompressionObserver):
         self.enabled = False
         """Whether the next backwards are timed."""
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
-        """For each finished backward its groups, each with (start, end) of the computation before its reduce, from
-        ``_now``."""
+        """Groups of each finished backward, with (start, end) of the computation before the reduce, from ``_now``."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
         """Groups of the backward under way, as in ``_finished``; None while it is not timed."""
         self._spans: list[tuple[Any, Any]] = []
@@ -295,7 +293,7 @@ class CodecAutotuner(CompressionObserver):
             _log.info("compression='auto' after %d steps: %s; %s", self.steps, why, self.summary)
 
     def set_codecs(self, codecs: Mapping[ParamGroup, str]) -> None:
-        """Reduce the gradients of each of these groups with its codec from now on. A collective; no reduce may be in
+        """Reduce the gradients of these groups with these codecs from now on. A collective; no reduce may be in
         flight."""
         chosen = {group: codecs.get(group, _codec_of(group)) for group in self.state.groups if _tuned(group)}
         set_codecs(self.state, {flat: codec for group, codec in chosen.items() for flat in _tuned(group)})

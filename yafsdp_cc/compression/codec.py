@@ -41,8 +41,7 @@ _ROW = 64
 """Bytes: every message is padded to a multiple of this."""
 
 _LANES = 64
-"""Number of running sums that ``block_sum`` adds a block in: part of the format, so that every machine adds in one
-order."""
+"""Number of running sums that ``block_sum`` adds a block in: part of the format, as it fixes the order."""
 
 ELSEWHERE = ("powersgd", "auto")
 """Values that gradients may have in place of a codec: "powersgd" encodes whole matrices, "auto" chooses a codec."""
@@ -231,8 +230,7 @@ _SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
 def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
-    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 where the scale would be
-    denormal."""
+    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 if the scale were denormal."""
     scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32, device="cpu")
     scale = torch.where(scale < _SMALLEST, 0.0, scale)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)

@@ -101,8 +101,7 @@ class _Odd(Scaled):
 
     bits: ClassVar[int]
     share: ClassVar[float]
-    """Scale over the block's mean magnitude: half of Max's step, divided by the mean magnitude of normal numbers,
-    0.7979."""
+    """Scale over the block's mean magnitude: half of Max's step over 0.7979, that of normal numbers."""
     rounds_randomly = True
 
     def payload_bytes(self, n: int) -> int:
@@ -319,8 +318,7 @@ class TopK(Codec):
     needs_feedback = True
 
     def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
-        """Return for each tile: its first element, its end, the number of elements kept, and the byte where it
-        begins."""
+        """Return for each tile: its first element, its end, how many are kept, and the byte where it begins."""
         found, byte = [], 0
         for start in range(0, n, _TILE):
             end = min(start + _TILE, n)

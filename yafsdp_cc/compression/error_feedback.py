@@ -122,8 +122,8 @@ class Residual(NamedTuple):
         return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite the residual with ``fresh`` [messages, n] fp32; given ``where`` [messages, blocks] bool, only those
-        blocks."""
+        """Overwrite the residual with ``fresh`` [messages, n] fp32; only in blocks ``where`` [messages, blocks] is
+        true."""
         blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)
@@ -531,7 +531,7 @@ def _ops_for(device: torch.device, mode: str) -> Any:
         return torch.ops.yafsdp_cc
     if mode == "1":
         raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}")
-    factor = "10 to 90 times " if device.type == "cpu" else ""  # by codec, as measured by bench/kernels.py
+    factor = "10 to 90 times " if device.type == "cpu" else ""  # factors by codec, measured by bench/kernels.py
     _logger.warning("gradients are encoded by plain torch, %sslower: %s", factor, missing)
     return None
 

@@ -45,8 +45,7 @@ FIRST, PERIOD = (2, 5), 10
 STRIKES = 2
 """Faults in a row before a group falls back."""
 RISE, GROWTH = 0.1, 10.0
-"""Rise of losses above their best, in proportion, and growth of messages' norms above their smallest that are faults.
-"""
+"""Relative rise of losses above their best, and growth of messages' norms above their smallest, that are faults."""
 FEW, MORE = "int4", "bf16"
 """Codecs that gradients fall back to, one after the other."""
 
@@ -116,8 +115,7 @@ class CodecFallback(CompressionObserver):
         self._has_reduced = True
 
     def before_forward(self) -> None:
-        """Judge the last measurement, and begin one when it is due. All ranks run one program, so all do so
-        together."""
+        """Judge the last measurement, and begin one when it is due. Ranks run one program, so all do so together."""
         if not torch.is_grad_enabled():
             return
         self.judge()
@@ -154,7 +152,7 @@ class CodecFallback(CompressionObserver):
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedReadback(len(found), torch.float64, state.context.device)
-        # on CUDA the numbers of the previous judgement, as reading these would synchronize
+        # on CUDA these are the numbers of the previous judgement: reading the present ones would synchronize
         numbers = self._readback.receive(found)
         if numbers is not None:
             self._act(measured, numbers)
@@ -187,8 +185,7 @@ class CodecFallback(CompressionObserver):
                 self._fall_back(each, fault or risen)
 
     def _fault(self, measured: Measured, kept: float, norm: float) -> str:
-        """Return the fault of messages that keep the share ``kept`` of what they encode and have this norm; "" if
-        none."""
+        """Return the fault of messages that keep the share ``kept`` and have this norm; "" if none."""
         least = measured.error.least
         if kept < least or kept < 0:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"

@@ -59,15 +59,13 @@ class Matrix(NamedTuple):
         return rank * (self.columns if is_right else self.rows)
 
     def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of the matrix's own elements that lie in ``first`` to ``last`` of the buffer, empty if none
-        do."""
+        """Return the range of the matrix's elements in ``first`` to ``last`` of the buffer, perhaps empty."""
         start = min(max(self.offset, first), self.end) - self.offset
         return start, max(min(self.end, last) - self.offset, start)
 
 
 def fold(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor as a matrix, as square as possible: leading dimensions by the remaining
-    ones."""
+    """Return rows and columns of a tensor as a matrix, as square as possible: leading by remaining dimensions."""
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(len(shape) + 1)]
     return min(cuts, key=sum)
 
@@ -174,8 +172,7 @@ class LowRank:
             is_finite[first // block : -(-last // block)] &= sent.isfinite().all()
 
     def add(self, message: Tensor, total: Tensor, first: int) -> None:
-        """Add the decoded ``message`` to ``total``: the buffer's elements from ``first`` on, as many as ``total``
-        has."""
+        """Add the decoded ``message`` to ``total``: as many elements of the buffer from ``first`` on."""
         last = first + total.numel()
         for matrix, sent, held in self._parts(message):
             start, end = matrix.within(first, last)
@@ -189,8 +186,7 @@ class LowRank:
                 total[low - first : high - first].add_(sent[low - start : high - start])
 
     def advance(self, total: Tensor) -> None:
-        """Orthonormalize the sum of all messages into the factor that the next message does not send, unless not
-        finite."""
+        """Orthonormalize the sum of all messages into the factor that is not sent next, if it is finite."""
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
             finite = sent[0, 0].isfinite()
@@ -213,8 +209,8 @@ class LowRank:
 
 
 def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:
-    """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: the end of a row, whole rows, the start of
-    one."""
+    """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: parts of rows at both ends, whole rows
+    between."""
     columns = right.shape[0]
     top, bottom = -(-start // columns), end // columns
     if top > bottom:  # within one row
@@ -280,8 +276,7 @@ class FactorEncoder(Encoder):
         """Return the parts of a whole buffer that have a residual."""
 
     def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
-        """Write ``message`` of the gradients ``due`` fp32, which is overwritten, and store what it loses in the
-        residual."""
+        """Write ``message`` of the gradients ``due`` fp32, which is overwritten, and the residual."""
         residual, recursion = feedback.residual, feedback.recursion
         assert residual is not None
         parts = [(residual.of(chunks), chunks.values) for chunks in self._rows(due)]

@@ -102,8 +102,7 @@ def choose_codecs(
 def adjust_codecs(
     groups: Sequence[GroupCosts], current: Sequence[int], tolerance: float = 0.0, error_budget: float = float("inf")
 ) -> list[int]:
-    """Return picks as ``choose_codecs``, but keep those of ``current`` that are right for a network off by
-    ``SLACK``."""
+    """Return picks as ``choose_codecs``, but keep those of ``current`` that suit a network off by ``SLACK``."""
     fast, slow = (choose_codecs(_scaled(groups, 1 + sign * SLACK), tolerance, error_budget) for sign in (-1, 1))
     kept = [min(max(pick, min(ends)), max(ends)) for pick, *ends in zip(current, fast, slow, strict=True)]
     return kept if total_error(groups, kept) <= error_budget else choose_codecs(groups, tolerance, error_budget)
@@ -141,8 +140,7 @@ def _later(reduced: _Moment, computed: _Moment) -> _Moment:
 
 
 def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tuple[float, list[int]]]:
-    """Yield seconds and picks, from all exact on, with one group changed at a time, while that can shorten the
-    backward."""
+    """Yield seconds and picks, from all exact on, one group changed at a time, while that may shorten the backward."""
     picks, error = [0] * len(groups), 0.0
     while True:
         end = _simulate(groups, picks)

@@ -1,4 +1,4 @@
-"""The compressed reduce-scatter, and what it shares with the compressed all-reduce (``all_reduce``).
+"""The compressed reduce-scatter, and the base ``CompressedSum`` that it shares with the all-reduce (``all_reduce``).
 
     gradients   | chunk 0 | chunk 1 | chunk 2 |        of rank 1, whose own chunk stays as it is
                      │                   │
@@ -108,8 +108,7 @@ class CompressedSum(Collective):
         """Whether ``CodecAutotuner`` chooses the codec during training."""
         self.codec_name = EXACT if self.is_tuned else codec
         self.residual: Residual | None = None
-        """What messages have lost, made when the engine is assembled for training; None while sums are exact, or
-        without error feedback."""
+        """What messages have lost; None while sums are exact, without error feedback, and before training."""
         self.carried_over: Tensor | None = None
         """[chunk] fp32, what residuals held before the codec or the number of ranks changed. It is added to the next
         encoded sum (to the next sum of any kind after a tuned codec became exact)."""
@@ -127,8 +126,7 @@ class CompressedSum(Collective):
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
         self._added: Tensor | None = None
-        """The ``carried_over`` that the last sum added, kept until the next sum because the stream may still read it.
-        """
+        """The ``carried_over`` that the last sum added, kept because the stream may still read it."""
         self.rounded = 0
         """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)
@@ -324,8 +322,7 @@ class CompressedSum(Collective):
 
     @property
     def _units(self) -> float:
-        """Divisor that turns a sum into the mean gradient of unscaled losses: the number of ranks, times the loss
-        scale."""
+        """Divisor that gives the mean gradient of unscaled losses: the number of ranks, times the loss scale."""
         return self.schedule.units(self.flat.divisor.factor)
 
     def _keep_exact(self, total: Tensor, start: int) -> None:
@@ -432,7 +429,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if comm.world > 1:
             if self._has_deferred and self._poison is not None:
                 for chunks in other_chunks(grads, self.flat.layout, -1):
-                    chunks.values[:, 0].add_(self._poison)  # a NaN in every message tells all ranks of it
+                    # a NaN in every message tells every rank that deferred gradients were not finite
+                    chunks.values[:, 0].add_(self._poison)
             self.sent_bytes = encoder.sent_bytes()
             works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
@@ -459,8 +457,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 self._keep_exact(part, start)
 
     def _decode(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's chunk of the sum in parts, as ``finish`` does: messages, its own gradients, and those
-        deferred."""
+        """Yield this rank's chunk of the sum in parts, as ``finish`` does: messages, own and deferred gradients."""
         encoder = self._encoder
         assert encoder is not None
         # A rank that owns no element decodes once, too: every rank must make the same next factors of ``powersgd``.

@@ -48,8 +48,7 @@ class Phase(Enum):
 
     @property
     def encodes_weights(self) -> bool:
-        """Whether all-gathers that have a codec are encoded. In LEARNING, too: weights would jump for one exact
-        step."""
+        """Whether all-gathers that have a codec are encoded. In LEARNING, too, lest weights jump for one exact step."""
         return self.encodes or self is Phase.LEARNING
 
     @property
@@ -206,8 +205,7 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(self.beta / self.share / before)
 
     def resume_decay(self, decay: Sequence[float] | None) -> None:
-        """Take the residuals that are loaded next as made with ``decay`` (beta, share); None: with the optimizer's
-        present one."""
+        """Treat residuals loaded next as made with ``decay`` (beta, share); None: the optimizer's present one."""
         if decay is not None and self.is_controlled:
             self.beta, self.share = decay
 
@@ -244,8 +242,7 @@ class CompressionSchedule(CompressionObserver):
             self._set_steps(self.steps + 1)
 
     def resume(self, steps: int) -> None:
-        """Resume after ``steps`` optimizer steps; the weights that were just loaded do not count as changed by a
-        step."""
+        """Resume after ``steps`` optimizer steps; loading the weights does not count as a step."""
         self._versions = ()
         self._set_steps(steps)
 
@@ -278,8 +275,7 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(factor)
 
     def _warn_of_few_bits(self) -> None:
-        """Warn once, at the first forward with a graph, if an optimizer outside of the 1-bit family gets very few
-        bits."""
+        """Warn once, at the first forward with a graph, if an optimizer of another family gets very few bits."""
         if self._has_warned or self.is_controlled:
             return
         self._has_warned = True

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
-    """Return the collective that sums the gradients of ``flat`` encoded, its reduce-scatter or all-reduce; None if
-    exact."""
+    """Return the collective that sums ``flat``'s gradients encoded, reduce-scatter or all-reduce; None if exact."""
     collectives: tuple[object, ...] = (flat.reduce_scatter, flat.all_reduce)
     return next((each for each in collectives if isinstance(each, CompressedSum)), None)
 
@@ -58,8 +57,7 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
 
 @torch.inference_mode(False)  # buffers made here are written in training: they must not be inference tensors
 def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
-    """Encode the gradients of these flat parameters by other codecs from now on. A collective; no reduce may be in
-    flight."""
+    """Encode gradients of these flat parameters by other codecs from now on. A collective without reduces in flight."""
     if state.context.device.type == "cuda":
         torch.cuda.synchronize(state.context.device)  # a kernel may still read scratch buffers that larger ones replace
     for flat, codec in codecs.items():

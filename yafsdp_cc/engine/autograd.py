@@ -32,8 +32,7 @@ class Gated(Protocol):
     """The object that a gate reports its backward to."""
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Handle the end of the backward of everything behind the gate; return the ``grads`` of the tensors to pass
-        on."""
+        """Handle the end of the backward of everything behind the gate; return the ``grads`` to pass on."""
 
 
 class AccumulatesGrad(Protocol):
@@ -130,8 +129,7 @@ def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return ``tree`` with tensors on ``device`` and floating-point tensors in ``dtype``; None leaves them
-    unchanged."""
+    """Return ``tree`` with tensors on ``device`` and floating-point tensors in ``dtype``; None: unchanged."""
     return tree if dtype is None and device is None else map_tensors(tree, lambda each: convert(each, dtype, device))
 
 

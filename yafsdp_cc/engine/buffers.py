@@ -50,15 +50,13 @@ class Buffer:
         self.owner: object | None = None
         """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
         self.versions: tuple[int, ...] = ()
-        """Shard versions of the owner's weights in the buffer; if a shard has another version now, the content is
-        stale."""
+        """Shard versions of the owner's weights in the buffer; they are stale once a shard has another."""
         self.fills = 0
         """Number of times that any group filled the buffer."""
         self.filled_in = 0
         """``GroupContext.passes`` at the last fill."""
         self.expired: Collection[object] = ()
-        """Each ``FlatParam`` of the owner that must be gathered anew although its version is the one in
-        ``versions``."""
+        """Each ``FlatParam`` of the owner that must be gathered anew though its version is in ``versions``."""
         self.users = 0
         """Number of forwards and backwards under way that read or write the content."""
         self.handle = stream.handle()
@@ -115,8 +113,7 @@ class BufferPool:
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the byte offsets of parts of these sizes, placed one after another in a buffer, and the end of the
-    last."""
+    """Return the byte offsets of parts of these sizes, one after another in a buffer, and the end of the last."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -164,15 +164,13 @@ class Layout:
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def bounds(self, extent: Extent) -> tuple[int, ...]:
-        """Return ``world + 1`` offsets into the parameter: rank r owns its elements ``bounds[r]`` to ``bounds[r +
-        1]``."""
+        """Return ``world + 1`` offsets into the parameter: rank r owns ``bounds[r]`` to ``bounds[r + 1]``."""
         first, last = bisect_left(self.starts, extent.offset), bisect_right(self.starts, extent.end)
         inside = [start - extent.offset for start in self.starts[first:last]]
         return (*(0,) * first, *inside, *(extent.numel,) * (len(self.starts) - last))
 
     def owned(self, extent: Extent, rank: int) -> tuple[int, int]:
-        """Return the half-open range of ``rank``'s chunk that holds its part of the parameter, with equal ends if
-        empty."""
+        """Return the half-open range of ``rank``'s chunk that holds its part of the parameter, perhaps empty."""
         first, last = self.starts[rank : rank + 2]
         start = min(max(extent.offset, first), last)
         return start - first, max(min(extent.end, last), start) - first
@@ -182,8 +180,7 @@ class Layout:
 
 
 DIVIDED_AS = "_yafsdp_cc_divided_as"
-"""Name of an attribute of parameters: their ``TensorParallel`` where mesh and placements do not tell everything
-(``forms/spmd.py``)."""
+"""Name of a parameter's attribute for a ``TensorParallel`` that its placements do not tell (``forms/spmd.py``)."""
 
 
 @lru_cache(maxsize=64)
@@ -328,8 +325,7 @@ class ShardSpec:
     bounds: tuple[int, ...] | None
     tensor_parallel: TensorParallel | None = None
     owner: weakref.ref[object] | None = field(default=None, repr=False)
-    """Weak reference to the ``FSDPParam`` that this spec shards (``param.owner_of``); None for a tensor of no
-    engine."""
+    """Weak reference to the ``FSDPParam`` that this spec shards (``param.owner_of``); None outside of an engine."""
     owners: tuple[int, ...] = ()
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
     """DTensor's own spec for each dtype of tensors sharded like this one (``tensor/dtensor.py``)."""
@@ -367,8 +363,7 @@ class ShardSpec:
 
     @property
     def updated_shape(self) -> torch.Size:
-        """Shape of the tensor that a shard group updates: the parameter's, or its local one where a stack is
-        divided."""
+        """Shape of the tensor that a shard group updates: the parameter's, or the local one of a divided stack."""
         parallel = self.tensor_parallel
         return self.shape if parallel is None or not parallel.divides_matrices else parallel.shape
 

@@ -74,19 +74,16 @@ class FSDPParam:
         self.flat: FlatParam | None = None
         """The flat buffer that the parameter is in; None where it is replicated."""
         self.engine: weakref.ref[object] | None = None
-        """The ``FSDPState`` of the present assembly (``state.engine_of``); users may keep the parameter longer than the
-        engine."""
+        """The ``FSDPState`` of the present assembly (``state.engine_of``); the parameter may outlive it."""
         self.parameter: nn.Parameter
         """The parameter that users see; its local tensor is ``local``."""
         self.local: Tensor
         """This rank's range of the parameter."""
         self.grad: DTensor
-        """The sharded tensor that ``parameter.grad`` is set to: the same object in every step, unless somebody refers
-        to it."""
+        """Sharded tensor that ``parameter.grad`` is set to: always the same object, unless somebody refers to it."""
         self.local_grad: Tensor
         self.is_withheld = False
-        """Whether ``grad`` has sums that ``parameter.grad`` must not show before some rank is known to have used the
-        parameter."""
+        """Whether ``grad`` has sums that ``parameter.grad`` may show only when some rank is known to have used it."""
         self.unsharded_grad: Tensor | None = None
         """View of the gradient buffer that the backward under way writes the gradient to."""
         self.accepts_in: int | None = None
@@ -116,8 +113,7 @@ class FSDPParam:
             )
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution to the gradient buffer: the first is copied (and cast in the same pass), others are
-        added."""
+        """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added."""
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()
@@ -318,8 +314,7 @@ class FlatParam:
     group: Group = field(init=False)
     """Its ``ParamGroup`` in the present assembly; a replicated flat has none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
-    """Function that consumes a sum over the ranks of a shard: ``add_to_grad``, or with replicas
-    ``PartialReduceOutput.add``."""
+    """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad
@@ -378,13 +373,11 @@ class FlatParam:
         self.sharded = sharded
 
     def extension_all_gather(self) -> AllGather | None:
-        """Return the all-gather that calls the extension of a tensor subclass; None if the parameters have no
-        extension."""
+        """Return the all-gather that calls the extension of a tensor subclass; None: no extension."""
         return None
 
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        """Return the shard in the dtype of ``own``: the shard itself, or ``own`` [chunk] with a copy, cast if need
-        be."""
+        """Return the shard in the dtype of ``own``: the shard itself, or ``own`` [chunk] with a (cast) copy."""
         if not in_place and own.dtype == self.sharded.dtype:
             return self.sharded
         return own.copy_(self.sharded)
@@ -490,7 +483,7 @@ class UnshardedGrads:
         ]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero gradients that nobody wrote, where another group's may lie; return for each ``FlatParam`` which were
+        """Zero gradients that nobody wrote (another group's may lie there); return by ``FlatParam`` which were
         written."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:

@@ -237,8 +237,7 @@ class ParamGroup:
         return buffer.owner is self and not buffer.expired and buffer.versions == self.versions()
 
     def expire(self, flats: Sequence[FlatParam]) -> None:
-        """Gather the weights of ``flats`` anew if they were gathered before the last pass ended, whatever their
-        versions."""
+        """Gather the weights of ``flats`` anew if gathered before the last pass ended, whatever their versions."""
         for unsharded in (self.unsharded, self.held):
             buffer = None if unsharded is None else unsharded.buffer
             if buffer is not None and buffer.owner is self and buffer.filled_in < self.context.passes:
@@ -247,8 +246,7 @@ class ParamGroup:
             flat.all_gather.expire()
 
     def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]:
-        """Return the version of ``flat`` in the assigned buffer (None if it is not there), and the view of its
-        weights."""
+        """Return the version of ``flat`` in the assigned buffer (None: not there), and the view of its weights."""
         buffer, place = self.unsharded.buffer, self.flats.index(flat)
         self.context.wait(buffer.handle)
         return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
@@ -543,8 +541,7 @@ class ParamGroup:
             self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
-        """Zero unwritten gradients in the buffer, give it up, and return which parameters have written or deferred
-        ones."""
+        """Zero unwritten gradients, give up the buffer, and return which parameters have written or deferred ones."""
         used = grads.zero_unwritten()
         if self.deferred:
             for flat, written in zip(grads.flats, used, strict=True):

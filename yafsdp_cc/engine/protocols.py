@@ -71,8 +71,7 @@ class AllGather(Collective):
     has_finish = True
     """Whether ``finish`` has anything to do."""
     builds_on_held = False
-    """Whether ``start`` uses the weights that ``output`` still holds, so that the weight buffer is a part of its
-    state."""
+    """Whether ``start`` uses the weights that ``output`` still holds, a part of the collective's state."""
 
     def scratch_bytes(self) -> int:
         """Return the bytes of scratch that each weight buffer needs beside the weights."""

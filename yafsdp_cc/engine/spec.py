@@ -41,8 +41,7 @@ SPEC = "_yafsdp_cc_spec"
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """The cost of encoding all gradients with one codec: bytes sent per step, and residual bytes by the residual's
-    dtype."""
+    """The cost of encoding all gradients with one codec: bytes sent per step, and of residuals by their dtype."""
 
     codec: str
     reduce: int
@@ -115,15 +114,13 @@ class CommStreams:
 
 @dataclass
 class GroupSettings:
-    """A group's settings that users may change at any time; those that change the number of buffers need a new
-    assembly."""
+    """A group's settings that users may change at any time; some need other buffers, and so a new assembly."""
 
     keeps_after_forward: bool = False
     """Whether unsharded weights remain in a buffer of their own after the forward (``reshard_after_forward=False``)."""
     keeps_after_backward: bool = False
     stays_unsharded: bool | None = False
-    """Whether modules show unsharded weights from a forward to its backward, as FSDP2's do; None: only a root's
-    modules."""
+    """Whether modules show unsharded weights from a forward to its backward, as FSDP2's do; None: only a root's."""
     secondary_ranks: int = 0
     """Number of neighbouring ranks that share a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
@@ -185,8 +182,7 @@ class ParamGroupSpec:
 
 @dataclass
 class Counters:
-    """Counts of what the engine has done on this rank since ``shard``, for users to read; the engine never reads
-    them."""
+    """What the engine has done on this rank since ``shard``, counted for users; the engine never reads it."""
 
     gathered_bytes: int = 0
     """Number of bytes that this rank has sent for weights."""

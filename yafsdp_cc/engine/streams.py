@@ -1,4 +1,4 @@
-"""Communication streams: where collectives are issued, and what their consumers wait on.
+"""Communication streams issue collectives, and their handles are what consumers wait for.
 
 One schedule runs on two kinds of device. On CUDA a ``CommStream`` is a side stream: a collective and what completes it
 (decode, sum, add to the shard) are enqueued behind each other, and a ``CommHandle`` is an event. On CPU it is gloo's
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
-"""Function that issues collectives: takes whether to do so asynchronously, and returns works to wait for in that
-case."""
+"""Function that issues collectives: takes whether to do so asynchronously, and returns the works then."""
 Finish: TypeAlias = Callable[[], None]
 """Function that consumes the results of the collectives."""
 
@@ -72,8 +71,7 @@ class CommStream:
     """Issues operations in the order of the calls; on CPU, to gloo's threads, which do not order operations."""
 
     is_ordered = False
-    """Whether the device orders operations; else an operation that shares buffers with the next must be waited for
-    first."""
+    """Whether the device orders operations; else operations that share buffers are waited for first."""
 
     def handle(self) -> CommHandle:
         """Return an idle handle of this stream, for any number of ``issue`` calls in turn."""
@@ -149,9 +147,9 @@ class CudaCommStream(CommStream):
         if after is not None:
             self.side.wait_event(after.event)
         with torch.cuda.stream(self.side):
-            # NCCL runs what is not asynchronous on the current stream and returns nothing to wait for, or something
-            # whose wait is an event. gloo copies to the host and back on streams of its own: its wait blocks the
-            # caller until the exchange is over, and this stream until the copy back is.
+            # NCCL runs synchronous collectives on the current stream and returns no work, or one whose wait is an
+            # event. gloo copies to the host and back on streams of its own: its wait blocks the caller until the
+            # exchange is over, and this stream until the copy back is.
             for work in start(False):
                 work.wait()
             if finish is not None:
@@ -216,8 +214,7 @@ class PinnedReadback:
         self._passed.record(torch.cuda.current_stream(self._device))
 
     def receive(self, source: Tensor) -> list[float] | None:
-        """Return the numbers in ``source``. On CUDA, to avoid waiting, those of the previous call, and None in the
-        first."""
+        """Return the numbers in ``source``. On CUDA, to avoid waiting, those of the call before; None at first."""
         if self._passed is None:
             return list(source.tolist())
         found = None

@@ -44,8 +44,7 @@ class ClassFlatParam(ExtensionFlatParam):
 
     @property
     def sharded(self) -> Tensor:
-        """The shard; its version is raised if its inner tensors' versions have risen, as users may write to them
-        directly."""
+        """The shard; its version rises with those of its inner tensors, which users may write to."""
         wrapped = (*tensors_of(self._sharded), *tensors_of(self.params[0].local))
         if (versions := sum(each._version for each in wrapped)) != self._versions:
             self._versions = versions

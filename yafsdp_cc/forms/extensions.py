@@ -100,8 +100,7 @@ class ExtensionParam(SubclassParam):
 
 
 class _StandIn(torch.autograd.Function):
-    """Returns the unsharded tensor in place of a plain handle of its shape; its backward passes the gradient to the
-    handle."""
+    """The unsharded tensor in place of a plain handle of its shape; the gradient goes to the handle."""
 
     @staticmethod
     def forward(ctx: Any, flat: ExtensionFlatParam, handle: Tensor) -> Tensor:

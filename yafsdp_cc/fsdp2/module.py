@@ -80,8 +80,7 @@ class UnshardHandle(_UnshardHandle):
 
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Attributes in which ``torch.compile`` and checkpoint wrappers hold the wrapped module; torch omits them in state
-dicts."""
+"""Attributes of ``torch.compile`` and checkpoint wrappers for the wrapped module; torch omits them in state dicts."""
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -179,8 +178,7 @@ class ShardedModule(FSDPModule, nn.Module):
         self._change_setting(False, "forward_prefetch", _specs_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set which modules are gathered when the backward reaches this one, instead of those before it in the
-        forward's order."""
+        """Set which modules are gathered when the backward reaches this one, instead of the reverse forward's order."""
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
@@ -193,8 +191,7 @@ class ShardedModule(FSDPModule, nn.Module):
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load like torch's method; names may also be without the prefix of ``torch.compile``, as ``full_state_dict``
-        has them."""
+        """Load like torch's method; names may lack the prefix of ``torch.compile``, as in ``full_state_dict``."""
         if isinstance(state_dict, Mapping) and any(_name_here(self, name) != name for name in state_dict):
             versions = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict((_name_here(self, name), value) for name, value in state_dict.items())
@@ -459,8 +456,7 @@ for _name, _why in _REFUSED.items():
 
 
 def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_assembled: bool) -> None:
-    """Raise a ``RuntimeError`` if ``fn`` would move the parameter ``name``, or convert it when it can no longer be
-    converted."""
+    """Raise a ``RuntimeError`` if ``fn`` would move the parameter ``name``, or convert it too late."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
         return
@@ -705,8 +701,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
 def _unsharded_parameter(
     param: FSDPParam, whole: Tensor | None, device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """Return ``param`` as it was before it was sharded, with a copy of ``whole``, or on the meta device if that is
-    None."""
+    """Return ``param`` as it was before it was sharded, with a copy of ``whole`` (None: on the meta device)."""
     sharded, parallel = param.parameter, param.spec.tensor_parallel
     if whole is None:
         values = param.local.new_zeros(param.spec.shape, device="meta")

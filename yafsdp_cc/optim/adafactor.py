@@ -91,8 +91,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in a single process. A
-        collective."""
+        """Load a state dict of any number of ranks, or of ``torch.optim.Adafactor`` in one process. A collective."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
@@ -130,8 +129,7 @@ class _Member:
         return self.spec.bounds is not None or self.spec.rank == 0
 
     def squares(self) -> Tensor:
-        """Return sums of squares over this rank's elements: of the weights, and of the gradients by row and by
-        column."""
+        """Return sums of squares over this rank's elements: of weights, and of gradients by row and by column."""
         parts = [_square_sum(local_of(self.parameter)).to(self.gradient.dtype)]
         if self.block is not None:
             shape = self.spec.shape
@@ -147,8 +145,8 @@ class _Member:
         return torch.cat([part.reshape(-1) for part in parts])
 
     def _in_whole(self, means: Tensor, over: int) -> Tensor:
-        """Return means over dimension ``over`` of this tensor-parallel rank's block, in a full-size tensor with zeros
-        elsewhere."""
+        """Return means over dimension ``over`` of a tensor-parallel rank's block, zero elsewhere in a full-size
+        tensor."""
         if self.spec.tensor_parallel is None:
             return means
         shape = list(self.spec.global_shape)
@@ -158,8 +156,7 @@ class _Member:
         return whole
 
     def _of_whole(self, means: Tensor, *over: int) -> Tensor:
-        """Return the slice of the full matrix's means that covers this tensor-parallel rank's block (all without tensor
-        parallelism)."""
+        """Return the slice of the full matrix's means that covers this tensor-parallel rank's block (or all)."""
         if (parallel := self.spec.tensor_parallel) is None:
             return means
         kept = set(range(means.dim())) - {dim % means.dim() for dim in over}

@@ -41,8 +41,7 @@ class Job(NamedTuple):
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
-"""Parameters grouped by a key, so that each list is updated and reduced alike; the key ends with whether they are
-replicated."""
+"""Parameters that are updated and reduced alike, by key; a key ends with whether they are replicated."""
 
 
 class OneBitLamb(OneBitAdam):
@@ -148,7 +147,7 @@ class OneBitLamb(OneBitAdam):
                 # one order.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
-        # parameters that the last step of the warm-up has not used are sent encoded, too
+        # all of them, as m₋₁ must be known when encoding begins, also of those that the last warm-up step has not used
         if self.steps == self.warmup_steps:
             learned = [each for each in self._parameters if self._is_encoded(each)]
         if self.steps >= self.warmup_steps and self.form == "momentum":
@@ -170,8 +169,7 @@ class OneBitLamb(OneBitAdam):
         return rows
 
     def _job_of_exact(self, group: dict[str, Any], parameter: Tensor) -> tuple[LambRule, Job]:
-        """Return the job of LAMB's step (You et al., 2020, algorithm 2); long after the warm-up it uses the average
-        trust ratio."""
+        """LAMB's step as a job (You et al., 2020, algorithm 2); with the average trust ratio long after the warm-up."""
         state, encoded = self.state[parameter], self._is_encoded(parameter)
         if encoded and self.steps > self.warmup_steps:
             self._update_variance([(parameter, grad_of(parameter))])

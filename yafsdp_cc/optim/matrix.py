@@ -1,11 +1,11 @@
 """The base of optimizers that update matrices as a whole: each is updated by the rank that owns it.
 
-``shard(model, ownership="matrix")`` puts every matrix, its gradient and its state on one rank each. There a subclass of
-``MatrixOptimizer`` is given whole gradients and returns whole updates. Nothing is communicated, with two exceptions:
-where tensor parallelism has divided a matrix, the ranks that own its parts gather it among themselves, and each makes
-the whole update; and matrices of units that have fewer of them than there are ranks may be sharded evenly
-(``sharding.ownership``), are assembled on their owners, and updates come back (``assembly``). What is no such matrix
-(embeddings, heads, norms, vectors) is updated by AdamW, sharded as it is.
+``shard(model, ownership="matrix")`` puts every matrix, its gradient and its state on one rank each. On that rank a
+subclass of ``MatrixOptimizer`` gets whole gradients and returns whole updates. That needs no communication, with two
+exceptions: where tensor parallelism has divided a matrix, the ranks that own its parts gather it among themselves, and
+each computes the whole update; and a unit with fewer matrices than ranks may be sharded evenly
+(``sharding.ownership``): its matrices are assembled on their owners, and updates are sent back (``assembly``). AdamW
+updates all other parameters (embeddings, heads, norms, vectors) shard by shard.
 """
 
 from __future__ import annotations

@@ -182,8 +182,7 @@ class OneBitOptimizer(Optimizer):
         """Update parameters whose ``.grad`` was decoded: a mean gradient or the momentum, depending on ``form``."""
 
     def _update_variance(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        """Update second moments from exact gradients, given as pairs of a parameter and this rank's range of its
-        gradient."""
+        """Update second moments from exact gradients, pairs of a parameter and this rank's gradient."""
 
     # Steps
 
@@ -252,7 +251,7 @@ class OneBitOptimizer(Optimizer):
     def _split(
         self, members: Sequence[Tensor], phase: Phase
     ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-        """Yield each of ``param_groups`` with its parameters among ``members``: those of exact and those of decoded
+        """Yield each of ``param_groups`` and its parameters among ``members`` with exact, and with decoded
         gradients."""
         wanted = {id(each) for each in members if each.grad is not None}
         for group in self.param_groups:
@@ -290,8 +289,8 @@ class OneBitOptimizer(Optimizer):
     # State
 
     def _init_state(self, parameter: Tensor) -> None:
-        """Make the missing state of a parameter, sharded like it. In the momentum form its compressed sum shares the
-        momentum."""
+        """Make the missing state of a parameter, sharded like it. The momentum form shares the momentum with the
+        sum."""
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in self.moments:
@@ -447,8 +446,7 @@ class OneBitOptimizer(Optimizer):
         return id(parameter) in self._encoded
 
     def _refresh_steps(self, until: int) -> Iterator[int]:
-        """Yield the steps after the warm-up, from 1 on, with exact sums; for refreshes=4: 1, 2, 3, 4, 6, 8, 10, 12, 16,
-        ..."""
+        """Yield steps after the warm-up, from 1 on, with exact sums; with refreshes=4: 1, 2, 3, 4, 6, 8, 10, 12, ..."""
         step, distance = 1, 1
         while self.refreshes and step <= until:
             for _ in range(self.refreshes):

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class TiedEmbedding:
     """The weight that the first stage of a pipeline embeds with, and the last one multiplies by for logits.
 
-    Each of the two stages has the whole weight on each of its D data-parallel ranks. ``sum_gradients`` adds the
+    Each of these two stages has the whole weight on each of its D data-parallel ranks. ``sum_gradients`` adds the
     gradients of both stages and takes the mean over data-parallel ranks in one all-reduce over all 2·D ranks, after
-    ``schedule.step``: 2·V − V/D bytes for each rank, where two all-reduces and a sum of two ranks take 3·V − 2·V/D.
-    The weight must not be reduced by anything else: shard the module with ``ignored_params={weight}``.
+    ``schedule.step``: 2·V − V/D bytes for each rank, where two all-reduces and a sum of two ranks take 3·V − 2·V/D. No
+    engine may reduce the weight besides: shard the module with ``ignored_params={weight}``.
 
         embedding = TiedEmbedding(part.tokens.weight if place in (0, stages - 1) else None, mesh, "pipeline", "data")
         schedule.step(batch)
@@ -28,9 +28,9 @@ class TiedEmbedding:
     Building it is a collective over the mesh, and sets the weights of all ranks to that of the first.
 
     Args:
-        weight: on ranks of the first and of the last stage; None on others.
-        mesh: with dimensions for the pipeline and for data parallelism, and perhaps others, for each of whose places
-            (parts of an embedding under tensor parallelism, for example) gradients are summed by themselves.
+        weight: the weight on ranks of the first and of the last stage; None on others.
+        mesh: mesh with dimensions for the pipeline and for data parallelism. Along any other dimension (tensor
+            parallelism, for example) each coordinate sums its gradients separately.
         pipeline, data: names of the two dimensions.
 
     Raises:

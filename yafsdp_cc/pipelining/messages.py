@@ -1,8 +1,8 @@
-"""Messages between pipeline stages: how a tensor of one micro-batch becomes bytes, and back.
+"""Messages between pipeline stages: encodes a tensor of one micro-batch in bytes, and decodes it.
 
-The size of a message follows from the shape and dtype of the tensor, so that the receiver can post its receive without
-having heard of the sender. ``Encoding`` is the protocol; ``Exact`` sends the tensor's own bytes, ``Encoded`` uses a
-codec, ``LowRank`` factors a matrix.
+The size of a message follows from the shape and dtype of the tensor, so that the receiver can post its receive before
+any message arrives. ``Encoding`` is the protocol; ``Exact`` sends the tensor's own bytes, ``Encoded`` uses a codec,
+``LowRank`` factors a matrix.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 
 class SenderState:
-    """What the sender of one tensor remembers from message to message.
+    """State that the sender of one tensor keeps from message to message.
 
     Args:
-        error_feedback: whether it remembers what messages lost.
+        error_feedback: whether it keeps a residual of what messages lost.
     """
 
     def __init__(self, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
         self.residual: Residual | None = None
-        """[rows, n] fp32: what messages have lost so far, of as many rows as the longest had; None: nothing yet."""
+        """[rows, n] fp32, what messages have lost so far, with as many rows as the longest message had; None at
+        first."""
         self.right: Tensor | None = None
-        """[columns, rank] fp32: the orthonormal right factor of the last message of ``LowRank``; None: of none yet."""
+        """[columns, rank] fp32, the orthonormal right factor of the last message of ``LowRank``; None at first."""
 
     def residual_of(self, rows: int, n: int, block: int, device: torch.device) -> Residual | None:
         """Return the first ``rows`` of the residual, of ``n`` elements each, a view; None without error feedback."""
@@ -50,12 +51,12 @@ class SenderState:
         return self.residual.rows(0, rows)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what there is of it."""
+        """Return the residual and the factor, as far as there are any."""
         residual = None if self.residual is None else self.residual.values
         return {name: kept for name, kept in (("residual", residual), ("right", self.right)) if kept is not None}
 
     def load_state_dict(self, state: dict[str, Tensor], block: int, device: torch.device) -> None:
-        """Go on with what ``state_dict`` returned."""
+        """Load what ``state_dict`` returned."""
         self.residual = self.right = None
         if "residual" in state:
             values = state["residual"].to(device)
@@ -65,7 +66,7 @@ class SenderState:
 
 
 class Encoding(ABC):
-    """How tensors become messages."""
+    """A format of messages for tensors."""
 
     @abstractmethod
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -76,15 +77,15 @@ class Encoding(ABC):
         """Write ``values``, of any shape, into ``message`` [bytes] uint8.
 
         Args:
-            values: without a graph.
-            message: of ``message_bytes``.
-            state: of the sender; error feedback adds its residual to ``values``, and keeps there what is lost.
-            seed: 32 bits for stochastic rounding, other ones for every message.
+            values: a tensor without a graph.
+            message: ``message_bytes`` long.
+            state: state of the sender; error feedback adds its residual to ``values``, and stores in it what is lost.
+            seed: 32 bits for stochastic rounding, different for every message.
         """
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """Overwrite ``values``, contiguous and without a graph, with what ``message`` [bytes] uint8 holds."""
+        """Decode ``message`` [bytes] uint8 into ``values``, contiguous and without a graph."""
 
 
 class Exact(Encoding):
@@ -101,7 +102,7 @@ class Exact(Encoding):
 
 
 Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
-"""How a codec's message x̂ of a block x comes out:
+"""How the message x̂ of a block x is rounded:
 
 "stochastic": right on average, where the codec can round so, else to nearest
 "scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x. Behind a
@@ -113,16 +114,16 @@ Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
 
 
 class Encoded(Encoding):
-    """The messages of a codec, over the whole tensor or, with ``by_sample``, over each sample of it by itself.
+    """The messages of a codec, for the whole tensor or, with ``by_sample``, for each sample separately.
 
     With error feedback it rounds to nearest, and needs ``by_sample`` where the number of samples changes from message
     to message.
 
     Args:
-        codec: any, also one of the user's own.
+        codec: any codec, including a user's own.
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
             whose scale is then smaller (``rotate``).
-        rounding: without error feedback.
+        rounding: rounding without error feedback.
         by_sample: each sample [d1, ...] of a tensor [samples, d1, ...] has a row of the message of its own.
     """
 
@@ -172,17 +173,17 @@ class Encoded(Encoding):
 
     @staticmethod
     def _set_scales(codec: Scaled, values: Tensor, message: Tensor) -> None:
-        """Change the scales of ``message`` [rows, bytes] of ``values`` [rows, n] as "scaled" rounding does."""
+        """Set the scales of ``message`` [rows, bytes] of ``values`` [rows, n] as "scaled" rounding does."""
         decoded = torch.empty_like(values, dtype=torch.float32)
         decode(codec, message, decoded)
         scales, _ = codec.parts(message, values.shape[1])
-        # In units of the scale, no square overflows. A block of zeros, or one that is not finite, becomes NaN here.
+        # In units of the scale no square overflows. A block that is zero or not finite becomes NaN here.
         steps, codes = (codec.blocks(each) / scales.unsqueeze(-1) for each in (values, decoded))
         along = (steps * codes).sum(-1)
         scales.mul_(torch.where(along > 0, steps.square().sum(-1) / along, 1.0))
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the rows of a message, and the elements of each, filled up to whole blocks."""
+        """Return the number of rows of a message, and the elements of each, padded to whole blocks."""
         rows = shape[0] if self._by_sample else 1
         each = math.prod(shape[1:]) if self._by_sample else math.prod(shape)
         return rows, -(-each // self._codec.block) * self._codec.block
@@ -195,7 +196,7 @@ class LowRank(Encoding):
 
         P = orthonormal(M·Q)     Q = Mᵀ·P     message = P, Q in bf16     decoded = P·Qᵀ
 
-    Only the sender has a state, so a lost or a skipped message does not part the two sides.
+    Only the sender has a state, so a lost or skipped message does not make the two sides differ.
 
     Args:
         rank: columns of P and Q.
@@ -226,7 +227,7 @@ class LowRank(Encoding):
         left, right = _factors(message, rows, rank)
         left.copy_(torch.linalg.qr(whole @ state.right).Q)
         right.copy_(whole.t() @ left.to(torch.float32))
-        # A factor of numbers that are not finite would never be finite again.
+        # a factor with a non-finite number would never be finite again
         fresh, finite = right.to(torch.float32), right.isfinite().all() & left.isfinite().all()
         state.right = torch.where(finite, torch.linalg.qr(torch.where(finite, fresh, state.right)).Q, state.right)
         right.masked_fill_(~finite, float("nan"))
@@ -276,8 +277,8 @@ def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:
     """Multiply every block of ``values`` [rows, n] fp32 by H·D, or with ``back`` by its inverse D·H.
 
     H is the orthonormal Hadamard matrix of ``block`` rows and D a diagonal of fixed signs, without which a block of
-    equal numbers would become one outlier. Quantising tiles after such a rotation is the idea of TAH-Quant (He et al.,
-    2025). H of r·c rows is the Kronecker product of those of r and of c, so a block is multiplied as a matrix [r, c].
+    equal numbers would become one outlier. TAH-Quant (He et al., 2025) quantises tiles after such a rotation. H of r·c
+    rows is the Kronecker product of H of r and H of c rows, so a block is multiplied as a matrix [r, c].
     """
     rows = 2 ** (block.bit_length() // 2)
     left, right = (_hadamard(size, values.device) for size in (rows, block // rows))

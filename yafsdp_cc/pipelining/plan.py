@@ -1,4 +1,4 @@
-"""What crosses a boundary between two stages in a step, and what its caches take, before anything runs."""
+"""The bytes that cross a boundary between two stages in a step, and the bytes of its caches, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from yafsdp_cc.pipelining.settings import StageCompression
 
 DIGEST = 8
-"""Bytes at the end of a message of changes: of the sample ids, and of the number of the step."""
+"""Bytes at the end of a message of changes that identify its sample ids and the number of the step."""
 
 
 class BoundaryPlan(NamedTuple):
     """Bytes of one boundary between two stages."""
 
     first_forward: int
-    """Of activations in a training step, where all samples are new: more than ``forward`` with ``forward_delta``."""
+    """Bytes of activations in a training step whose samples are all new: more than ``forward`` with
+    ``forward_delta``."""
     forward: int
-    """Of activations in a training step."""
+    """Bytes of activations in a training step."""
     backward: int
-    """Of gradients in a training step."""
+    """Bytes of gradients in a training step."""
     exact: int
-    """Of activations and gradients in a training step without compression."""
+    """Bytes of activations and gradients in a training step without compression."""
     cache: int
-    """Of host memory or of files, on each of the two sides."""
+    """Bytes of host memory or files for the sample cache, on each of the two sides."""
     residual: int
-    """Of fp32 numbers on the device of the later stage."""
+    """Bytes of fp32 residuals on the device of the later stage."""
 
     def __str__(self) -> str:
         rows = zip(
@@ -51,11 +52,11 @@ def plan_boundary(
     """Return the bytes of a boundary that one tensor crosses.
 
     Args:
-        compression: of its stages.
-        shape: of the activation of a micro-batch, samples first.
-        dtype: of the activation and of its gradient.
-        micro_batches: of a step.
-        exact_gradients: of how many micro-batches gradients are sent exactly, with ``epilogue_only``.
+        compression: settings of its stages.
+        shape: shape of the activation of a micro-batch, samples first.
+        dtype: dtype of the activation and of its gradient.
+        micro_batches: number of micro-batches of a step.
+        exact_gradients: number of micro-batches whose gradients are sent exactly, with ``epilogue_only``.
     """
     gradient = compression.of_gradients().message_bytes(shape, dtype)
     exact = math.prod(shape) * dtype.itemsize

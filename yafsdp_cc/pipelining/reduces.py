@@ -1,4 +1,4 @@
-"""What the data-parallel sum of a stage's gradients takes, exact and encoded: what ``stages_to_compress`` is told."""
+"""Measures the data-parallel sum of a stage's gradients, exact and encoded, for ``stages_to_compress``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _TRIAL = 1 << 20
-"""Elements that are encoded for the measurement, at most."""
+"""Number of elements that the measurement encodes, at most."""
 
 
 class ReduceSeconds(NamedTuple):
@@ -32,18 +32,18 @@ class ReduceSeconds(NamedTuple):
 def measure_reduces(
     mesh: DeviceMesh, numel: int, codec: str = "int8", dtype: torch.dtype = torch.float32
 ) -> ReduceSeconds:
-    """Measure the link between data-parallel ranks, and what encoding costs; return what a reduce takes by both.
+    """Measure the link between data-parallel ranks and the codec; return how long a reduce takes.
 
-    A collective of the ranks of ``mesh``, all of which get the same: the slowest one's. It sends about a megabyte.
+    A collective of the ranks of ``mesh``, all of which get the times of the slowest rank. It sends about a megabyte.
 
         reduce = measure_reduces(mesh["data"], sum(p.numel() for p in part.parameters()))
         chosen = stages_to_compress(order, per_micro_batch, *reduce)
 
     Args:
-        mesh: of the ranks that share the stage, one-dimensional.
-        numel: elements of the stage's gradients.
-        codec: of the messages. Its error feedback has a residual in bf16.
-        dtype: of gradients that are sent exactly.
+        mesh: one-dimensional mesh of the ranks that share the stage.
+        numel: number of elements of the stage's gradients.
+        codec: codec of the messages, with error feedback and a residual in bf16.
+        dtype: dtype of gradients that are sent exactly.
 
     Raises:
         ValueError: there is no such codec.
@@ -62,7 +62,7 @@ def measure_reduces(
     total = torch.zeros(part, device=device)
     synchronize = torch.get_device_module(device).synchronize
     work = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
-    for _ in range(3):  # other work of the machine can only slow one down
+    for _ in range(3):  # the best time: other work of the machine can only slow one down
         synchronize(device)
         start = time.perf_counter()
         encode(made, gradients, messages, residual=residual)

@@ -1,11 +1,11 @@
-"""What both sides of a pipeline boundary know of each sample's activation (AQ-SGD).
+"""Caches of each sample's activation on both sides of a pipeline boundary (AQ-SGD).
 
-At first a sample's activation a is sent as it is, in the dtype of the cache, and both sides keep it as m. From then on
-the change is sent, and both sides keep what results; the receiver computes and back-propagates at m:
+At first a sample's activation a is sent exactly, in the dtype of the cache, and both sides store it as m. Later
+messages hold the change, which both sides add to m; the receiver computes and back-propagates at m:
 
     message = Q(a − m)     m ← m + decoded(message)
 
-Both sides take in the message by the same function, so that their caches are equal to the bit.
+Both sides decode the message by the same function, so that their caches are equal to the bit.
 
 Source: Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with Guarantees",
 2022, algorithm 1.
@@ -32,32 +32,32 @@ _NO_STATE = SenderState(error_feedback=False)
 
 
 class Visit(NamedTuple):
-    """Where the samples of one micro-batch lie in a cache."""
+    """The slots of one micro-batch's samples in a cache."""
 
     slots: list[int]
     seen: list[bool]
-    """Whether the cache has each of them from an earlier micro-batch."""
+    """Whether the cache has each sample from an earlier micro-batch."""
 
 
 class SampleIndex:
-    """Which sample lies in which slot of a cache. Where it is full, the sample that was used longest ago leaves.
+    """Maps samples to slots of a cache. When it is full, the sample that was used longest ago is dropped.
 
     Both sides of a boundary visit the same ids in the same order, and so have the same samples in the same slots.
 
     Args:
-        samples: slots.
+        samples: number of slots.
     """
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._slots: OrderedDict[int, int] = OrderedDict()
-        """By id, the one that was used longest ago first."""
+        """Slot of each sample by its id, the one used longest ago first."""
 
     def visit(self, ids: Sequence[int]) -> Visit:
         """Give every sample of a micro-batch a slot.
 
-        An id that is there twice has one slot: both samples are sent relative to what the cache had before the
-        micro-batch, and the later one stays.
+        An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
+        micro-batch, and the later one is stored.
 
         Raises:
             ValueError: there are more samples than slots.
@@ -79,7 +79,7 @@ class SampleIndex:
 
     @property
     def ids(self) -> list[int]:
-        """The samples in the cache, the one that was used longest ago first."""
+        """Ids of the samples in the cache, the one used longest ago first."""
         return list(self._slots)
 
     @property
@@ -88,23 +88,23 @@ class SampleIndex:
         return list(self._slots.values())
 
     def load(self, ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Become what had these ``ids`` and ``slots``."""
+        """Load the ``ids`` and ``slots`` of another index."""
         self._slots = OrderedDict(zip(ids, slots, strict=True))
 
 
 class SampleCache:
-    """The activations of one boundary that one of its two sides keeps, in host memory or in a memory-mapped folder.
+    """The cached activations on one side of a boundary, in host memory or in memory-mapped files.
 
-    One thread reads what the next micro-batch needs and writes what the last one brought, in this order of
-    micro-batches, while the stage computes.
+    While the stage computes, a thread reads activations for the next micro-batch and writes those of the last one, in
+    the order of the micro-batches.
 
     Args:
-        samples: how many are kept at most.
-        dtype: of what is kept, and of what is sent of a new sample.
-        encoding: of changes, with a row for each sample.
-        device: of the stage.
-        folder: of the memory-mapped files, which exists; None: host memory.
-        name: of the files, without what tells several tensors apart.
+        samples: largest number of samples.
+        dtype: dtype of cached activations, and of those sent for new samples.
+        encoding: encoding of changes, with a row for each sample.
+        device: device of the stage.
+        folder: existing folder for memory-mapped files; None: host memory.
+        name: beginning of the files' names; the index of a tensor is added.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SampleCache:
     ) -> None:
         self.index = SampleIndex(samples)
         self.values: dict[int, Tensor] = {}
-        """[samples, elements] by place of the tensor among those that cross the boundary."""
+        """[samples, elements] by the index of the tensor among those that cross the boundary."""
         self._samples, self._dtype, self._encoding = samples, dtype, encoding
         self._device, self._folder, self._name = device, folder, name
         self._visits: list[Visit] = []
@@ -128,7 +128,7 @@ class SampleCache:
         self._thread: ThreadPoolExecutor | None = None
 
     def begin_step(self, micro_batches: list[list[int]]) -> None:
-        """Plan where the samples of a step lie.
+        """Assign slots to the samples of a step.
 
         Raises:
             ValueError: a micro-batch has more samples than the cache.
@@ -139,7 +139,7 @@ class SampleCache:
         self._prefetch(0)
 
     def end_step(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all activations are written."""
         for write in self._writes:
             write.result()
         self._writes.clear()
@@ -151,7 +151,7 @@ class SampleCache:
         return self._encoding.message_bytes((seen, *shape[1:]), torch.float32) + fresh
 
     def encode(self, chunk: int, place: int, values: Tensor, message: Tensor, seed: int) -> None:
-        """Write the message of ``values`` [samples, ...], and take it in as the receiver will."""
+        """Write the message of ``values`` [samples, ...], and update the cache as the receiver will."""
         seen = self._rows(chunk, True)
         if len(seen):
             flat = values.flatten(1) if values.dim() > 1 else values.view(-1, 1)
@@ -164,7 +164,7 @@ class SampleCache:
         self.decode(chunk, place, message, torch.empty_like(values))
 
     def decode(self, chunk: int, place: int, message: Tensor, values: Tensor) -> None:
-        """Overwrite ``values`` [samples, ...] with what a message makes of them, and keep that."""
+        """Decode a message into ``values`` [samples, ...], and cache the result."""
         rows, elements = values.shape[0], math.prod(values.shape[1:])
         seen, fresh = self._rows(chunk, True), self._rows(chunk, False)
         taken = torch.empty(rows, elements, dtype=self._dtype, device=values.device)
@@ -179,7 +179,7 @@ class SampleCache:
         if len(fresh):
             taken[fresh] = message[size:].view(self._dtype).view(len(fresh), elements)
         values.copy_(taken.view(values.shape))
-        # What is not finite reaches the loss, but once kept it would never be finite again.
+        # non-finite activations reach the loss, but are not cached: changes would never make them finite again
         kept = torch.where(taken.isfinite(), taken, before)
         self._write(self._visits[chunk].slots, place, kept)
         self._before.pop((chunk, place), None)
@@ -193,10 +193,10 @@ class SampleCache:
         return {"ids": ids, "slots": slots, "values": {place: kept[rows] for place, kept in self.values.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what ``state_dict`` returned.
+        """Load what ``state_dict`` returned.
 
         Raises:
-            ValueError: it was of a larger cache.
+            ValueError: the state is of a larger cache.
         """
         if max(state["slots"], default=0) >= self._samples:
             raise ValueError(
@@ -209,16 +209,16 @@ class SampleCache:
             self._values(int(place), kept.shape[1])[rows] = kept
 
     def digest(self, chunk: int) -> int:
-        """Return 32 bits of the ids of a micro-batch."""
+        """Return a 32-bit checksum of the ids of a micro-batch."""
         return zlib.crc32(torch.tensor(self._ids[chunk], dtype=torch.int64, device="cpu").numpy().tobytes())
 
     def _rows(self, chunk: int, seen: bool) -> Tensor:
-        """Return which samples of a micro-batch are in the cache, or are not."""
+        """Return the rows of a micro-batch whose samples are in the cache, or those whose samples are not."""
         rows = [row for row, each in enumerate(self._visits[chunk].seen) if each == seen]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
 
     def _known(self, chunk: int, place: int, elements: int) -> Tensor:
-        """Return what is known of the samples that are in the cache, [samples, elements] fp32."""
+        """Return the cached activations of a micro-batch's samples, [samples, elements] fp32."""
         if (chunk, place) not in self._before:
             self._values(place, elements)
             self._read(chunk, place)
@@ -247,7 +247,7 @@ class SampleCache:
         self._before[chunk, place] = self._submit(values.index_select, 0, rows)
 
     def _write(self, slots: list[int], place: int, kept: Tensor) -> None:
-        last = {slot: row for row, slot in enumerate(slots)}  # of a sample that is there twice
+        last = {slot: row for row, slot in enumerate(slots)}  # the last row of a sample that occurs twice
         rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
         into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
         values = self._values(place, kept.shape[1])

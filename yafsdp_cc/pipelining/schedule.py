@@ -1,4 +1,4 @@
-"""What a schedule tells its compressed stages: the samples of each step, and the order of its actions."""
+"""Gives compressed stages the samples of each step, and the order of their schedule's actions."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
 def prepare_schedule(schedule: S) -> S:
     """Let a schedule of compressed stages take ``sample_ids``, and compare the stages' settings.
 
-    Call it on all ranks of the pipeline, which communicate: once it is built, after ``load_state_dict`` of its stages
-    if there is something to load. ``schedule.step`` then has one more argument:
+    A collective of all ranks of the pipeline: call it once the schedule is built, after ``load_state_dict`` of its
+    stages if there is a state to load. ``schedule.step`` then has one more argument:
 
         schedule.step(batch, sample_ids=ids)    # and schedule.step(sample_ids=ids) on later stages
 
     ids: [samples of the batch] integers on any device or a sequence, the same on all stages. With
-    ``forward_delta=True`` they say whose activations a batch has. Without, they are only needed where batches or
-    micro-batches have different numbers of samples, which torch's own stage cannot send.
+    ``forward_delta=True`` they say whose activations a batch has. Otherwise they are needed only if batches or
+    micro-batches differ in their numbers of samples, which torch's own stage cannot send.
 
     Args:
-        schedule: of ``torch.distributed.pipelining``, with ``CompressedStage``s.
+        schedule: a schedule of ``torch.distributed.pipelining``, with ``CompressedStage``s.
 
     Returns:
         ``schedule``.
 
     Raises:
-        TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the one for a module
-            that is sharded or is not.
-        NotImplementedError: ``epilogue_only`` asks for the schedule's actions, and nobody knows them; or it splits
-            backwards, which stages that are sharded do not.
+        TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
+            sharded, or for a plain, module.
+        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have; or the schedule
+            splits backwards, which sharded stages cannot.
         ValueError: stages have different settings; on all ranks.
         RuntimeError: one of these was raised on another rank, or this version of torch has other schedules.
     """
@@ -53,12 +53,12 @@ def prepare_schedule(schedule: S) -> S:
         stage.is_prepared = True
         if stage.compression.epilogue_only:
             stage.exact_gradients = hidden_gradients(schedule.pipeline_order or {})
-    if "step" in vars(schedule):  # it was prepared before
+    if "step" in vars(schedule):  # the schedule was prepared before
         return schedule
     step, count = schedule.step, schedule._n_microbatches
 
     def step_with_ids(*args: Any, sample_ids: Sequence[int] | Tensor | None = None, **kwargs: Any) -> Any:
-        # Arguments with chunk specs of their own may have samples in another dimension.
+        # arguments with chunk specs of their own may have samples in another dimension
         batches = (*args, kwargs.get("target")) if schedule._args_chunk_spec is None else (kwargs.get("target"),)
         micro_batches = None if sample_ids is None else _split(sample_ids, count, batches)
         for stage in stages:
@@ -98,14 +98,14 @@ def _stages_of(schedule: Any) -> list[Any]:
 
 
 def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[tuple[int, int]]:
-    """Return the stage that sends and the micro-batch of the gradients whose transfer a computation may hide.
+    """Return the (sending stage, micro-batch) of all gradients whose transfer a computation may hide.
 
-    A gradient is hidden if, right before the backward that needs it, its receiver computes a forward, or gradients of
-    weights by themselves. The others are those of the epilogue: in 1F1B the last p - 1 - r that stage r of p receives,
-    in GPipe all but the first, where backwards follow one another and each waits for the next stage.
+    A gradient is hidden if, right before the backward that needs it, its receiver computes a forward, or only gradients
+    of weights. All other gradients belong to the epilogue: in 1F1B the last p - 1 - r that stage r of p receives; in
+    GPipe all but the first, as each backward waits for the next stage.
 
     Args:
-        pipeline_order: of a schedule: the actions of each rank in their order.
+        pipeline_order: the actions of each rank of a schedule in their order.
 
     Source: Song et al., "Optimus-CC", 2023 (epilogue-only compression), here for any order of actions.
     """
@@ -117,12 +117,12 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
         for before, action in pairwise(actions)
         if action.computation_type in BACKWARDS
         and before.computation_type in HIDES
-        and action.stage_index != last  # whose gradient comes from the loss
+        and action.stage_index != last  # the last stage's gradient comes from the loss
     )
 
 
 def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
-    """Return what is wrong with this rank's stages; None: nothing is."""
+    """Return what is wrong with this rank's stages; None if nothing is."""
     for stage in stages:
         if not isinstance(stage, CompressedStage):
             return TypeError(
@@ -182,7 +182,7 @@ def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any
     """Return the sample ids of each micro-batch, as torch splits the batch.
 
     Raises:
-        ValueError: they are no ids, or not as many as the batch has samples.
+        ValueError: ``sample_ids`` are no ids, or not as many as the batch has samples.
     """
     ids = torch.as_tensor(sample_ids, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""What a pipeline stage compresses, as the user asks for it."""
+"""The user's settings of the compression between pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 LOW_RANK = "powersgd"
 LARGEST_ERROR = 0.5**0.5
-"""Bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
+"""Upper bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class StageCompression:
-    """What the stages of a pipeline compress: the same on every stage, which ``prepare_schedule`` checks.
+    """Settings of the compression between stages: the same on every stage, which ``prepare_schedule`` checks.
 
     Args:
         forward: name of the codec of activations, such as "int4"; None: they are sent exactly.
         backward: name of the codec of their gradients, or "powersgd"; None: they are sent exactly.
         forward_delta: encode the change of each sample's activation since it was sent last, rather than the activation
             (AQ-SGD). ``schedule.step`` then takes ``sample_ids``.
-        cache_samples: of how many samples both sides of a boundary keep the activation: those of the data set. Beyond
-            that, what was used longest ago is forgotten and sent exactly when it comes again.
-        cache_dtype: of what is kept, and of what is sent of a new sample: bfloat16, float16 or float32.
+        cache_samples: number of samples whose activation both sides of a boundary cache: those of the data set. If
+            there are more, the one used longest ago is dropped, and sent exactly when it comes again.
+        cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
         cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
             propagation of Optimus-CC).
-        epilogue_only: encode the gradients alone whose transfer no computation hides (``schedule.hidden_gradients``),
-            and send the others exactly.
+        epilogue_only: encode only gradients whose transfer no computation hides (``schedule.hidden_gradients``), and
+            send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
-        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales by
-            which nothing is lost along the block itself. For codecs with a scale for each block.
+        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
+            keep the decoded block's component along the original. For codecs with a scale for each block.
         block: elements that share a scale.
 
     Raises:
-        ValueError: a value is not possible, or the combination is not; the message names it.
+        ValueError: a value or a combination is impossible; the message names it.
     """
 
     forward: str | None = None
@@ -113,8 +113,8 @@ class StageCompression:
     def of_changes(self) -> Encoding:
         """Return the encoding of changes of samples' activations.
 
-        It rounds without bias, as AQ-SGD's analysis asks for (with a rotation, without one along the change), unless
-        that alone would lose too much: then to nearest, and what is lost is part of the next change.
+        It rounds without bias, as AQ-SGD's analysis requires (with a rotation, without one along the change). If that
+        would lose too much, it rounds to nearest, and what is lost is part of the next change.
         """
         rounding = self._rounding
         if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:

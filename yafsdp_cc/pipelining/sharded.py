@@ -23,8 +23,8 @@ class ShardedStage(PipelineStage):
     stage would look for FSDP2's parameter groups instead. Shard with ``reshard_after_forward=False`` to gather weights
     once per step, too, and not for each micro-batch.
 
-    Zero-bubble schedules run, and gain nothing over the others: weights would have to be gathered for each part of a
-    backward that is split, so gradients of weights are computed with those of inputs, and ``dw_builder`` has no effect.
+    Zero-bubble schedules run, and are no faster than others: a split backward would gather weights for each of its
+    parts, so gradients of weights are computed with those of inputs, and ``dw_builder`` has no effect.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,36 +33,36 @@ class ShardedStage(PipelineStage):
         self._backwards = 0
 
     def clear_runtime_states(self) -> None:
-        """Begin a step."""
+        """Reset torch's and the stage's own state at the beginning of a step."""
         super().clear_runtime_states()
         self._backwards = 0
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], None]:
-        """The whole backward of one micro-batch, which reduces what has come together if it is the last of the step.
+        """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step.
 
         Raises:
             ValueError: the module is not sharded.
         """
         check_sharded(self.submod)
-        # ``last_backward`` is of the gradients of weights, which a schedule may want later.
+        # ``last_backward`` is of the gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
             spec.settings.reduces = self._backwards == self.chunks
         return stage_backward(**bwd_kwargs), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last backward: gradients are reduced already, and become the mean over micro-batches."""
+        """Scale the reduced gradients, after the last backward, to the mean over micro-batches."""
         self.scale_grads(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        # Finding out shapes asked for gradients of inputs alone: weights are not unsharded by it, no .grad is left.
+        # the shape inference computed only gradients of inputs: it unshards no weights and leaves no .grad
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None
 
 
 def _nothing_left() -> Callable[..., None]:
-    """Return what is to be done for the gradients of weights, which torch's stage then leaves to it: nothing more."""
+    """Return a function that does nothing, which torch's stage calls later to compute gradients of weights."""
     return lambda: None

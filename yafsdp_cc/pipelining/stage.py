@@ -1,8 +1,8 @@
-"""Stages of ``torch.distributed.pipelining`` that compress what they send to each other.
+"""Stages of ``torch.distributed.pipelining`` that compress the messages between them.
 
-torch's schedules ask a stage for its sends and receives and run its chunks; both are methods that a subclass may
-replace. What ``CompressedStage`` replaces is private to torch in part, so ``check_torch`` compares it with what this
-module was written for.
+torch's schedules ask a stage for its sends and receives and run its chunks, by methods that a subclass may override.
+``CompressedStage`` overrides some that are private to torch, so ``check_torch`` compares their signatures with those
+this module was written for.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SEAM = {
     "_get_grad_send_meta": ("self", "input_idx"),
     "_prepare_forward_infra": ("self", "num_microbatches", "args", "kwargs", "has_backward"),
 }
-"""Methods of torch's stage that are replaced or called, and their parameters in torch 2.13."""
+"""Methods of torch's stage that are overridden or called, and their parameters in torch 2.13."""
 
 
 def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
-    """Check that torch's stage has the methods that ``CompressedStage`` replaces.
+    """Check that torch's stage has the methods that ``CompressedStage`` overrides.
 
     Raises:
-        RuntimeError: this version of torch has others.
+        RuntimeError: this version of torch has other methods.
     """
     for name, expected in _SEAM.items():
         method = getattr(stage, name, None)
@@ -71,8 +71,8 @@ class _Arriving(NamedTuple):
 class CompressedStage(PipelineStage):
     """A ``PipelineStage`` that compresses activations and their gradients on the way to its neighbours.
 
-    Call ``prepare_schedule`` once on the schedule that runs it. Training alone is compressed: ``schedule.eval`` sends
-    activations exactly. What is no floating-point number is always sent exactly, and so is what goes to a stage on the
+    Call ``prepare_schedule`` once on the schedule that runs it. Only training is compressed: ``schedule.eval`` sends
+    activations exactly. Tensors that are not floating-point are always sent exactly, and so are those to a stage on the
     same rank.
 
         stage = CompressedStage(part, place, stages, device, forward="int4", backward="int8")
@@ -80,12 +80,11 @@ class CompressedStage(PipelineStage):
 
     Args:
         submodule, stage_index, num_stages, device: as those of ``PipelineStage``.
-        stage_arguments: further ones of ``PipelineStage``, by name, and the fields of ``StageCompression``, which
-            says what is compressed.
+        stage_arguments: further arguments of ``PipelineStage`` by name, and the fields of ``StageCompression``.
 
     Raises:
         ValueError: a setting is not possible.
-        RuntimeError: this version of torch has other methods than those that are replaced.
+        RuntimeError: this version of torch has other methods than those that are overridden.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class CompressedStage(PipelineStage):
         self.is_prepared = False
         """Whether ``prepare_schedule`` was called; it also sets ``exact_gradients``."""
         self.exact_gradients: frozenset[tuple[int, int]] = frozenset()
-        """Stage that sends and micro-batch of the gradients that are sent exactly."""
+        """(sending stage, micro-batch) of the gradients that are sent exactly."""
         self.steps = 0
-        """Training steps so far."""
+        """Number of training steps so far."""
         self.sent_bytes = {"forward": 0, "backward": 0}
-        """Of all messages to other ranks so far."""
+        """Bytes of all messages to other ranks so far."""
         self._trains = False
         self._is_stale = False
         self._rows: list[int] | None = None
@@ -122,14 +121,14 @@ class CompressedStage(PipelineStage):
             if self.compression.forward_delta and not (self.is_first if side == "input" else self.is_last)
         }
 
-    # What prepare_schedule calls
+    # Called by prepare_schedule
 
     def begin_step(self, micro_batches: list[list[int]] | None, *, trains: bool) -> None:
-        """Take in the sample ids of a step, for each micro-batch; None: there are none, and no batch is uneven.
+        """Set the sample ids of each micro-batch of a step; None if there are none, and no batch is uneven.
 
         Raises:
-            ValueError: training needs them and they are not there, or they do not fit into the cache.
-            RuntimeError: the stage is not prepared, or its caches are not what they were before a step that failed.
+            ValueError: training needs ids and has none, or they do not fit into the cache.
+            RuntimeError: the stage is not prepared, or a step that failed has changed its caches.
         """
         self._check_prepared()
         if self._is_stale:
@@ -151,7 +150,7 @@ class CompressedStage(PipelineStage):
                 cache.begin_step(micro_batches)
 
     def end_step(self) -> None:
-        """Check what has arrived, and count the step.
+        """Check the messages that have arrived, and count the step.
 
         Raises:
             RuntimeError: a message was about other samples than those that this rank was given.
@@ -171,7 +170,7 @@ class CompressedStage(PipelineStage):
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be alike on all ranks of the pipeline."""
+        """Return the settings and state that must be equal on all ranks of the pipeline."""
         settings = {field.name: getattr(self.compression, field.name) for field in fields(StageCompression)}
         settings.pop("cache_folder")
         kept = {
@@ -180,15 +179,16 @@ class CompressedStage(PipelineStage):
         }
         return {**settings, "steps": self.steps, **kept}
 
-    # Its state, beside that of the module
+    # State, beside that of the module
 
     def state_dict(self, *, cache: bool = True) -> dict[str, Any]:
-        """Return what the stage remembers from step to step: residuals, factors, and the caches of its samples.
+        """Return the state that the stage keeps from step to step: residuals, factors, and the caches of its samples.
 
         Save it on every rank, and load it on the same stage.
 
         Args:
-            cache: False leaves the samples' activations out. All of them are then sent exactly once more after
+            cache: whether to include the samples' activations. Without them all samples are sent exactly once more
+                after
                 ``load_state_dict``.
         """
         senders = {f"{direction}.{place}": each.state_dict() for (direction, place), each in self._senders.items()}
@@ -196,9 +196,10 @@ class CompressedStage(PipelineStage):
         return {"steps": self.steps, "senders": senders, "caches": caches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what ``state_dict`` returned: on all stages of the pipeline, and before ``prepare_schedule``.
+        """Load what ``state_dict`` returned: on all stages of the pipeline, and before ``prepare_schedule``.
 
-        Call ``prepare_schedule`` again if the schedule was prepared before: it compares what the stages have loaded.
+        Call ``prepare_schedule`` again if the schedule was prepared before: it compares the loaded states of the
+        stages.
         """
         self.steps = state["steps"]
         self.is_prepared = self._is_stale = False
@@ -211,7 +212,7 @@ class CompressedStage(PipelineStage):
             if side in state["caches"]:
                 self._caches[side].load_state_dict(state["caches"][side])
 
-    # What torch's schedules call
+    # Called by torch's schedules
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
@@ -265,7 +266,7 @@ class CompressedStage(PipelineStage):
     def _receive(
         self, direction: str, chunk: int, ops: list[dist.P2POp], infos: Mapping[int, Sequence[Any]]
     ) -> list[dist.P2POp]:
-        """Let ``ops`` receive messages, which ``_decode`` then takes."""
+        """Make ``ops`` receive messages, which ``_decode`` then decodes."""
         if not ops:
             return ops
         arriving = []
@@ -281,7 +282,7 @@ class CompressedStage(PipelineStage):
 
     @torch.no_grad()
     def _decode(self, direction: str, chunk: int) -> None:
-        """Decode what has arrived into the buffers that torch's stage computes with."""
+        """Decode arrived messages into the buffers that torch's stage computes with."""
         sender = self.stage_index + (1 if direction == "backward" else -1)
         for place, (info, message, shape) in enumerate(self._arriving.pop((direction, chunk), ())):
             if info.buffer.shape != shape or not info.buffer.is_contiguous():
@@ -297,7 +298,7 @@ class CompressedStage(PipelineStage):
 
     @torch.no_grad()
     def _send(self, direction: str, chunk: int, ops: list[dist.P2POp], metas: Sequence[Any]) -> list[dist.P2POp]:
-        """Let ``ops`` send messages of their tensors."""
+        """Make ``ops`` send messages of their tensors."""
         for place, (op, meta) in enumerate(zip(ops, metas, strict=True) if ops else ()):
             values, shape = op.tensor.detach(), self._shape(chunk, meta.shape)
             if values.shape != shape or values.dtype != meta.dtype:
@@ -307,7 +308,7 @@ class CompressedStage(PipelineStage):
                     "different numbers of samples, in dimension 0, give sample_ids to every rank's schedule.step"
                 )
             size = self._message_bytes(direction, self.stage_index, chunk, shape, values.dtype)
-            # Schedules may send it later, so that each message has memory of its own.
+            # a schedule may send the message later, so each one has memory of its own
             message = torch.empty(size, dtype=torch.uint8, device=self.device)
             name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
             with span("encode", f"stage {self.stage_index} {direction}").of(size):
@@ -337,7 +338,7 @@ class CompressedStage(PipelineStage):
         return self._exact if (sender, chunk) in self.exact_gradients else self._gradients
 
     def _shape(self, chunk: int, planned: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a tensor of a micro-batch, of which torch knows that of the first one."""
+        """Return the shape of a tensor of any micro-batch; torch knows that of the first one."""
         if self._rows is None or not planned:
             return tuple(planned)
         return (self._rows[chunk], *planned[1:])
@@ -354,7 +355,7 @@ class CompressedStage(PipelineStage):
         return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
 
     def _cache_of(self, direction: str, side: str, dtype: torch.dtype) -> SampleCache | None:
-        """Return the cache of a message; None: it has none."""
+        """Return the cache of a message; None if it has none."""
         return self._caches.get(side) if direction == "forward" and self._trains and dtype.is_floating_point else None
 
     def _boundary(self, side: str) -> str:

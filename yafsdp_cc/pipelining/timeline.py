@@ -15,17 +15,17 @@ _COMPUTES = (*BACKWARDS, *HIDES)
 
 
 class StageSeconds(NamedTuple):
-    """What one stage takes for one micro-batch, in seconds."""
+    """Seconds that one stage takes for one micro-batch."""
 
     forward: float
     backward: float
-    """For gradients of inputs and of weights. Schedules that split it take half of it for each."""
+    """Seconds for gradients of inputs and of weights. Schedules that split a backward take half of it for each."""
     send: float = 0.0
-    """From the end of a computation until its neighbour has the result."""
+    """Seconds from the end of a computation until a neighbour has its result."""
 
 
 def computed(actions: Iterable[Any]) -> Iterator[Any]:
-    """Return what a rank computes, in order, each part of a combined action by itself."""
+    """Return the computations of a rank in order, each part of a combined action by itself."""
     for action in actions:
         if action is not None:
             yield from (each for each in action.sub_actions or (action,) if each.computation_type in _COMPUTES)
@@ -34,11 +34,11 @@ def computed(actions: Iterable[Any]) -> Iterator[Any]:
 def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeconds) -> dict[int, float]:
     """Return when each stage has finished its last backward, in seconds from the start of a step.
 
-    Every rank computes its actions in their order, each as soon as what it needs has come.
+    Every rank computes its actions in order, each as soon as its inputs have arrived.
 
     Args:
-        pipeline_order: of a schedule: the actions of each rank in their order.
-        seconds: of every stage.
+        pipeline_order: the actions of each rank of a schedule in their order.
+        seconds: times of every stage.
 
     Raises:
         ValueError: the actions wait for each other.
@@ -57,7 +57,8 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
             while actions:
                 stage, kind, micro_batch, _ = actions[0]
                 if kind is _ComputationType.FORWARD:
-                    micro_batch = forwards[stage]  # torch 2.13 numbers those of the last stage in 1F1B from 1
+                    # torch 2.13 numbers the micro-batches of the last stage in 1F1B from 1
+                    micro_batch = forwards[stage]
                 forward, backward = ("forward", stage, micro_batch), ("backward", stage, micro_batch)
                 if kind is _ComputationType.FORWARD:
                     own, source = forward, ("forward", stage - 1, micro_batch) if stage else None
@@ -93,10 +94,10 @@ def stages_to_compress(
         yafsdp_cc.shard(part, compression="int8" if place in chosen else None)
 
     Args:
-        pipeline_order: of a schedule: the actions of each rank in their order.
-        seconds: of every stage and micro-batch.
+        pipeline_order: the actions of each rank of a schedule in their order.
+        seconds: times of every stage and micro-batch.
         exact_reduce, encoded_reduce: seconds of a stage's reduce over its data-parallel ranks, one number for all
-            stages or one for each: bytes by bytes per second, or as measured.
+            stages or one for each, calculated or measured.
 
     Source: Song et al., "Optimus-CC", 2023 (selective stage compression), who choose a share of the stages by hand.
     """

@@ -1,4 +1,5 @@
-"""Stochastic Gradient Push: in every step each replica gives half of its weights to one other, and waits for no sum.
+"""Stochastic Gradient Push: in every step each replica gives half of its weights to one other; there is no sum over
+all.
 
 Replica i of n has biased weights x and a push-sum weight w, 1 at first. The model shows z = x / w. In step k:
 
@@ -6,18 +7,19 @@ Replica i of n has biased weights x and a push-sum weight w, 1 at first. The mod
     keep x / 2 and w / 2, send x / 2 and w / 2 to one replica
     x ← x + x received,  w ← w + w received,  z ← x / w
 
-What is sent is taken off what is kept: mixing weights P are column-stochastic, so that neither the sum of x over
-replicas nor that of w changes (Σw = n, what is in flight included), and all z go to Σx / n. The peer in step k is
-2^(k mod ⌈log₂ n⌉) ranks further (the directed exponential graph): with n a power of two, a value has been everywhere
-after log₂ n steps. With ``overlap`` 1 what was sent in step k is waited for in step k + 1. Then a part of x and w is
-always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as much.
+What a replica sends is subtracted from its own x and w: the mixing weights P are column-stochastic, so that neither the
+sum of x over replicas nor that of w changes (Σw = n, messages in flight included), and all z converge to Σx / n. The
+peer in step k is 2^(k mod ⌈log₂ n⌉) ranks further (the directed exponential graph): with n a power of two, a value has
+been everywhere after log₂ n steps. With ``overlap`` 1 the message of step k is waited for in step k + 1. Then a part of
+x and w is always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as
+much.
 
 **Each at its own pace.** Without an ``overlap`` nobody waits: the step k above is the sender's own, and a replica adds
-what has come by the end of its step. It keeps all of x and w for once, which changes no sum either, where the peer has
-not taken the last message from this edge, or w < 1/2. So as much is in flight at most as there are edges, and w is at
-least 1/4, also where the others have stopped: else a replica that gives half in every step and gets little in return
-would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind its
-last message, and receives until there is one on every edge.
+all messages that have arrived by the end of its step. It sends nothing in a step if the peer has not taken the last
+message on this edge, or if w < 1/2, which changes no sum either. So at most one message per edge is in flight, and w is
+at least 1/4 even if other replicas have stopped; otherwise a replica that gives half in every step and gets little in
+return would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind
+its last message, and receives until there is one on every edge.
 
 **Encoded messages.** A message of x / 2 itself would lose as much in every step, however near replicas are. So sender
 and receiver both keep an estimate h of the sender's z on each edge of the graph, and a message holds what is missing:
@@ -27,16 +29,16 @@ and receiver both keep an estimate h of the sender's z on each edge of the graph
     sender:    x ← x - v·h,  w ← w - v
     receiver:  x ← x + v·h,  w ← w + v
 
-What is moved is v·h, with an error of v·(z - h), and both know it to the bit: whatever the codec loses stays with the
-sender, and Σx is kept as by exact messages. h follows z as EF21's estimates follow gradients: z, unlike x, does not
-change with w, so z - h is what the last few steps have changed, and errors vanish as z comes to rest. Replicas begin
-with the same weights, which are the first h.
+The amount moved is v·h, with an error of v·(z - h), and both sides compute it to the bit: whatever the codec loses
+remains with the sender, and Σx is as with exact messages. h follows z as EF21's estimates follow gradients: z, unlike
+x, does not change with w, so z - h is what the last few steps have changed, and errors vanish as z comes to rest.
+Replicas begin with the same weights, which are the first h.
 
-An error ε = h - z is itself passed on: it moves a sender by -ε / 2 and a receiver by ε / 2. Of E edges of a rank each
-is used once in E steps, so at most E ε are added to z until h is next brought up to date, and ε itself is due, of which
-a codec that loses a share ω of squares leaves √ω (1 + E) ε. Errors die out where ω (1 + E)² < 1; a codec that loses
-more is refused (int4 loses 1/61: enough for 64 replicas). So is any that loses more than 1/32: scales of three bits and
-fewer clip what is far larger than the rest, and errors were seen to grow in such elements between two replicas.
+An error ε = h - z is passed on: it moves a sender by -ε / 2 and a receiver by ε / 2. Each of the E edges of a rank is
+used once in E steps, so at most E ε are added to z until the next message updates h by this and by ε itself; a codec
+that loses a share ω of squares then leaves √ω (1 + E) ε. Errors die out where ω (1 + E)² < 1; a codec that loses more
+is refused (int4 loses 1/61: enough for 64 replicas). So is any that loses more than 1/32: codecs of three bits and
+fewer clip elements far larger than the rest, in which errors were seen to grow between two replicas.
 
 Source: Stochastic Gradient Push for Distributed Deep Learning (Assran, Loizou, Ballas, Rabbat, 2019, algorithms 1 and
 2); push-sum: Kempe et al., 2003. Differences: CHOCO-SGD (Koloskova et al., 2019, algorithm 2); here by edge, and
@@ -66,13 +68,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _NO_STEP = -1
-"""In place of the number of a step, from a replica that makes no more of them before all meet."""
+"""Value in place of a step's number from a replica that makes no more steps before all replicas meet."""
 _COUNTED = 1 << 20
 """Steps are counted modulo this in headers, which are fp32."""
 _LEAST_TO_SHARE = 0.5
-"""A replica at its own pace that has less of w keeps it all."""
+"""Push-sum weight w below which a replica at its own pace sends nothing."""
 _ROUNDING = 1e-3
-"""By how much the mean of w may differ from 1: roundings of fp32, far less than one lost message of any n."""
+"""Largest deviation of the mean of w from 1 by fp32 rounding, far less than one lost message causes for any n."""
 
 
 _MOST_LOST = 1 / 32
@@ -83,14 +85,14 @@ class Gossip(ReplicaSync):
     """Let each replica exchange weights with one other per step, instead of a sum over all (Stochastic Gradient Push).
 
     The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. Replicas have weights and optimizer states of
-    their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save``
-    give all of them the exact mean of the weights and of the optimizer's state: what a state dict holds is a
-    replica's own before. Every replica has to call ``optimizer.step()`` equally often, but with ``overlap=None``: a
-    slow one holds up the one that it sends to, which waits with ``overlap`` a step later.
+    their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save`` give
+    all of them the exact mean of the weights and of the optimizer's state: before them a state dict holds only the
+    replica's own. Every replica must call ``optimizer.step()`` equally often unless ``overlap`` is None: a slow one
+    delays the one that it sends to, by ``overlap`` steps later.
 
-    With ``overlap=None`` each replica goes at its own pace, and none waits for another before
-    ``synchronize_replicas`` or ``save``, which all have to call as often as each other. A replica that has sent nothing
-    for as long as the process group waits is an error that names it. Messages go over gloo, through host memory.
+    With ``overlap=None`` each replica goes at its own pace, and waits for others only in ``synchronize_replicas`` or
+    ``save``, which all must call equally often. A replica that has sent nothing for as long as the process group waits
+    is an error that names it. Messages go over gloo, through host memory.
 
     Buffers, for each element of a shard, in bytes: exact, 12 (biased weights, a message there and back); encoded, 8
     (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages. With ``overlap=None``
@@ -99,11 +101,11 @@ class Gossip(ReplicaSync):
     Args:
         graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
             are slow. Around a ring a value takes n - 1 steps.
-        overlap: steps until a message is waited for: 0, within its step; 1, in the next one; None: it is not.
-        codec: of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
+        overlap: steps after which a message is waited for: 0, within its step; 1, in the next one; None: never.
+        codec: codec of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
     Raises:
-        ValueError: an argument is none of these; for so many replicas the codec loses too much.
+        ValueError: an argument has another value, or the codec loses too much for this number of replicas.
     """
 
     def __init__(
@@ -120,14 +122,14 @@ class Gossip(ReplicaSync):
             codec_of(codec, BLOCK)
         self.graph, self.overlap, self.codec = graph, overlap, codec
         self._steps = 0
-        """Since all replicas had the same weights."""
+        """Number of steps since all replicas had the same weights."""
         self._mailboxes: list[PeerMailbox] = []
-        """One for each edge, where each replica goes at its own pace."""
+        """Mailbox of each edge, if each replica goes at its own pace."""
         self._of_replica: dist.ProcessGroup | None = None
-        """The ranks of this replica, where they have to agree on what has come."""
+        """Ranks of this replica, which must agree on the messages that have arrived."""
         self._is_in_flight = False
         self._versions: list[int] = []
-        """Of the parameters, as they were shown."""
+        """Versions of the parameters when their weights were shown."""
 
     def __repr__(self) -> str:
         return f"Gossip(graph={self.graph!r}, overlap={self.overlap}, codec={self.codec!r})"
@@ -141,9 +143,9 @@ class Gossip(ReplicaSync):
     def prepare(self) -> None:
         like = self.locals()
         self._biased = LocalBuffer(like, 1 if self.codec is None else BLOCK)
-        """x."""
+        """The biased weights x, fp32."""
         self._push_weight = torch.ones((), dtype=torch.float32, device=self.device)
-        """w."""
+        """The push-sum weight w."""
         self._distances = _GRAPHS[self.graph](self.comm.world)
         self._content: _Content
         edges = len(self._distances)
@@ -158,7 +160,7 @@ class Gossip(ReplicaSync):
         else:
             self._content = _Encoded(self._biased, self.codec, edges)
         if self.overlap is None and self.comm.world > 1:
-            # Of its own: a receive that is always pending must not meet what others send over the same group.
+            # mailboxes need a group of their own: their pending receives must not match other messages
             group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
             self._mailboxes = [
                 PeerMailbox(group, *self._peers(edge), self._content.message(), self._content.message())
@@ -189,7 +191,7 @@ class Gossip(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take what somebody has changed since the last step into x."""
+        """Add changes of the weights since the last step, by anybody, to x."""
         for biased, local, version in zip(self._biased.views, self.locals(), self._versions, strict=True):
             if local._version != version:
                 torch.mul(local, self._push_weight, out=biased)
@@ -208,7 +210,7 @@ class Gossip(ReplicaSync):
         self._show()
 
     def _exchange_at_own_pace(self, step: int) -> None:
-        """Send a message if one can be sent, and receive those that have come."""
+        """Send a message if one can be sent, and receive those that have arrived."""
         edge = step % len(self._mailboxes)
         flags = [self._mailboxes[edge].can_send(), *(each.has_come() for each in self._mailboxes)]
         can_send, *have_come = agreed(flags, self._of_replica)
@@ -220,7 +222,7 @@ class Gossip(ReplicaSync):
                 self._take(edge)
 
     def _take(self, edge: int) -> bool:
-        """Wait for a message on an edge and add it to this rank's weights; return whether it is not the end."""
+        """Wait for a message on an edge and add it to this rank's weights; return False if it is the end."""
         mailbox = self._mailboxes[edge]
         number = mailbox.receive()
         if number is None:
@@ -231,7 +233,7 @@ class Gossip(ReplicaSync):
         return True
 
     def _exchange(self, step: int) -> None:
-        """Send a message, and receive that of this step, or of the one before."""
+        """Send a message, and receive the one of this step, or of the step before."""
         message = self._message
         if self._is_in_flight:
             self._wait(step - 1)
@@ -255,14 +257,14 @@ class Gossip(ReplicaSync):
         self._message.sent_header[1] = self._push_weight
 
     def _wait(self, step: int) -> None:
-        """Wait until the message of a step has come, and that of this rank has gone."""
+        """Wait until the message of a step has arrived, and this rank's own has been sent."""
         self._message.wait_header()
         self._check_header(step % _COUNTED)
         self._message.wait()
 
     def _check_header(self, step: int) -> None:
         if self.device.type != "cpu":
-            return  # to read it, the host would wait for the network
+            return  # reading a header on a GPU would wait for the network
         found, weight = self._message.received_header.tolist()
         if found != step:
             raise RuntimeError(
@@ -286,7 +288,7 @@ class Gossip(ReplicaSync):
         self._is_in_flight = False
 
     def _push(self, edge: int, sent: Tensor) -> None:
-        """Move half of this rank's weights to ``sent``; ``_push_weight`` is then what goes with it, too."""
+        """Move half of this rank's weights to ``sent``, and halve ``_push_weight``, which is sent with them."""
         self._push_weight.mul_(0.5)
         self._content.push(self._biased.data, self._push_weight, edge, sent)
 
@@ -325,7 +327,7 @@ class Gossip(ReplicaSync):
             self._average_state(optimizer)
 
     def _complete(self) -> None:
-        """Receive what is under way, and see that no replica goes on before all have met."""
+        """Receive all messages in flight, and check that all replicas have made the same steps."""
         if self.overlap is None:
             for mailbox in self._mailboxes:
                 mailbox.send_end()
@@ -351,7 +353,7 @@ class Gossip(ReplicaSync):
         self._restart()
 
     def _restart(self) -> None:
-        """Begin with the weights that are shown, which are the same on all replicas."""
+        """Restart from the shown weights, which are the same on all replicas."""
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             biased.copy_(local)
         self._push_weight.fill_(1.0)
@@ -364,9 +366,9 @@ class Gossip(ReplicaSync):
             work.wait()
 
     def _average_state(self, optimizer: Optimizer) -> None:
-        """Give all replicas the mean of each tensor of the optimizer's state, of those replicas that have it.
+        """Average each tensor of the optimizer's state over the replicas that have it, and give the mean to all.
 
-        A parameter without a gradient on some replica may have no state there.
+        A parameter without a gradient may have no state on some replica.
         """
         members = list(self.parameters.values())
         states = [optimizer.state.get(each, {}) for each in members]
@@ -397,13 +399,13 @@ def _is_mean(value: Any) -> bool:
 
 
 class _Kind:
-    """What kind of tensor an optimizer's state has of a parameter, for replicas that have none."""
+    """The kind of a tensor in an optimizer's state, for replicas that lack it."""
 
     def __init__(self, value: Tensor) -> None:
         local = local_of(value)
         self.shape, self.dtype, self.device = tuple(value.shape), value.dtype, local.device.type
         self.number = local.item() if value.ndim == 0 else None
-        """Of a scalar, such as the number of steps, its value."""
+        """Value of a scalar, such as the number of steps."""
 
     def zeros(self, parameter: Tensor) -> Tensor:
         if self.shape == tuple(parameter.shape):
@@ -423,34 +425,34 @@ def _ring(world: int) -> list[int]:
 
 
 _GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "ring": _ring}
-"""By name, how far the peers of a rank are, one after another, of so many ranks."""
+"""For each graph, the distances in ranks to the peers of a rank, given the number of ranks."""
 
 
-# What messages hold ------------------------------------------------------------------------------------------------
+# Contents of messages ----------------------------------------------------------------------------------------------
 
 
 class _Content(Protocol):
-    """Moves weights to and from the buffers of messages. ``edge`` is the place of a peer among all."""
+    """Moves weights to and from the buffers of messages. ``edge`` is the index of a peer."""
 
     def message(self) -> Tensor:
         """Return a new buffer for a message."""
 
     def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
-        """Move half of ``biased`` to ``sent``. ``weight`` is what goes with it: half of the push-sum weight."""
+        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
 
     def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
-        """Add what ``received`` holds to ``biased``. ``weight`` came with it."""
+        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
 
     def restart(self, weights: Tensor) -> None:
-        """Begin with ``weights``, which all replicas have."""
+        """Restart from ``weights``, which all replicas have."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buffers beside those of messages."""
+        """Bytes of buffers, those of messages not counted."""
 
 
 class _Exact:
-    """fp32."""
+    """Messages in fp32."""
 
     nbytes = 0
 
@@ -472,16 +474,16 @@ class _Exact:
 
 
 class _Encoded:
-    """Differences to an estimate of the sender's weights, which both ends of an edge keep."""
+    """Messages of differences to an estimate of the sender's weights, which both ends of an edge hold."""
 
     def __init__(self, biased: LocalBuffer, codec: str, edges: int) -> None:
         self._codec, self._counts = codec_of(codec, BLOCK), biased.counts()
         numel, device = biased.data.numel(), biased.data.device
         self._scratch = torch.empty_like(biased.data)
         self._minus_sent = [Residual.zeros(1, numel, torch.float32, BLOCK, device) for _ in range(edges)]
-        """-h of each peer that this rank sends to: EF21's residual is what is not there yet."""
+        """-h for each peer that this rank sends to, as an EF21 residual is minus the estimate."""
         self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
-        """h of each peer that sends to this rank."""
+        """h for each peer that sends to this rank."""
 
     def message(self) -> Tensor:
         size = self._codec.message_bytes(self._scratch.numel())

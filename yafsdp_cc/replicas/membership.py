@@ -1,6 +1,6 @@
-"""Who takes part in a round of replicas that meet rarely: those of a mesh, or those who are there by a deadline.
+"""Decides which replicas take part in a round: those of a mesh, or those that arrive by a deadline.
 
-Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPStore``). Each goes so:
+Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPStore``). Each round has four phases:
 
     arrive    every rank of a replica adds itself to the round; a replica is there when all its ranks are
     fix       once all of the round before are there, or ``deadline`` seconds after the first of them: whoever sees
@@ -10,16 +10,17 @@ Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPS
               was, and adds nothing
     vote      every rank whose exchange worked adds a vote; the last one writes "commit". One whose exchange failed, or
               that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so all
-              see the same. Nothing is changed before. A void round is repeated, at first by arriving again, without
-              those who come: what is sent is still there, and whoever is dead does not arrive
+              see the same. Nothing is changed before the vote. A void round is repeated from the arrival on, without
+              newcomers: the outer gradients are still there, and whoever is dead does not arrive
 
 So a replica that is killed costs the others one deadline, once; one that stalls at most three: until it comes, until
-its exchange is given up, and until it is not waited for again. Where the store's host dies nothing can go on: it should
-be none of the replicas.
+its exchange is given up, and until it is not waited for again. If the store's host dies, no replica can continue: it
+should be none of the replicas.
 
-Why not torchft, whose lighthouse and manager do work on CPU and gloo (0.2 was tried): its vote is one within a replica
-(``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the other not;
-the manager lets the second discard its weights and take those of the first. Here no replica loses steps to another's
+torchft is no substitute, though its lighthouse and manager work on CPU and gloo (0.2 was tried): its vote is one within
+a replica (``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the
+other not; the manager lets the second discard its weights and take those of the first. Here no replica loses steps to
+another's
 death. And its rounds have no deadline for those who were in the last one, only a heartbeat; it needs a server in Rust,
 and 14 packages beside it, for OpenTelemetry.
 """
@@ -50,19 +51,19 @@ T = TypeVar("T")
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
 
 _GLANCE = 0.02
-"""Seconds between looks at the store."""
+"""Seconds between two reads of the store."""
 _VOID, _COMMIT = "void", "commit"
 _FIRST = "0/0"
-"""The key of the first round, which has no deadline."""
+"""Key of the first round, which has no deadline."""
 
 
 class Task(NamedTuple):
-    """What a round exchanges."""
+    """Contents of a round's exchange."""
 
     fragments: tuple[Count, ...]
-    """Whose outer gradients."""
+    """Indices of the fragments whose outer gradients are exchanged."""
     ends: bool
-    """Whether the state of optimizers, too, and a new round of steps begins."""
+    """Whether the optimizers' states are exchanged, too, and a new round of steps begins."""
 
 
 @dataclass
@@ -70,20 +71,20 @@ class Round:
     """A round whose members are fixed."""
 
     comm: Communicator
-    """Of the members' ranks that hold this shard."""
+    """Communicator of the members' ranks that hold this shard."""
     task: Task
     contributors: Sequence[int]
     """Members whose outer gradients count."""
     transfers: bool = False
-    """Whether a member takes weights from another."""
+    """Whether any member takes weights from another."""
     source: int = 0
-    """The member whose."""
+    """Index of the member that others take weights from."""
     names: Sequence[str] = ()
-    """Of the members."""
+    """Names of the members."""
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's outer gradient counts; else it takes weights."""
+        """Whether this replica's outer gradient counts; if not, it takes weights."""
         return self.comm.rank in self.contributors
 
     def broadcast(self, tensor: Tensor) -> list[dist.Work]:
@@ -94,7 +95,7 @@ class Round:
 
 
 class Rounds(ABC):
-    """Finds who takes part in a round, and whether it counts."""
+    """Decides which replicas take part in a round, and whether the round counts."""
 
     @abstractmethod
     def open(self, task: Task) -> Round:
@@ -106,7 +107,7 @@ class Rounds(ABC):
 
 
 class AllReplicas(Rounds):
-    """The same replicas in every round, those of a mesh."""
+    """The replicas of a mesh, the same ones in every round."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -127,48 +128,48 @@ class _Arrival(NamedTuple):
     replica: str
     shard: Count
     shards: Count
-    """Ranks of its replica."""
+    """Number of ranks of the replica."""
     version: Annotated[int, Field(strict=True, ge=-1)]
-    """The last round that it was in; -1: none."""
+    """Number of the last round that the replica was in; -1: none."""
     task: Task
 
 
 class _Members(NamedTuple):
-    """What is written down of a round."""
+    """The members of a round, as written to the store."""
 
     replicas: list[str]
     contributors: list[Count]
     source: Count
     transfers: bool
     votes: Count
-    """How many ranks' votes it takes."""
+    """Number of ranks whose votes the round needs."""
     task: Task
     group: str
-    """The key that the group was made under."""
+    """Key under which the group was made."""
 
 
 _ARRIVAL, _MEMBERS = TypeAdapter(_Arrival), TypeAdapter(_Members)
 _SETTINGS, _PLACE = TypeAdapter(list[str]), TypeAdapter(tuple[Count, Count])
-"""Of what lies in the store, which is JSON: whoever reaches the store can write there."""
+"""Types of records in the store, which are JSON and checked, as whoever reaches the store can write there."""
 _MOST_ARRIVALS = 1 << 14
-"""Ranks that may wait for one round."""
+"""Largest number of ranks that may wait for one round."""
 
 
 class Membership(Rounds):
-    """Replicas that come, go and lag, for ``Outer``: a round is made by those who are there by a deadline.
+    """Replicas that come, go and lag, for ``Outer``: a round has those members that arrive by a deadline.
 
-    Each replica is a job of its own: its process group is of its own ranks alone, or there is none, for a model on a
+    Each replica is a job of its own: its process group is of its own ranks alone, or it has none, for a model on a
     single rank. It joins with ``join_replicas(model, None, Outer(..., membership=...))``, which returns once it has the
     weights of the others, and may be killed at any time. Replicas that save or call ``synchronize_replicas`` do so at
     the same steps. Exchanges go through host memory, over gloo.
 
     Args:
-        store: that all ranks of all replicas reach, such as ``TCPStore(host, port, is_master=False)`` of a server that
-            outlives them; ``PrefixStore`` of a name for each run.
-        replica: name of this one, for errors; two may have the same.
-        deadline: seconds that a round waits for a replica: until it comes, and until it has sent. More than an exchange
-            takes, and than it takes to send the outer weights and momentum to a replica that comes.
-        first: how many replicas the first round waits for, without a deadline.
+        store: a store that all ranks of all replicas reach, such as ``TCPStore(host, port, is_master=False)`` of a
+            server that outlives them; wrap it in a ``PrefixStore`` with a name for each run.
+        replica: name of this replica, for errors; two may have the same.
+        deadline: seconds that a round waits for a replica: until it comes, and until it has sent. It must exceed the
+            time of an exchange, and of sending the outer weights and momentum to a newcomer.
+        first: number of replicas that the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
 
     Raises:
@@ -184,13 +185,13 @@ class Membership(Rounds):
         self._replica = replica
         self._shard, self._shards = 0, 1
         self.settings: list[str] = []
-        """What is to be alike on all replicas; ``Outer`` writes it."""
+        """Settings that must be equal on all replicas; written by ``Outer``."""
         self.version = -1
-        """The last round that this replica was in; -1: none."""
+        """Number of the last round that this replica was in; -1: none."""
         self._place: tuple[int, int] | None = None
-        """The number of the round, and how often it was void."""
+        """Number of the present round, and how often it was void."""
         self._last: _Members | None = None
-        """Of the last round that counted."""
+        """The last round that counted."""
         self._members: _Members | None = None
         self._group = ""
         self._comm: Communicator | None = None
@@ -202,11 +203,11 @@ class Membership(Rounds):
 
     @property
     def contributors(self) -> list[str]:
-        """Those of them whose steps counted."""
+        """Members of the last round that counted whose outer gradients did."""
         return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
 
     def leave(self) -> None:
-        """Let the others not wait for this replica any more. Call it between rounds, on one of its ranks or all."""
+        """Tell the others not to wait for this replica any more. Call it between rounds, on one of its ranks or all."""
         self._ask(lambda store: store.set(f"left/{self._replica}", ""))
 
     def open(self, task: Task) -> Round:
@@ -215,7 +216,7 @@ class Membership(Rounds):
         while True:
             key = self._find_round()
             members = self._arrive(key, task)
-            if self._replica not in members.replicas:  # too late for this one
+            if self._replica not in members.replicas:  # the round was fixed without this replica
                 self._await_outcome(key, self._patience)
                 continue
             self._members = members
@@ -250,11 +251,10 @@ class Membership(Rounds):
     # Steps of a round ----------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Find this rank's place in its replica, and where the rounds are.
+        """Find this rank's place in its replica, and the number of the present round.
 
         Raises:
-            ValueError: other replicas have other settings: what they send would be of another size, or mean something
-                else.
+            ValueError: other replicas have other settings, with which messages differ in size or meaning.
         """
         names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
         if dist.is_initialized():
@@ -326,7 +326,7 @@ class Membership(Rounds):
                 known[slot] = self._record(_ARRIVAL, entry)
 
     def _are_all(self, there: Sequence[_Arrival]) -> bool:
-        """Return whether there is nobody to wait for."""
+        """Return whether all expected replicas have arrived."""
         if self._last is None:
             return len(there) >= self._first
         here = {each.replica for each in there}
@@ -335,7 +335,8 @@ class Membership(Rounds):
 
     def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
         newest = max(each.version for each in there)
-        if newest >= 0 and not key.endswith("/0"):  # what cannot be sent to a new one by the deadline must not stop all
+        # a newcomer that cannot get the weights by the deadline must not stop all
+        if newest >= 0 and not key.endswith("/0"):
             there = [each for each in there if each.version == newest]
         first = next(each for each in there if each.version == newest)
         members = sorted(there, key=lambda each: each.replica)
@@ -382,7 +383,7 @@ class Membership(Rounds):
         self._ask(lambda store: store.compare_set(f"{key}/outcome", "", outcome))
 
     def _await_outcome(self, key: str, patience: float) -> str:
-        """Return how a round has ended; void if it has not after so many seconds."""
+        """Return the outcome of a round; "void" if it has none after so many seconds."""
         until = time.monotonic() + patience
         while not self._has(f"{key}/outcome"):
             if time.monotonic() > until:
@@ -397,7 +398,7 @@ class Membership(Rounds):
         return self._ask(lambda store: bytes(store.get(key)))
 
     def _record(self, kind: TypeAdapter[T], key: str) -> T:
-        """Return a record of the store, whose fields are of the types that they should be."""
+        """Return a record of the store after checking the types of its fields."""
         try:
             return kind.validate_json(self._read(key))
         except ValueError as error:
@@ -421,7 +422,7 @@ class Membership(Rounds):
 
 
 def _complete(arrivals: Sequence[_Arrival]) -> list[_Arrival]:
-    """Return one arrival of each replica of which all ranks are there, in the order of their first ones."""
+    """Return one arrival of each replica all of whose ranks have arrived, in the order of their first ranks."""
     found: dict[str, list[_Arrival]] = {}
     for each in arrivals:
         found.setdefault(each.replica, []).append(each)

@@ -29,9 +29,9 @@ BLOCK = 256
 """Elements that share a scale."""
 _HEADER_TAG, _DATA_TAG, _RECEIPT_TAG = 3, 4, 5
 _NOT_THERE = math.nan
-"""In a header until it arrives."""
+"""Value in a header until the message arrives."""
 _END = -1.0
-"""In place of the number of a message: there are no more of them for now."""
+"""Value in place of a message's number: no more messages for now."""
 
 
 class BackgroundSum:
@@ -52,7 +52,7 @@ class BackgroundSum:
 
     def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
         self.total = LocalBuffer(like, 1 if codec is None else BLOCK)
-        """What is summed, in place."""
+        """Buffer that is summed in place."""
         total = self.total.data
         self._comm, self._flags = comm, flags
         self._stream = comm_stream(total.device)
@@ -66,12 +66,12 @@ class BackgroundSum:
             self.residual = Residual.zeros(1, total.numel(), torch.float32, BLOCK, total.device)
 
     def start(self) -> None:
-        """Begin the sum; its buffers are not to be touched before ``wait``."""
+        """Start the sum; nobody may touch its buffers before ``wait``."""
         self.start_flags()
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
 
     def start_flags(self) -> None:
-        """Begin the sum of flags alone."""
+        """Start the sum of the flags only."""
         self._stream.wait_for_caller()
         self._stream.issue(self._flags_handle, lambda async_op: self._comm.all_reduce(self._flags, async_op))
 
@@ -92,9 +92,9 @@ class BackgroundSum:
         return flags + (self._comm.world - 1) * self._messages[0].nbytes
 
     def mean_residual(self) -> list[Tensor]:
-        """Have every rank keep the mean of what all have lost so far, and return it for each tensor. A collective.
+        """Replace each rank's residual by the mean over ranks, and return that mean for each tensor. A collective.
 
-        Empty without a codec. No sum is under way.
+        Empty without a codec. No sum may be under way.
         """
         if self._codec is None:
             return []
@@ -105,7 +105,7 @@ class BackgroundSum:
         return self.total.split(values[0])
 
     def load_residual(self, residual: Sequence[Tensor]) -> None:
-        """Keep what ``mean_residual`` returned; nothing if it is empty."""
+        """Load what ``mean_residual`` returned, if it is not empty."""
         if self._codec is not None:
             self.residual.clear()
             for view, values in zip(self.total.split(self.residual.values[0]), residual, strict=False):
@@ -135,13 +135,13 @@ class BackgroundSum:
 class PeerMessage:
     """Sends a buffer to one replica and receives one from another, in the background; one at a time.
 
-    A header of a few numbers goes ahead of each. Over NCCL both are one grouped exchange, in which no other replica
+    A header of a few numbers precedes each message. Over NCCL both are one grouped exchange, in which no other replica
     takes part; over gloo they are point-to-point messages, so that a replica waits for its sender alone.
 
     Args:
         comm: the ranks, one in each replica.
-        headers: how many numbers a header has.
-        sent, received: contiguous, equally long.
+        headers: number of numbers in a header.
+        sent, received: contiguous buffers, equally long.
     """
 
     def __init__(self, comm: Communicator, headers: int, sent: Tensor, received: Tensor) -> None:
@@ -159,7 +159,7 @@ class PeerMessage:
         self._stream.issue(self._handle, lambda async_op: self._exchange(*buffers, to, source, _DATA_TAG, async_op))
 
     def start_header(self, to: int, source: int) -> None:
-        """Send and receive a header alone."""
+        """Send and receive only a header."""
         headers = self.sent_header, self.received_header
         self._stream.wait_for_caller()
         self._stream.issue(
@@ -197,17 +197,17 @@ class PeerMessage:
 
 
 class PeerMailbox:
-    """Sends buffers to one replica and receives others from another, each at a pace of its own: no step waits.
+    """Sends buffers to one replica and receives others from another, each at its own pace: no step waits.
 
-    One message each way is on its way at most. The receiver owns what has come until it calls ``release``, which sends
-    a receipt; until that is there the sender's buffer is in use. What has come is seen in memory, in a header that
-    follows the data: whether an operation of gloo is over is known only by waiting for it, and a thread that waits
-    would keep a process from ending. Messages go over gloo, those of a GPU through host memory.
+    At most one message each way is in flight. The receiver owns an arrived message until it calls ``release``, which
+    sends a receipt; until the receipt arrives the sender's buffer is in use. A header that follows the data shows in
+    memory that the data has arrived: gloo tells that an operation is over only to a thread that waits, and such a
+    thread would keep the process from ending. Messages go over gloo, those of a GPU through host memory.
 
     Args:
-        group: of gloo.
-        to, source: ranks in it.
-        sent, received: contiguous, equally long.
+        group: a gloo group.
+        to, source: ranks in the group.
+        sent, received: contiguous buffers, equally long.
     """
 
     def __init__(self, group: dist.ProcessGroup, to: int, source: int, sent: Tensor, received: Tensor) -> None:
@@ -219,12 +219,12 @@ class PeerMailbox:
         numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu")
         self._sent_header, self._sent_end, self._received_header, self._sent_receipt, self._received_receipt = numbers
         self._sends: list[dist.Work] = []
-        """Of the message whose receipt is not there yet."""
+        """Sends of the message whose receipt has not arrived."""
         self._receipt: dist.Work | None = None
-        """The last one that this rank has sent."""
+        """Send of the last receipt."""
         self._sent_count = self._received_count = 0
         self._looked = self._silence = 0.0
-        """When this rank last looked for a message, and for how many seconds it has been looking in vain."""
+        """Time when this rank last looked for a message, and the seconds that it has looked in vain."""
         self._is_ended = False
         self._receives = [group.recv([self._host_received], source, _DATA_TAG), self._receive_header()]
 
@@ -233,7 +233,7 @@ class PeerMailbox:
         return not self._sends or not self._received_receipt[0].isnan()
 
     def send(self, weight: float) -> None:
-        """Send ``sent``, and a number with it; ``can_send`` was true."""
+        """Send ``sent`` with a number; ``can_send`` must be true."""
         self._wait_sent()
         if not self.sent.is_cpu:
             self._host_sent.copy_(self.sent.view(-1))
@@ -255,14 +255,15 @@ class PeerMailbox:
         if not self._received_header[0].isnan():
             return True
         now = time.monotonic()
-        self._silence += min(now - self._looked, self._patience / 10)  # of a pause that all have made, a part
+        # cap each interval, so that a pause of all ranks (a suspended job) does not count as silence
+        self._silence += min(now - self._looked, self._patience / 10)
         self._looked = now
         if self._silence > self._patience:
             raise RuntimeError(f"{self._name(self._source)} has ended or hangs: no message for {self._patience:g} s")
         return False
 
     def receive(self) -> float | None:
-        """Wait for a message, and return the number that came with what is now in ``received``; None: it was the last.
+        """Wait for a message in ``received``, and return the number that was sent with it; None for the end.
 
         Raises:
             RuntimeError: the source has ended, or has sent nothing for as long as the group waits.
@@ -273,7 +274,7 @@ class PeerMailbox:
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
         self._silence = 0.0
-        if number == _END:  # the next message finds the data's receive as it is
+        if number == _END:  # the data's pending receive will take the next message
             self._is_ended = True
             self._receives[1] = self._receive_header()
             return None
@@ -287,7 +288,7 @@ class PeerMailbox:
         return float(weight)
 
     def release(self) -> None:
-        """Let the next message come to ``received``, after one was received."""
+        """Allow the next message to overwrite ``received``, after one was received."""
         self._received_count += 1
         self._receives = [self._group.recv([self._host_received], self._source, _DATA_TAG), self._receive_header()]
         if self._receipt is not None:
@@ -296,12 +297,13 @@ class PeerMailbox:
         self._receipt = self._group.send([self._sent_receipt], self._source, _RECEIPT_TAG)
 
     def send_end(self) -> None:
-        """Tell that no more is sent before ``reopen``, behind what is on its way."""
+        """Send the end, behind all messages in flight: no more messages before ``reopen``."""
         self._sent_end.fill_(_END)
         self._end = self._group.send([self._sent_end], self._to, _HEADER_TAG)
 
     def reopen(self) -> None:
-        """Wait until all that was sent has been received, ``send_end`` included, and begin anew, as the source does."""
+        """Wait until all messages, ``send_end`` included, have been received, and start anew, as the source must,
+        too."""
         self._wait(self._end, self._to)
         self._wait_sent()
         self._sent_count = self._received_count = 0
@@ -313,7 +315,7 @@ class PeerMailbox:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers, but for those in host memory where these are others."""
+        """Bytes of its buffers, without copies in host memory of buffers on a GPU."""
         return _bytes_of(self.sent, self.received)
 
     def _receive_header(self) -> dist.Work:
@@ -344,7 +346,7 @@ def _in_host_memory(buffer: Tensor) -> Tensor:
 
 
 def agreed(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return which flags are set on all ranks of ``group``, of gloo; None: this rank is alone."""
+    """Return which flags are set on all ranks of ``group``, a gloo group; None: this rank is alone."""
     if group is None:
         return list(flags)
     everywhere = torch.tensor(flags, dtype=torch.int32, device="cpu")

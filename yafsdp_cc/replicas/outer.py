@@ -51,33 +51,36 @@ _SPARSE_BLOCK = 4096
 _RUN = 1 << 22
 """Elements of optimizer state that are averaged at a time."""
 _MOST_VALUES, _MOST_KEYS = 1 << 14, 32
-"""Bytes for each parameter, and 8 for each element, that the state of an optimizer may have beside what is like the
-parameter; and the values that it may have of a parameter."""
+"""Limits of a parameter's optimizer state from a peer: bytes per parameter, and 8 for each element, besides tensors
+like the parameter; and the number of values."""
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
-"""In checkpoints: as they are, or those of earlier versions would not load."""
+"""Names in checkpoints; earlier versions' checkpoints need them unchanged."""
 
 
 class Outer(ReplicaSync):
-    """Let replicas train by themselves for some steps, and make an outer step with what all have found (DiLoCo).
+    """Let replicas train by themselves for some steps, and then make an outer step with their mean change (DiLoCo).
 
-    What trains is unchanged: ``loss.backward()``, ``optimizer.step()``. The optimizer's state is each replica's own.
-    ``synchronize_replicas`` and ``save`` end the round at once: all replicas have the outer weights then, and the mean
-    of the optimizers' states, so that a checkpoint is one of ordinary training, for any number of replicas.
+    The training loop is unchanged: ``loss.backward()``, ``optimizer.step()``. The optimizer's state is each replica's
+    own. ``synchronize_replicas`` and ``save`` end the round at once: all replicas then have the outer weights, and the
+    mean of the optimizers' states, so that a checkpoint is like that of ordinary training, for any number of replicas.
 
-    Buffers, for each element of a shard: outer weights, outer momentum, outer gradient; with a codec what messages lose
-    and their sum (4 bytes each). They are in host memory with a ``membership``.
+    Buffers, for each element of a shard: outer weights, outer momentum, outer gradient; with a codec the residual and
+    the sum (4 bytes each). They are in host memory with a ``membership``.
 
     Args:
-        every: steps of a round.
-        lr: of the outer step.
-        momentum: Nesterov's, of the outer step; 0: none.
-        sync_steps: so many steps at first are synchronous, with sums of gradients; outer momentum hurts without them.
-        fragments: runs of parameters that are exchanged one at a time.
-        delay: steps that a replica makes while an exchange is on its way.
-        mix: how much of a replica's own weights it keeps where an exchange arrives late, 0 to 1.
-        codec: of the outer gradients, with error feedback: ``"topk2bit"``, ``"int4"``, ...; None: exact sums in fp32.
-        decay: β, how much of what messages have lost the next one carries.
-        membership: of replicas that come and go; None: they are those of the mesh, and one that fails ends all.
+        every: number of steps in a round.
+        lr: learning rate of the outer step.
+        momentum: Nesterov momentum of the outer step; 0: none.
+        sync_steps: number of first steps that are synchronous, with sums of gradients; outer momentum hurts without
+            them.
+        fragments: number of runs of parameters that are exchanged one at a time.
+        delay: number of steps that a replica makes during an exchange.
+        mix: share of a replica's own weights in the result of an exchange with a ``delay``, 0 to 1.
+        codec: codec of the outer gradients, with error feedback: ``"topk2bit"``, ``"int4"``, ...; None: exact sums in
+            fp32.
+        decay: β, share of the residual that the next message carries.
+        membership: for replicas that come and go; None: the replicas are those of the mesh, and one that fails ends
+            all.
 
     Raises:
         ValueError: an argument is out of range, or there is no such codec.
@@ -118,16 +121,16 @@ class Outer(ReplicaSync):
         block = _SPARSE_BLOCK if codec == sparse.TopK2Bit.name else BLOCK
         self._codec = None if codec is None else codec_of(codec, block)
         self._step = 0
-        """Steps of this round."""
+        """Number of steps in this round so far."""
         self._left = sync_steps
-        """Synchronous steps to come."""
+        """Number of synchronous steps to come."""
         self._moved = False
         """Whether there were local steps since the last ``finish``."""
         self._made = 0
-        """Local steps so far."""
+        """Number of local steps so far."""
         self._pending: _Exchange | None = None
         self._age = 0
-        """Steps since the pending exchange began."""
+        """Number of steps since the pending exchange began."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -155,7 +158,7 @@ class Outer(ReplicaSync):
         self._due = {(n + 1) * self.every // count: n for n in range(count)}
         self._sum: BackgroundSum | None = None
         if self.membership is not None:
-            self._exchange(Task((), False))  # takes weights, and counts from the next round on
+            self._exchange(Task((), False))  # a newcomer takes weights, and contributes from the next round on
 
     def planned_bytes(self) -> int:
         comm = self.comm
@@ -186,7 +189,7 @@ class Outer(ReplicaSync):
 
     def before_step(self, optimizer: Optimizer) -> None:
         if not (self._left or self._moved or self.membership):
-            for each in self._fragments:  # weights may have been loaded since
+            for each in self._fragments:  # the program may have loaded weights since
                 each.load()
         if not self._left:
             return
@@ -231,7 +234,7 @@ class Outer(ReplicaSync):
         self._step %= self.every
 
     def _begin(self) -> None:
-        """Begin a round at these weights."""
+        """Begin a round at the present weights."""
         self._step, self._moved = 0, False
         for each in self._fragments:
             each.load()
@@ -246,7 +249,7 @@ class Outer(ReplicaSync):
         self._complete(0.0)
 
     def _start(self, task: Task) -> None:
-        """Begin to exchange outer gradients."""
+        """Start to exchange outer gradients."""
         for each in (self._fragments[n] for n in task.fragments):
             self._find_gradient(each)
         self._age = 0
@@ -254,7 +257,7 @@ class Outer(ReplicaSync):
         self._issue(task)
 
     def _start_count(self) -> None:
-        """Begin to compare how many steps replicas have made, where all are to have made as many."""
+        """Start to compare the replicas' numbers of steps, if these must be equal."""
         if self.membership is None:
             self._count.copy_(torch.tensor([self._made, self._made**2], device="cpu"))
             self._stream.wait_for_caller()
@@ -272,7 +275,7 @@ class Outer(ReplicaSync):
                 )
 
     def _find_gradient(self, fragment: _Fragment) -> None:
-        """Have the outer gradient of a fragment, and its message."""
+        """Compute the outer gradient of a fragment, and encode its message."""
         fragment.find_gradient()
         if self._codec is not None:
             assert fragment.residual is not None
@@ -285,7 +288,7 @@ class Outer(ReplicaSync):
             error_feedback.encode(self._codec, row, fragment.message, counts=counts, residual=residual)
 
     def _issue(self, task: Task) -> None:
-        """Let the rounds find who takes part, and start sending."""
+        """Find the members of the round, and start to send."""
         current = self._rounds.open(task)
         self.comm = current.comm
         exchange = self._pending = _Exchange(current, self._stream.handle())
@@ -314,7 +317,7 @@ class Outer(ReplicaSync):
         contributes = exchange.round.contributes
         if self._codec is None:
             total = fragment.delta.data
-            if fragment.total is not None:  # an exchange may fail, and be repeated
+            if fragment.total is not None:  # keep the outer gradient: an exchange may fail, and be repeated
                 total = fragment.total.data
                 total.copy_(fragment.delta.data) if contributes else total.zero_()
             exchange.buffers[n] = total
@@ -353,7 +356,7 @@ class Outer(ReplicaSync):
                 torch.div(exchange.buffers[n], len(current.contributors), out=delta)
             else:
                 delta.zero_()
-                for sender in current.contributors:  # all at once would take room for each
+                for sender in current.contributors:  # one by one, as all at once would need a buffer for each
                     message = exchange.buffers[n].narrow(0, sender, 1)
                     error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
                 fragment.delta.zero_padding()
@@ -375,14 +378,14 @@ class Outer(ReplicaSync):
                 fragment.residual.values.copy_(mean)
 
     def _transferred(self) -> list[Tensor]:
-        """Return what a replica takes that comes, the tensors themselves, as bytes."""
+        """Return the tensors that a newcomer receives, as bytes that share their memory."""
         self._staged = [each.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8) for each in self._untrained]
         found = [each.outer.data for each in self._fragments]
         found += [each.momentum.data for each in self._fragments if each.momentum is not None]
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _take_position(self, task: Task) -> None:
-        """Go on from where the replicas are whose weights this one takes."""
+        """Take the position in training of the replicas whose weights this one takes."""
         self._step = 0
         if task.fragments and not task.ends:
             self._step = next(step for step, n in self._due.items() if n == task.fragments[0]) % self.every
@@ -401,10 +404,10 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # weights may be rounded
+        self._begin()  # weights may be rounded, in half precision
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
-        """Return the mean over replicas of what messages have lost, for each fragment. A collective."""
+        """Return the mean over replicas of each fragment's residual. A collective."""
         found = []
         for residual in (each.residual for each in self._fragments if each.residual is not None):
             mean = residual.values.clone() if current.contributes else torch.zeros_like(residual.values)
@@ -416,7 +419,8 @@ class Outer(ReplicaSync):
     def _mean_state(self, current: Round) -> list[_State]:
         """Return the mean over replicas of the optimizer's state. A collective.
 
-        What is not like its parameter, as the number of steps, is that of the first replica that has it.
+        Values of another shape than their parameter, such as the number of steps, are those of the first replica that
+        has them.
         """
         optimizer = None if self._optimizer is None or not current.contributes else self._optimizer()
         known: dict[str, dict[str, Any]] = {}
@@ -443,7 +447,7 @@ class Outer(ReplicaSync):
         return found
 
     def _exchange_states(self, known: Any, comm: Communicator) -> Iterator[Tensor]:
-        """Yield the message of every replica with values of its optimizer's state. A collective."""
+        """Yield every replica's message with the state of its optimizer. A collective."""
         try:
             message = encoded(known)
         except TypeError as error:
@@ -465,10 +469,10 @@ class Outer(ReplicaSync):
     def _checked_states(
         self, message: Tensor, optimizer: Optimizer | None, sender: str
     ) -> Iterator[tuple[str, str, Any]]:
-        """Yield parameter, key and value of what a replica has sent.
+        """Yield parameter, key and value of the state that a replica has sent.
 
         Raises:
-            ValueError: it cannot be the state of an optimizer of this model.
+            ValueError: the message cannot be the state of an optimizer of this model.
         """
         try:
             for name, state in decoded(message).items():
@@ -517,7 +521,7 @@ class Outer(ReplicaSync):
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        if self._pending is not None:  # of weights that are no more
+        if self._pending is not None:  # drop residuals and sums of weights that were replaced
             self._count_handle.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
@@ -544,22 +548,22 @@ class _Exchange:
     round: Round
     handle: CommHandle
     buffers: dict[int, Tensor] = field(default_factory=dict)
-    """By fragment: its sum, or the messages of all."""
+    """Buffers by fragment: the sum, or the messages of all members."""
     residuals: list[Tensor] = field(default_factory=list)
-    """Means of what messages have lost, where a round ends."""
+    """Mean residuals, at the end of a round."""
     state: list[_State] = field(default_factory=list)
     error: RuntimeError | None = None
 
 
 class _State(NamedTuple):
-    """A value of the optimizer's state."""
+    """A value in the optimizer's state of a parameter."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     key: str
     value: Any
     is_like: bool = False
-    """Whether it has a number for each element of the parameter."""
+    """Whether the value has the shape of the parameter."""
 
 
 class _Fragment:
@@ -568,8 +572,8 @@ class _Fragment:
     Args:
         parameters: some of a model.
         place: device of the buffers.
-        block: of messages; 1: there are none.
-        has_momentum: whether outer steps have.
+        block: elements of a codec's block; 1 without a codec.
+        has_momentum: whether outer steps have momentum.
         is_repeated: whether an exchange may fail and be repeated.
     """
 
@@ -578,17 +582,18 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         like = [each.to(place) for each in self.weights]
-        # Each begins with a block of its own: what all ranks of a replica hold alike has to be encoded alike on them.
+        # Each parameter begins with a block of its own: tensors that all ranks of a replica hold must be encoded alike
+        # on them.
         self.outer, self.delta = LocalBuffer(like, block), LocalBuffer(like, block)
         self.numel = self.outer.data.numel()
         self.counts = None if block == 1 else self.delta.counts()
         self.momentum = LocalBuffer(like, block) if has_momentum else None
         self.total = LocalBuffer(like) if is_repeated and block == 1 else None
-        """The sum, where the outer gradient has to stay."""
+        """The sum, if the outer gradient must be kept for a repetition."""
         self.message: Tensor | None = None
         self.residual = None if block == 1 else Residual.zeros(1, self.numel, torch.float32, block, place)
         self.steps = 0
-        """Local steps that no exchange has seen."""
+        """Number of local steps that no exchange has included."""
         self.load()
 
     @property
@@ -596,15 +601,15 @@ class _Fragment:
         return [local_of(each) for each in self.parameters]
 
     def of(self, data: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in a buffer of all."""
+        """Return each parameter's part of a flat buffer."""
         return self.outer.split(data)
 
     def load(self) -> None:
-        """Make these weights the outer ones."""
+        """Make ``weights`` the outer weights."""
         torch._foreach_copy_(self.of(self.outer.data), self.weights)
 
     def find_gradient(self) -> None:
-        """Have Δ = θ − θᵢ."""
+        """Compute Δ = θ − θᵢ."""
         torch._foreach_copy_(self.of(self.delta.data), self.weights)
         torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
         self.steps = 0
@@ -618,7 +623,7 @@ class _Fragment:
         self.outer.data.sub_(delta, alpha=lr)
 
     def adopt(self, mix: float = 0.0) -> None:
-        """Have the outer weights, mixed with so much of these."""
+        """Set the weights to the outer weights, mixed with a share of themselves."""
         outer, weights = self.of(self.outer.data), self.weights
         if mix:
             own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]
@@ -627,7 +632,7 @@ class _Fragment:
 
 
 def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
-    """Yield neighbours of about a ``count``-th of all elements together; fewer runs where parameters are too large."""
+    """Yield runs of adjacent parameters of about a ``count``-th of all elements; fewer if some are too large."""
     sizes = [each.numel() for each in parameters]
     middles = [after - size / 2 for after, size in zip(accumulate(sizes), sizes, strict=True)]
     places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]
@@ -640,7 +645,7 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether ``value`` of another replica can take the place of ``own``, if there is one."""
+    """Return whether ``value`` of another replica can replace ``own``, if there is one."""
     if own is None:
         return True
     if value is None or _is_like(own, parameter):
@@ -657,7 +662,7 @@ def _plain(value: Any) -> Any:
 def _first_run(
     places: list[tuple[str, str]], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the first places, of about ``_RUN`` elements, and the others."""
+    """Return the indices of a first run of about ``_RUN`` elements, and the remaining ones."""
     elements = accumulate(local_of(parameters[name]).numel() for name, _ in places)
     last = next((n for n, each in enumerate(elements, 1) if each >= _RUN), len(places))
     return places[:last], places[last:]

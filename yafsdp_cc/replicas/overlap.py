@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _COUNTER = 2
-"""Flags before those of parameters: the number of the step, and its square."""
+"""Number of flags before those of parameters: the number of the step, and its square."""
 _COUNTED = 64
 """Steps are counted modulo this: sums of squares stay exact in fp32 for up to 4,096 replicas."""
 _NO_STEP = _COUNTED
-"""In place of the number of a step, from a rank that compares how many it has made."""
+"""Value in place of a step's number, from a rank that compares the number of steps made."""
 _RUN = 1 << 22
 """Elements whose optimizer state is copied at a time."""
 
@@ -64,30 +64,31 @@ _RESIDUAL = "residual"
 
 @dataclass
 class _Step:
-    """A step whose sum is on its way."""
+    """A step whose sum is in flight."""
 
     used: Sequence[bool]
-    """Which parameters have a gradient on this replica; once the sum has arrived, on some replica."""
+    """Whether each parameter has a gradient on this replica; once the sum has arrived, on any replica."""
     settings: list[dict[str, Any]]
-    """Of the optimizer's parameter groups."""
+    """Settings of the optimizer's parameter groups."""
 
 
 class Overlap(ReplicaSync):
-    """Hide the sum over replicas behind the next step (local prediction).
+    """Run the sum over replicas during the next step, at predicted weights (local prediction).
 
     The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. ``.grad`` is the replica's own mean gradient,
-    so ``clip_grad_norm_`` clips that. Between steps parameters have predicted values. ``synchronize_replicas``,
-    ``save`` and ``state_dict()`` of model and optimizer commit what is on its way first.
+    which ``clip_grad_norm_`` clips. Between steps parameters have predicted values. ``synchronize_replicas``, ``save``
+    and ``state_dict()`` of model and optimizer first wait for the sum in flight and commit it.
 
     Buffers, for each element of a shard: the sum under way and the own gradient (4 bytes each), the committed weights.
 
     With ``half_batches`` call ``backward`` and ``optimizer.step()`` once for each half of a batch; a learning rate
-    scheduler then counts halves, too. Of the two settings of a step those of its second half count. Where
-    ``synchronize_replicas`` or ``state_dict()`` finds the first half of a step alone, it is committed as a step of its
-    own: nothing is lost, and the next call is again of a first half.
+    scheduler then counts halves, too. Of a step's two learning rates the one of its second half counts. If
+    ``synchronize_replicas`` or ``state_dict()`` is called after the first half of a step, that half is committed as a
+    step of its own, and the next call is again a first half.
 
     Args:
-        codec: of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in fp32.
+        codec: codec of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in
+            fp32.
         half_batches: predict from the sum of half a batch, for links with room for two sums per step.
 
     Raises:
@@ -101,11 +102,11 @@ class Overlap(ReplicaSync):
         self.codec, self.half_batches = codec, half_batches
         self._pending: _Step | None = None
         self._first: _Step | None = None
-        """The first half of a step whose sum has arrived; it is in ``_kept``."""
+        """Sum of the first half of a step, if it has arrived; it is in ``_kept``."""
         self._versions: list[int] = []
-        """Of the parameters, as the last step left them."""
+        """Versions of the parameters as the last step left them."""
         self._steps = 0
-        # During a step: what it shall leave as it was, and whether it is that of a second half.
+        # Buffers of a step's wait and prediction
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
         self._is_second = False
@@ -115,7 +116,7 @@ class Overlap(ReplicaSync):
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
         self._sum = BackgroundSum(self.comm, like, self._flags, self.codec)
         self._kept = LocalBuffer(like, self._sum.total.align)
-        """The own gradient, during a step; between two halves of one, the sum of the first."""
+        """The own gradient during a step; between two halves of a step, the sum of the first."""
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
@@ -163,7 +164,7 @@ class Overlap(ReplicaSync):
         self._start(own)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        set_settings(optimizer, self._settings)  # the very tensors that were there: schedulers write to them
+        set_settings(optimizer, self._settings)  # schedulers write to the very tensors of the old settings
         if self._is_second:
             for parameter, grad in zip(self.parameters.values(), self._grads, strict=True):
                 parameter.grad = grad
@@ -180,7 +181,7 @@ class Overlap(ReplicaSync):
         self._versions = [each._version for each in self.locals()]
 
     def _check_unchanged(self) -> None:
-        """Raise where somebody has changed the shown weights, which the committed ones are about to overwrite."""
+        """Raise if somebody has changed the shown weights, which the committed ones are about to overwrite."""
         for name, local, version in zip(self.parameters, self.locals(), self._versions, strict=True):
             if local._version != version:
                 raise RuntimeError(
@@ -198,7 +199,7 @@ class Overlap(ReplicaSync):
                 view.copy_(local_of(grad))
 
     def _hide(self) -> None:
-        """Let the optimizer find no gradient."""
+        """Hide the gradients from the optimizer."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -211,9 +212,9 @@ class Overlap(ReplicaSync):
         self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32, device="cpu"))
 
     def _wait(self, step: _Step) -> None:
-        """Wait for the sum of a step, and learn which parameters have a gradient on some replica."""
+        """Wait for the sum of a step, and for the flags of parameters with a gradient on some replica."""
         self._sum.wait_flags()
-        if self.device.type == "cpu" or not all(step.used):  # reading flags of a GPU is waiting for the network
+        if self.device.type == "cpu" or not all(step.used):  # reading flags on a GPU would wait for the network
             step.used = self._read_flags()
         self._sum.wait()
 
@@ -237,13 +238,13 @@ class Overlap(ReplicaSync):
         return 2 * self.comm.world
 
     def _show(self, step: _Step, divisor: int) -> None:
-        """Have the mean of a step's gradients in ``.grad``, and the weights that it is to be committed to."""
+        """Put the mean of a step's gradients in ``.grad``, and the committed weights in the parameters."""
         for parameter, total, used in zip(self.parameters.values(), self._sum.total.views, step.used, strict=True):
             _set_grad(parameter, total if used else None, divisor)
         torch._foreach_copy_(self.locals(), self._committed)
 
     def _predict(self, optimizer: Optimizer) -> None:
-        """Make a step of which only the weights are kept: with ``.grad``, or with the sum of the first half."""
+        """Make a step of which only the weights are kept, with ``.grad`` or the sum of the first half."""
         first, views = self._first, dict(zip(self.parameters.values(), self._kept.views, strict=True))
         used = {} if first is None else dict(zip(views, first.used, strict=True))
         for run in _runs(list(views)):
@@ -281,7 +282,7 @@ class Overlap(ReplicaSync):
             self._hide()
             self._wait(step)
             if self.half_batches and self._first is None:
-                self._steps += 1  # not in the middle of a step any more: replicas that still are would go on otherwise
+                self._steps += 1  # leave the step: replicas that are still in it would otherwise go on
             self._show(step, self._join_halves(step))
             with with_settings(optimizer, step.settings):
                 step_on(optimizer, members)
@@ -306,7 +307,7 @@ class Overlap(ReplicaSync):
 
 
 def _set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
-    """Have this rank's elements of a sum, divided, in ``.grad``, a tensor that may be there already."""
+    """Put this rank's elements of a sum, divided, in ``.grad``, which may exist already."""
     if total is None:
         parameter.grad = None
         return
@@ -316,7 +317,7 @@ def _set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> No
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield neighbours of about ``_RUN`` elements of this rank together."""
+    """Yield runs of adjacent parameters with about ``_RUN`` elements of this rank each."""
     run: list[nn.Parameter] = []
     elements = 0
     for parameter in parameters:

@@ -1,9 +1,10 @@
-"""Tensors and plain values as one message, for peers that are not trusted: to read it runs nothing.
+"""Tensors and plain values as one message, for untrusted peers: reading it runs no code.
 
     length of the next part, 8 bytes | ["dict", ["step", 7], ["exp", ["tensor", "float32", [2, 3]]]] | 24 bytes of "exp"
 
 The second part is JSON: None, numbers and texts as they are, all others as a list of their kind and content. The bytes
-of the tensors follow in its order. Sizes are compared with the bytes that are there before anything is allocated.
+of the tensors follow in the order of the JSON. Sizes are compared with the length of the message before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _DTYPES = {
 }
 _PREFIX = 8
 _DEEPEST = 32
-"""Lists within lists."""
+"""Largest depth of nested lists."""
 
 
 def encoded(value: Any) -> Tensor:
     """Return ``value`` as [n] uint8 on the CPU.
 
     Raises:
-        TypeError: there is something else in it than tensors, plain values, lists, tuples and dicts.
+        TypeError: it contains other things than tensors, plain values, lists, tuples and dicts.
     """
     tensors: list[Tensor] = []
     head = json.dumps(_described(value, tensors)).encode()
@@ -55,10 +56,10 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def decoded(message: Tensor) -> Any:
-    """Return what was ``encoded``.
+    """Decode the result of ``encoded``.
 
     Raises:
-        ValueError: it was not.
+        ValueError: the bytes are not such a result.
     """
     try:
         end = _PREFIX + int.from_bytes(bytes(message[:_PREFIX].tolist()), "little")

@@ -1,4 +1,4 @@
-"""What replicas of a model exchange, and when: the base of ``Overlap``, ``Outer`` and ``Gossip``.
+"""The exchange between replicas of a model around optimizer steps: the base of ``Overlap``, ``Outer`` and ``Gossip``.
 
 A replica is a whole model, sharded across ranks with fast links among them. Synchronous data parallelism sums gradients
 over all ranks in every backward. Here a backward sums them over the ranks of its replica alone, and a ``ReplicaSync``
@@ -8,7 +8,8 @@ exchanges gradients or weights with the ranks that hold the same shard in other 
                       │         │
     replica 1    | shard 0 | shard 1 |     whatever a ReplicaSync sends along a column, before and after a step
 
-The engine knows nothing of it: it works on the local tensors of the parameters, and so for any sharded or plain model.
+The engine does not know of it: a ``ReplicaSync`` works on the local tensors of parameters of any sharded or plain
+model.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
-"""Optimizers whose steps are more than an update of each element by its own gradient and state."""
+"""Optimizers whose steps do more than update each element by its own gradient and state."""
 
 
 class _Bound(NamedTuple):
-    """What the parameters of a model whose replicas are synchronized have as an attribute.
+    """Attribute of the parameters of a model whose replicas are synchronized.
 
-    Not a dictionary by parameter: a ``ReplicaSync`` holds the parameters, which would then never be freed.
+    It is no dictionary by parameter, because a ``ReplicaSync`` refers to the parameters, which would then never be
+    freed.
     """
 
     sync: ReplicaSync | None
     is_trained: bool
-    """False for those that were frozen when replicas were joined."""
+    """Whether the parameter was trainable when the replicas were joined."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # torch.save of a parameter saves its attributes, of types that torch.load knows
+        return OrderedDict, ()  # ``torch.save`` saves a parameter's attributes, whose types ``torch.load`` must know
 
     @staticmethod
     def of(parameter: Tensor) -> _Bound:
@@ -70,51 +72,51 @@ _UNBOUND = _Bound(None, False)
 
 
 def _trained_by(parameter: Tensor) -> ReplicaSync | None:
-    """Return what synchronizes a parameter; None where nothing does, or it was frozen when replicas were joined."""
+    """Return the ``ReplicaSync`` of a parameter; None if it has none, or was frozen when the replicas were joined."""
     bound = _Bound.of(parameter)
     return bound.sync if bound.is_trained else None
 
 
 class ReplicaSync(ABC):
-    """Settings and state of the synchronization of one model's replicas. Each method is a subclass.
+    """Settings and state of the synchronization of one model's replicas. Each kind of synchronization is a subclass.
 
     An instance serves one model: pass it as ``sync`` to ``shard``, or to ``join_replicas``.
     """
 
     finishes_alone: ClassVar[bool] = False
-    """Whether ``finish`` issues no collective: state dicts then call it by themselves."""
+    """Whether ``finish`` issues no collective, so that state dicts may call it."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
-        """By full name, those that are trained."""
+        """The trained parameters by full name."""
         self.comm: Communicator
-        """Of the ranks that hold this shard, one in each replica."""
+        """Communicator of the ranks that hold this shard, one in each replica."""
         self.device: torch.device
         self.members: list[int] = []
-        """Global ranks of all replicas; of this one alone, where replicas come and go."""
+        """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._in_use: Optimizer | None = None
-        """The optimizer, while something is under way that ``finish`` needs it for."""
+        """The optimizer, while an exchange is under way that ``finish`` needs it for."""
 
     def __repr__(self) -> str:
-        """Return the call that makes one like it: ranks compare that."""
+        """Return the call that makes one like it: ranks compare these texts."""
         given = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
-    # What a method defines
+    # What each subclass defines
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:
-        """Before the optimizer's step: ``.grad`` has the replica's mean gradient."""
+        """Called before the optimizer's step, when ``.grad`` has the replica's mean gradient."""
 
     @abstractmethod
     def after_step(self, optimizer: Optimizer) -> None:
-        """After it."""
+        """Called after the optimizer's step."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete what is under way, so that all replicas hold the same weights and optimizer state."""
+        """Complete all exchanges, so that all replicas hold the same weights and optimizer state."""
 
     @abstractmethod
     def planned_bytes(self) -> int:
@@ -122,32 +124,33 @@ class ReplicaSync(ABC):
 
     @abstractmethod
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of its buffers by name, for the memory plan. Those made at the first step count."""
+        """Return the bytes of its buffers by name, for the memory plan, including those made at the first step."""
 
     def prepare(self) -> None:
-        """Make buffers: ``parameters`` and ``comm`` are known, and all replicas hold the same weights."""
+        """Make buffers. ``parameters`` and ``comm`` are set, and all replicas hold the same weights."""
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return what is saved beside model and optimizer, by name: a tensor like each of ``locals()``, in their order.
+        """Return the state to save beside model and optimizer, by name: a tensor like each of ``locals()``, in their
+        order.
 
-        A collective, called after ``finish``. The same on all replicas, and what training goes on with here, too: so a
-        run that goes on and one that resumes make the same steps.
+        A collective, called after ``finish``. It is the same on all replicas, and the present run continues from it,
+        too: so a run that continues and one that resumes make the same steps.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Go on from weights that were just loaded, with what ``state`` returned when they were saved, if anything."""
+        """Resume from weights that were just loaded, with the saved result of ``state`` if there is one."""
 
     def compare_steps(self) -> None:
-        """Raise a ``RuntimeError`` where replicas have made different numbers of steps. A collective."""
+        """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise a ``ValueError`` where this optimizer cannot be used."""
+        """Raise a ``ValueError`` if this optimizer cannot be used."""
 
-    # What all share
+    # Shared by all subclasses
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Make ``comm``, and let all replicas have the first one's weights and buffers."""
+        """Make ``comm``, and copy the first replica's weights and buffers to all."""
         if mesh is None:
             raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
         group = shard_group(mesh)
@@ -159,7 +162,8 @@ class ReplicaSync(ABC):
         for tensor in (*model.parameters(), *model.buffers()):
             local = local_of(tensor)
             carried = local.contiguous()
-            broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+            # send bytes, as backends do not support every dtype
+            broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)
             if carried is not local:
                 local.copy_(carried)
 
@@ -167,8 +171,8 @@ class ReplicaSync(ABC):
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
-            model: sharded, or plain.
-            mesh: 1D, the ranks that hold the same shard, one in each replica; None where these come and go.
+            model: a sharded or plain model.
+            mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.
         """
         if self.parameters:
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
@@ -182,7 +186,8 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        alone = [dist.get_rank()] if dist.is_initialized() else []  # replicas that come and go need no group
+        # replicas that come and go make a group for each round
+        alone = [dist.get_rank()] if dist.is_initialized() else []
         self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else alone
         with torch.no_grad():
             self.connect(model, mesh)
@@ -194,16 +199,16 @@ class ReplicaSync(ABC):
         _watch_optimizers()
 
     def settle(self) -> None:
-        """Call ``finish``; another optimizer may make the next step."""
+        """Call ``finish``, after which another optimizer may make the next step."""
         self.finish()
         self._in_use = None
 
     def locals(self) -> list[Tensor]:
-        """Return this rank's elements of each parameter, the tensors that hold them."""
+        """Return the local tensor of each parameter."""
         return [local_of(each) for each in self.parameters.values()]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Check an optimizer before its first step here.
+        """Check an optimizer before its first step on this model.
 
         Raises:
             ValueError: its steps cannot be synchronized in this way, or another one steps this model, too.
@@ -252,13 +257,13 @@ def elementwise(optimizer: Optimizer, method: str) -> None:
 
 
 def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
-    """Synchronize the replicas of a model in another way than by a sum in every backward. A collective.
+    """Synchronize the replicas of a model by a ``ReplicaSync`` instead of a sum in every backward. A collective.
 
     ``shard(model, mesh=mesh, sync=...)`` does it by itself. After ``fully_shard`` with ``mesh["shard"]``, or for plain
     models on single ranks, call this, before the optimizer's first step.
 
     Args:
-        model: this rank's; sharded across the ranks of its replica alone, or plain. Takes the first replica's weights.
+        model: this rank's model, plain or sharded across the ranks of its replica. It gets the first replica's weights.
         mesh: 1D, the ranks that hold the same shard, one in each replica: ``mesh["replicate"]``. None for an ``Outer``
             with a ``Membership``.
         sync: ``Overlap()``, ``Outer(...)`` or ``Gossip(...)`` of ``yafsdp_cc.replicas``.
@@ -270,15 +275,15 @@ def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) 
 
 
 def sync_of(model: nn.Module) -> ReplicaSync | None:
-    """Return what synchronizes the replicas of ``model``; None where nothing does."""
+    """Return the ``ReplicaSync`` of ``model``; None if it has none."""
     return next((sync for _, each in named_sharded_parameters(model) if (sync := _trained_by(each)) is not None), None)
 
 
 def synchronize_replicas(model: nn.Module) -> None:
     """Let all replicas of ``model`` hold the same weights and optimizer state. A collective; ``save`` calls it.
 
-    Call it between steps, before the model is evaluated or its state dict is taken. What has not been exchanged yet
-    is, and what is on its way is waited for. Nothing where replicas are not synchronized by a ``ReplicaSync``.
+    Call it between steps, before the model is evaluated or its state dict is taken. It exchanges what replicas have not
+    exchanged yet, and waits for exchanges in flight. Without a ``ReplicaSync`` it does nothing.
     """
     sync = sync_of(model)
     if sync is not None:
@@ -287,7 +292,7 @@ def synchronize_replicas(model: nn.Module) -> None:
 
 
 def refuse_sync(call: str, *models: nn.Module) -> None:
-    """Raise a ``ValueError`` where ``call`` would let replicas of a model make different numbers of steps."""
+    """Raise a ``ValueError`` if ``call`` would let replicas of a model make different numbers of steps."""
     for model in models:
         if (sync := sync_of(model)) is not None:
             raise ValueError(
@@ -301,7 +306,7 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Call the ``ReplicaSync`` of a model around every step of an optimizer of it, from now on."""
+    """Register hooks that call the ``ReplicaSync`` of a model around every step of its optimizers."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -312,7 +317,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     sync.check_parameters(optimizer)
     sync.adopt(optimizer)
-    if any(each is not None for each in (*args[1:], *kwargs.values())):  # the first is the optimizer
+    if any(each is not None for each in (*args[1:], *kwargs.values())):  # the first argument is the optimizer
         raise ValueError(
             f"{type(optimizer).__name__}.step() was given a closure, which would compute gradients in the middle of "
             "an exchange between replicas: compute them before, and call step()"
@@ -341,7 +346,7 @@ def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
 
 
 def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the optimizer's own step on some of its parameters, those that have a ``.grad``; no hook is called."""
+    """Run the optimizer's own step on those of these parameters that have a ``.grad``, without hooks."""
     chosen = set(parameters)
     groups = optimizer.param_groups
     optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
@@ -353,7 +358,7 @@ def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, as they are now: learning rates and the like."""
+    """Return the present settings of each parameter group: learning rates and the like."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -366,8 +371,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Have ``settings`` of parameter groups for a while."""
-    before = [dict(group) for group in optimizer.param_groups]  # the very tensors: schedulers write to them
+    """Use ``settings`` in the parameter groups inside the block."""
+    before = [dict(group) for group in optimizer.param_groups]  # restore the very tensors, which schedulers write to
     set_settings(optimizer, settings)
     try:
         yield
@@ -376,13 +381,13 @@ def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
 
 
 def set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Have ``settings`` of parameter groups; groups that were added since keep theirs."""
+    """Set ``settings`` in parameter groups; groups added since are unchanged."""
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
 
 
 def tensors_of(model: nn.Module) -> list[str]:
-    """Describe each parameter and buffer, in their order: replicas compare that."""
+    """Describe each parameter and buffer in order: replicas compare the descriptions."""
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     return [
         f"{name} {list(local_of(each).shape)} {each.dtype}{'' if name in trained else ', not trained'}"
@@ -394,7 +399,7 @@ def tensors_of(model: nn.Module) -> list[str]:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return this rank's elements of a parameter, gradient or state, the tensor that holds them."""
+    """Return the local tensor of a parameter, gradient or state, without a copy."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
@@ -404,7 +409,7 @@ class LocalBuffer:
 
     Args:
         like: tensors on one device, of any shapes.
-        align: each begins at a multiple of so many elements; what is between them is zero.
+        align: elements that each part begins at a multiple of; gaps are zero.
     """
 
     def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
@@ -416,17 +421,17 @@ class LocalBuffer:
         self._paddings = [part[view.numel() :] for part, view in parts if view.numel() < part.numel()]
 
     def split(self, data: Tensor) -> list[Tensor]:
-        """Return the part of each tensor in a buffer like this one."""
+        """Return each tensor's part of a buffer of this layout."""
         parts = zip(data.split(self._padded_sizes), self._shapes, strict=True)
         return [part[: shape.numel()].view(shape) for part, shape in parts]
 
     def zero_padding(self) -> None:
-        """Zero the elements between tensors, which decoding may have set: few-bit codecs have no level for zero."""
+        """Zero the gaps between parts, which decoding may have set: codecs of few bits have no level for zero."""
         if self._paddings:
             torch._foreach_zero_(self._paddings)
 
     def counts(self) -> Tensor:
-        """Return how many elements of tensors each run of ``align`` has, [1, runs] int32."""
+        """Return the number of elements in each block of ``align``, gaps left out, [1, blocks] int32."""
         sizes = [shape.numel() for shape in self._shapes]
         found = [min(self.align, size - start) for size in sizes for start in range(0, size, self.align)]
         return torch.tensor([found], dtype=torch.int32, device="cpu").to(self.data.device)

@@ -86,8 +86,8 @@ def current_state(module: nn.Module) -> FSDPState:
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group that ``module`` was sharded as; None if other groups have all its parameters, or they are
-    replicated."""
+    """Return the group that ``module`` was sharded as; None if it has no parameters of its own, or only replicated
+    ones."""
     state = current_state(module)
     if module is state.model:
         return state.root_group
@@ -269,8 +269,7 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective at
-    first."""
+    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. Collective at first."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
@@ -409,8 +408,7 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make the collectives of a group; those of reduces only once, as they have residuals. Bind all-gathers to the
-    context."""
+    """Make the collectives of a group; those of reduces once, as they have residuals. Bind all-gathers."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"

@@ -52,8 +52,7 @@ class MatrixOwners(NamedTuple):
     ranks: tuple[int, ...]
     """Owner of each equal part of the parameter, in ascending order: the whole, or some matrices of a stack."""
     is_assembled: bool = False
-    """Whether the parameter is sharded evenly and assembled on its owners for the update; else its shards are the
-    parts."""
+    """Whether the parameter is sharded evenly, and assembled on owners for updates; else shards are the parts."""
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> int:
@@ -215,7 +214,7 @@ def _balanced(
 
 
 def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
-    """Assign the parts of a unit to ranks in order, to each as many as it lacks of an equal share of all work so
+    """Assign the parts of a unit to ranks in order, to each as many as it lacks of an equal share of the work so
     far."""
     of_each = {each: _flops(each) // parts for each, parts in unit.parts.items()}
     if not any(of_each.values()):  # all parameters are frozen: assign equally many elements

@@ -1,5 +1,4 @@
-"""Lists the parameters of a model, each distinct one once with every module that holds it, and refuses unshardable
-ones."""
+"""Lists the parameters of a model, each once with every module that holds it, and refuses unshardable ones."""
 
 from __future__ import annotations
 

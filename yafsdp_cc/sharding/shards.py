@@ -134,8 +134,7 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; sharded ones also apart if not trained, owned and encoded
-    alike."""
+    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by training, ownership and codec."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):

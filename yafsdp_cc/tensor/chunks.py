@@ -1,5 +1,4 @@
-"""The methods of a sharded tensor that ``torch.distributed.checkpoint`` calls, in this process or one that saves for
-it."""
+"""Methods of a sharded tensor that ``torch.distributed.checkpoint`` calls, here or in a process that saves for it."""
 
 from __future__ import annotations
 

@@ -253,8 +253,8 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         raise TypeError(f"pickling {self.shard_spec}: {_SAVE}")
 
     def storage(self) -> NoReturn:
-        """Refuse: ``save_pretrained`` and safetensors ask for the storage, and would write a shard as the whole
-        tensor."""
+        """Refuse: ``save_pretrained`` and safetensors ask for the storage, and would write a shard as if it were
+        whole."""
         raise TypeError(f"the storage of {self.shard_spec}: {_SAVE}")
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -270,8 +270,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
 def all_gather_ranges(
     local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Return a new tensor of ``shape`` on the device of ``mesh``; each rank sends as many elements as ``widths``
-    says."""
+    """Return a new tensor of ``shape`` on the device of ``mesh``; ranks send ``widths`` elements each."""
     widest = max(widths)
     if widest == 0:
         return local.new_empty(shape)
@@ -422,8 +421,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """Returns the whole tensor; its backward combines the data-parallel ranks' gradients and returns this rank's
-    part."""
+    """Returns the whole tensor; its backward combines the ranks' gradients and returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
@@ -522,8 +520,7 @@ _means = _Means()
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
-    """Shard the gradients that autograd brings to ``parameter``, and add them to ``.grad`` after the engine's
-    reduces."""
+    """Shard gradients that autograd brings to ``parameter``, to be added to ``.grad`` after the engine's reduces."""
     if not parameter.is_floating_point():
         return
     requires_grad = parameter.requires_grad
@@ -678,8 +675,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
 
 
 _TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor}
-"""Operations that accept whole tensors: ``load_state_dict``, and steps of LBFGS, which has whole vectors on every
-rank."""
+"""Operations that accept whole tensors: ``load_state_dict``, and steps of LBFGS, whose vectors are whole."""
 
 
 @functools.cache
@@ -690,14 +686,12 @@ def _written(func: Any) -> dict[int, str]:
 
 
 def _is_derivative(func: Any) -> bool:
-    """Return whether a backward runs ``func`` for a gradient; an optimizer step in a backward's hook writes in
-    place."""
+    """Return whether a backward runs ``func`` for a gradient; optimizer steps in its hooks write in place."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
 
 
 def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
-    """Return the spec of an operation's result: of the largest operand, as a replicated parameter of one number may
-    come first."""
+    """Return the spec of an operation's result: of the largest operand, as one number may come first."""
     specs = [x.shard_spec for x in operands if type(x) is FlatDTensor]
     return specs[0] if len(specs) == 1 else max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
 
@@ -767,8 +761,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Group the positions in lists of tensors by the tensor subclass of the local tensors there, plain ones
-    together."""
+    """Group the positions in lists of tensors by the tensor subclass of their local tensors, plain ones together."""
     places: dict[type, list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         kinds = (type(x._local_tensor) for x in row if type(x) is FlatDTensor)
@@ -1022,8 +1015,7 @@ _UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
 
 
 def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
-    """Mark ``weight`` as the unsharded form of the parameter that ``spec`` describes: an optimizer made from it is
-    refused."""
+    """Mark ``weight`` as the unsharded form of the parameter of ``spec``, which no optimizer may be made from."""
     weight.__dict__[_UNSHARDED_OF] = spec
 
 
@@ -1061,8 +1053,7 @@ _QUANTISE_STATE = ("torchao", "bitsandbytes")
 
 
 def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
-    """Return the message that refuses the optimizer ("": none), and from how many dimensions of a parameter it
-    applies."""
+    """Return the message that refuses the optimizer ("": none), and the least dimensions that it applies to."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
         return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0

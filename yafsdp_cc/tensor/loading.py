@@ -74,8 +74,7 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
 
 
 def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Tensor], Tensor]) -> None:
-    """Allocate ``params``, which are on the meta device; others of their flat buffer may stay there until they get
-    values."""
+    """Allocate ``params``, which are on the meta device; others of their flat buffer may stay there for now."""
     if part.sharded.is_meta:
         shard = fn(part.sharded)
         if isinstance(part, HostFlatParam):
@@ -184,8 +183,7 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Hook before ``module`` loads: copy values into the parameters, and put the parameters into the state dict to
-    assign."""
+    """Hook before ``module`` loads: copy values into the parameters, and let it assign these."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):

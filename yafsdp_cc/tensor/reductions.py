@@ -70,8 +70,7 @@ SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Red
 
 
 class Across(NamedTuple):
-    """The ranks that hold partials: their mesh, and process groups; a reduction over each group in turn reaches all
-    ranks."""
+    """Ranks that hold partials: their mesh, and process groups; reducing over each in turn reaches all."""
 
     mesh: DeviceMesh
     groups: tuple[dist.ProcessGroup, ...]

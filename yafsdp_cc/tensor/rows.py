@@ -44,8 +44,7 @@ def row_bounds(shape: Sequence[int], world: int) -> list[int]:
 
 
 def are_rows(placements: Sequence[Placement]) -> bool:
-    """Return whether ``placements`` divide a tensor by rows along the last dimension of a mesh, and not along the
-    others."""
+    """Return whether ``placements`` divide a tensor by rows along only the last dimension of a mesh."""
     *replicas, shard = placements
     return shard == Shard(0) and all(each == Replicate() for each in replicas)
 
@@ -112,8 +111,7 @@ def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = N
 def _redivide(
     source: torch.Tensor, held: Sequence[int], target: torch.Tensor, wanted: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """Write to ``target`` this rank's part by the bounds ``wanted``, given its part ``source`` by the bounds
-    ``held``."""
+    """Write to ``target`` this rank's part by bounds ``wanted``, given its part ``source`` by bounds ``held``."""
     rank = group.rank()
     ours, theirs = list(pairwise(held)), list(pairwise(wanted))
     sent = [_overlap(ours[rank], each) * source.itemsize for each in theirs]

@@ -57,7 +57,8 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
     state.replicated.refresh()
     state.wait_for_transfers()
     replicated: Sequence[FSDPParam] = () if group is None else group.replicated
-    if group is None or group is state.root_group:  # the root group's modules are those of all units, too
+    # the root group's modules are the whole model, so show the replicated parameters of all units
+    if group is None or group is state.root_group:
         replicated = [param for flat in spec.replicated for param in flat.params]
     state.replicated.trainable()
     state.replicated.register_unsharded(replicated)
@@ -110,8 +111,7 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
 
 
 def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks'
-    handles."""
+    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks."""
 
     def hook(*_: Any) -> None:
         under_way = torch._C._current_graph_task_id() != -1 or any(

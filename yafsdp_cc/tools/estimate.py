@@ -1,7 +1,7 @@
-"""What training a model will hold, send and take, before anything runs: in one process, on tensors without memory.
+"""Estimates memory, traffic and time of a training job before anything runs, in one process, on tensors without memory.
 
-``plan_over`` has ``shard`` itself plan the model on any number of ranks. ``probe`` runs one forward and backward of the
-model, with a few of its repeated blocks, under torch's ``MemTracker`` and ``FlopCounterMode``.
+``plan_over`` lets ``shard`` itself plan the model on any number of ranks. ``probe`` runs one forward and backward of
+the model, with a few of its repeated blocks, under torch's ``MemTracker`` and ``FlopCounterMode``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 
 
 def _count_causal(count: Callable[..., int], place: int) -> Callable[..., int]:
-    """Return ``count``, halved where the argument at ``place`` says that attention is causal."""
+    """Return ``count``, halved if the argument at ``place`` says that attention is causal."""
     return lambda *args, **named: count(*args, **named) // (1 + bool(len(args) > place and args[place]))
 
 
-for _suffix, _place in (("", 4), ("_backward", 7)):  # torch counts these operations on CUDA alone
+for _suffix, _place in (("", 4), ("_backward", 7)):  # torch counts these operations only for CUDA
     _on_cuda = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{_suffix}")
     _on_cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{_suffix}")
     flop_registry[_on_cpu] = _count_causal(flop_registry[_on_cuda], _place)
@@ -48,37 +48,37 @@ class Subject(NamedTuple):
     """A model to estimate."""
 
     build: Callable[[], nn.Module]
-    """Makes it on the meta device."""
+    """Function that makes the model on the meta device."""
     loss: Callable[[nn.Module], Tensor] | None
-    """Runs a forward on one rank's batch; None: activations and time are left out."""
+    """Function that runs a forward on one rank's batch; None: activations and time are left out."""
 
 
 class Block(NamedTuple):
-    """What one of the repeated blocks holds, in bytes."""
+    """Bytes that one of the repeated blocks holds."""
 
     kept: int
-    """From its forward to its backward, its output with it."""
+    """Bytes held from its forward to its backward, its output included."""
     recomputed: int
-    """The same where it is checkpointed: its output, which is the input of the next block."""
+    """Bytes held in the same time if the block is checkpointed: its output, which is the input of the next block."""
     transient: int
-    """More than that, at the peak of its backward."""
+    """Bytes held in addition at the peak of its backward."""
 
 
 class Activations(NamedTuple):
-    """Bytes that a forward and backward hold beside weights, gradients and what the engine owns."""
+    """Bytes that a forward and backward hold besides weights, gradients and the engine's own memory."""
 
     blocks: tuple[Block, ...]
-    """In the order of the forward."""
+    """The blocks in the order of the forward."""
     outside: int
-    """At the peak between the forward and the backward of the last block (logits and loss), beside the blocks'."""
+    """Peak bytes outside the blocks (logits, loss), reached between the last block's forward and its backward."""
     lowest: int
-    """At the peak when no block holds anything: the backward of the embedding."""
+    """Peak bytes when no block holds anything, in the backward of the embedding."""
 
     def peak(self, checkpointed: int = 0) -> int:
         """Return the bytes at the peak of a step where the first ``checkpointed`` blocks are recomputed.
 
-        A block's backward comes when all later blocks have let go of theirs, so the first blocks are the ones to
-        checkpoint: what they do not keep is not kept under any peak.
+        A block's backward comes when all later blocks have freed their activations, so the first blocks are the ones to
+        checkpoint: their activations would be held at every later block's peak.
         """
         held, peaks = 0, [self.lowest]
         for index, block in enumerate(self.blocks):
@@ -87,21 +87,21 @@ class Activations(NamedTuple):
         return max(*peaks, held + self.outside)
 
     def fewest_checkpointed(self, room: int) -> int | None:
-        """Return how many blocks must be checkpointed for ``room`` bytes to do; None where none suffices."""
+        """Return the number of blocks that must be checkpointed for ``room`` bytes to suffice; None: never."""
         return next((count for count in range(len(self.blocks) + 1) if self.peak(count) <= room), None)
 
 
 class Probe(NamedTuple):
-    """One forward and backward on one rank, whatever the number of ranks."""
+    """The measurement of one forward and backward on one rank, which does not depend on the number of ranks."""
 
     activations: Activations
     blocks: tuple[str, ...]
-    """The names of the repeated blocks, in the order of the forward."""
+    """Names of the repeated blocks in the order of the forward."""
     work: dict[str, Work]
-    """Floating-point operations by the name of a unit, the rest in ""; nothing recomputed."""
+    """Floating-point operations by the name of a unit, those outside of units in "", without recomputation."""
 
     def work_with(self, checkpointed: int) -> dict[str, Work]:
-        """Return ``work`` where the first so many blocks are recomputed."""
+        """Return ``work`` with the first ``checkpointed`` blocks recomputed."""
         return self.work | {name: self.work[name].checkpointed() for name in self.blocks[:checkpointed]}
 
 
@@ -132,7 +132,7 @@ def _from_factory(name: str) -> Subject:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module raises while it is imported
+    except Exception as error:  # importing the module may raise anything
         raise ValueError(
             f"{name!r}: {error}; name a module that Python finds from here, as package.module:factory"
         ) from None
@@ -192,7 +192,8 @@ def _from_config(name: str, batch: int, sequence: int) -> Subject:
 
     def loss(model: nn.Module) -> Tensor:
         tokens = _tokens(vocabulary, batch, sequence)
-        # It would read the values of positions. Where these cannot be read, causal attention gets a mask.
+        # without a mask Transformers would read the values of positions: causal attention gets one where they cannot be
+        # read
         with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
             found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found
@@ -205,7 +206,7 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
 
 
 def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Replace tensors on the meta device by fake ones of the CPU; parameters are cast if there is a ``dtype``."""
+    """Replace tensors on the meta device by fake ones of the CPU; cast parameters if there is a ``dtype``."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for owned in (module._parameters, module._buffers):
@@ -225,21 +226,21 @@ def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.
 
 
 def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str = "cuda", **settings: Any) -> Plan:
-    """Return the plan of ``shard`` on one rank of many that are not there.
+    """Return the plan of ``shard`` on one of many simulated ranks.
 
     Args:
-        build: makes the model on the meta device.
-        mesh: ranks of a shard; or replicas, and ranks of a shard.
-        device: of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
-        settings: of ``shard``.
+        build: function that makes the model on the meta device.
+        mesh: (ranks of a shard), or (replicas, ranks of a shard).
+        device: device of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
+        settings: arguments of ``shard``.
 
     Raises:
-        ValueError: ``shard`` would refuse them.
+        ValueError: ``shard`` would refuse the arguments.
     """
     with torch.device("meta"):
         model = build()
     with warnings.catch_warnings(), fake_ranks(mesh, device, MetaDevice()) as ranks:
-        warnings.simplefilter("ignore")  # it is to be seen what such settings cost
+        warnings.simplefilter("ignore")  # no warning of settings whose cost is being asked
         return plan_of(shard(model, mesh=ranks, **settings))
 
 
@@ -249,9 +250,9 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
 def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -> Probe:
     """Measure a forward and backward of the model in one process, on tensors without memory.
 
-    Of each run of equal blocks in one container, the first and the last take part; the first
-    stands for the others. Weights are those of the forward's dtype,
-    and gradients of weights are let go when they are complete, as where a buffer takes them in.
+    Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
+    first. Weights are those of the forward's dtype, and gradients of weights are freed when they are complete, as the
+    engine has its own buffers for them.
 
     Raises:
         ValueError: the subject has no loss.
@@ -290,7 +291,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Take the middle of each run of equal blocks out of its container; return what stands for each of them."""
+    """Remove the middle of each run of equal blocks from its container; return which block stands for each of them."""
     stands_for: dict[nn.Module, nn.Module] = {}
 
     def kind_of(module: nn.Module) -> Any:
@@ -310,7 +311,7 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
 ) -> tuple[Activations, dict[str, float], dict[str, float], dict[str, float]]:
-    """Return activations, and by module name operations: of the forward, of all, and of what a checkpoint repeats."""
+    """Return activations, and operations by module name: of the forward, of all, and those a checkpoint repeats."""
     tracker = MemTracker()
     tracker.track_external(model)
     before = _total(tracker.get_tracker_snapshot())
@@ -346,9 +347,9 @@ def _run(
 
 @contextmanager
 def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator[dict[nn.Module, float]]:
-    """Count of each block's forward the operations before the last tensor that is saved for its backward.
+    """Count, for each block's forward, the operations before the last tensor that is saved for its backward.
 
-    ``torch.utils.checkpoint`` stops a forward that it repeats at that tensor (``early_stop``).
+    ``torch.utils.checkpoint`` ends the forward that it repeats at that tensor (``early_stop``).
     """
     repeated: dict[nn.Module, float] = {}
 
@@ -380,7 +381,7 @@ def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:
 
 
 def _by_name(flops: FlopCounterMode, model: nn.Module) -> dict[str, float]:
-    """Return operations by the name of a module within ``model``; of all by ""."""
+    """Return operations by the name of a module within ``model``; the total under ""."""
     prefix = f"{type(model).__name__}."
     counts = {name.removeprefix(prefix): float(sum(each.values())) for name, each in flops.get_flop_counts().items()}
     return {**counts, "": counts.get("Global", 0.0)}

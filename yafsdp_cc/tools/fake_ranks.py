@@ -1,10 +1,9 @@
-"""Ranks and devices that are not there, for programs that are only planned or counted.
+"""Simulated ranks and devices, for programs that are only planned or counted.
 
 ``fake_ranks`` makes this process one rank of any number. Tensors have shapes and no memory: they are fake
-(``FakeTensorMode``), or meta tensors (``MetaDevice``). Where the mesh is one of CUDA devices, code that asks for the
-kind of device takes CUDA's branches, while factories that are asked for a CUDA device make tensors of the CPU: torch
-without CUDA cannot run autograd on others. Streams and events are stand-ins, what the host reads is zero, and
-collectives send nothing.
+(``FakeTensorMode``), or meta tensors (``MetaDevice``). On a mesh of CUDA devices, code that asks for the kind of device
+takes CUDA's branches, while factories make CPU tensors: torch without CUDA cannot run autograd on others. Streams and
+events do nothing, the host reads zeros, and collectives send nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""The backend that ranks with devices of a kind are taken to have."""
+"""Backend that ranks with each kind of device are assumed to have."""
 
 
 class Event:
-    """Stands for ``torch.cuda.Event`` and, where nothing else is needed, for ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Event`` and, where nothing else is needed, ``torch.cuda.Stream``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -65,22 +64,22 @@ _READS: Mapping[str, Callable[[Tensor], Any]] = {
     "__float__": lambda tensor: 0.0,
     "__int__": lambda tensor: 0,
 }
-"""What the host reads where there are no values, by the method that it calls."""
+"""Values that the host reads from tensors without values, by the method that it calls."""
 
 
 class FakeDevice(TorchFunctionMode):
-    """Makes on the CPU what is asked for on CUDA, and has the host read zeros."""
+    """Makes CPU tensors where CUDA ones are asked for, and lets the host read zeros."""
 
     def read(self, method: str, tensor: Tensor) -> Any:
-        """Return what the host reads by ``method``."""
+        """Return the value that the host reads by ``method``."""
         return _READS[method](tensor)
 
     def place(self, device: Any) -> Any:
-        """Return where a tensor is made that is asked for on ``device``; what is no device as it is."""
+        """Return the device of a tensor that is asked for on ``device``; other values unchanged."""
         return torch.device("cpu") if _kind(device) == "cuda" else device
 
     def memory(self) -> AbstractContextManager[Any]:
-        """Return what tensors are made within, so that they have no memory."""
+        """Return the context in which tensors are made, so that they have no memory."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +99,7 @@ class FakeDevice(TorchFunctionMode):
 
 
 class MetaDevice(FakeDevice):
-    """Has tensors of the meta device pass for the CPU's: quicker than fake tensors, which torch handles in Python."""
+    """Lets meta tensors pass for CPU tensors: faster than fake tensors, which torch handles in Python."""
 
     def memory(self) -> AbstractContextManager[Any]:
         return torch.device("meta")
@@ -115,7 +114,7 @@ class MetaDevice(FakeDevice):
 
 
 _OF_CPU = {Tensor.device: torch.device("cpu"), Tensor.is_cpu: True, Tensor.is_meta: False}
-"""What tensors of the CPU answer, by attribute."""
+"""Attributes of meta tensors and the values that a CPU tensor has."""
 
 
 def _kind(device: Any) -> str:
@@ -127,7 +126,7 @@ def _gather_alike(found: list[Any], item: Any, group: Any = None) -> None:
 
 
 def _native_operators(device: torch.device, codec: Any = None) -> Any:
-    """Return the native operators, as where they are built for CUDA."""
+    """Return the native operators as if they were built for CUDA."""
     error_feedback._load()
     return torch.ops.yafsdp_cc if codec is None or codec.name in error_feedback._NUMBERS else None
 
@@ -140,18 +139,18 @@ def fake_ranks(
     event: type[Event] = Event,
     modes: tuple[Any, ...] = (),
 ) -> Iterator[DeviceMesh]:
-    """Be rank 1 of a mesh (0 where there is one) of ranks with a device each; within, tensors have no memory.
+    """Make this process rank 1 (of one rank, 0) of a mesh with a device per rank; in the block, tensors have no memory.
 
     Args:
-        shape: of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
-        kind: of devices, "cpu" or "cuda"; its backend is that of ``BACKENDS``.
+        shape: shape of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
+        kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
         device: makes tensors and answers reads; ``FakeDevice()`` if None.
-        event: stands for CUDA's events and streams.
-        modes: entered before ``device``.
+        event: class that replaces CUDA's events and streams.
+        modes: contexts to enter before ``device``.
     """
     device = FakeDevice() if device is None else device
     for codec in error_feedback._NUMBERS:
-        error_feedback.lost_share(codec, 256)  # is kept, and would be of fake numbers
+        error_feedback.lost_share(codec, 256)  # cached from real numbers, before tensors are fake
     current = event()
     cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
     backend = {"backend_of": lambda *_: BACKENDS[kind]}

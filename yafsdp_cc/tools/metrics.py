@@ -1,12 +1,12 @@
-"""Keep what a training run does in ``metrics.jsonl``, for ``yafsdp-cc report``, and show how far it is.
+"""Writes a training run's figures to ``metrics.jsonl``, for ``yafsdp-cc report``, and shows its progress.
 
     with yafsdp_cc.Metrics(model, "runs/mine", total_steps=1000) as metrics:
         for batch in batches:
             ...  # forward, backward, optimizer.step()
             metrics.step(loss, tokens=batch.numel() * world)
 
-Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A run that is
-resumed adds to the file of before.
+Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A resumed run
+appends to the earlier file.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Write and show the loss, speed, bytes, memory and times of a run. A collective: all ranks call it alike.
 
-    Between reports a step costs some ten microseconds: nothing waits for the device, nothing is sent.
+    Between reports a step takes some ten microseconds, and neither waits for the device nor communicates.
 
     Args:
-        model: any module; bytes and the plan are of one that is sharded by ``yafsdp_cc``, also within another.
-        folder: of the run, made if missing. The first rank writes ``metrics.jsonl`` there, and continues one that
-            exists; what it says of steps from ``first_step`` on is then out of date.
-        total_steps: how many optimizer steps there will be, if that is known.
-        first_step: how many were made before, by a run that this one resumes.
-        every: steps between reports; 0 for those of ``report`` alone. The first and the last step are reported too.
+        model: any module; bytes and the plan are those of the module sharded by ``yafsdp_cc``, itself or inside of it.
+        folder: folder of the run, made if missing. The first rank writes ``metrics.jsonl`` in it, and continues an
+            existing one, whose lines of steps from ``first_step`` on are superseded.
+        total_steps: number of optimizer steps that the run will make, if known.
+        first_step: number of steps made by the run that this one resumes.
+        every: steps between reports; 0: only ``report`` reports. The first and the last step are reported too.
         show: print a line for each report, or draw a bar where the output is a terminal and rich is installed.
         tensorboard: write the same figures for TensorBoard into the folder, too.
         wandb: give the same figures to Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
-        settings: of the run, such as its learning rate, for the ``start`` line.
+        settings: settings of the run, such as its learning rate, for the ``start`` line.
 
     Raises:
         ValueError: the file cannot be written, or a library that is asked for is missing; on all ranks.
@@ -100,7 +100,7 @@ class Metrics:
         device = {"device": next((each.device.type for each in model.parameters()), "cpu")}
         theirs = {name: value for name, value in (settings or {}).items() if name not in planned}
         self._write("start", {**theirs, **own, **device, **(planned if plans else {})})
-        # What calls the parts of a Lightning module is not its own forward.
+        # calls of a Lightning module's parts do not pass through its own forward
         self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
         self._pending = self._tokens = 0
         self._counted = self._sent()
@@ -109,8 +109,8 @@ class Metrics:
         """Count an optimizer step; report if one is due, or if there are further values.
 
         Args:
-            loss: of this step. A tensor of one element is averaged over the ranks; a number is taken as it is.
-            tokens: that all ranks together have trained on in this step.
+            loss: loss of this step. A tensor of one element is averaged over the ranks; a number is taken as it is.
+            tokens: number of tokens of all ranks together in this step.
             values: further figures of the step, such as ``lr``.
         """
         self.steps_made += 1
@@ -136,7 +136,7 @@ class Metrics:
         self._since, self._counted = time.perf_counter(), sent
 
     def record(self, **values: Tensor | float) -> None:
-        """Write figures from outside of steps, such as ``val_loss``; the time since the last step counts for none."""
+        """Write figures from outside of steps, such as ``val_loss``; time since the last step is not training."""
         self._write("eval", {**self._means(values), "step": self.steps_made})
         now = time.perf_counter()
         self._since += now - max(self._stepped, self._since)
@@ -162,11 +162,12 @@ class Metrics:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             json.dumps(settings, default=str)
-            # Not buffered: what was written stays, however the run ends.
+            # unbuffered, so that written lines survive any end of the run
             self._file = self._opened.enter_context(self.path.open("ab+", buffering=0))
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
-                self._file.write(b"" if self._file.read(1) == b"\n" else b"\n")  # a run was ended while it wrote a line
+                # an earlier run was killed while it wrote a line
+                self._file.write(b"" if self._file.read(1) == b"\n" else b"\n")
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"Metrics: {self.path} cannot be written: {error}") from error
         self._outputs.append(self._append)
@@ -181,7 +182,7 @@ class Metrics:
             self._outputs.append(_Display(self._opened, self.steps_made, self._total))
 
     def _append(self, values: dict[str, Any]) -> None:
-        """Add a line to the file; without room for it, training goes on and its figures are lost."""
+        """Append a line to the file; if the disk is full, training goes on and the figures are lost."""
         line = json.dumps(values, default=str).encode() + b"\n"
         try:
             while line:
@@ -192,7 +193,7 @@ class Metrics:
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         own = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
-        written = own | values | own  # its own names first, and whatever values have the same ones
+        written = own | values | own  # own names override values of the same names
         for name, value in written.items():
             if isinstance(value, float) and not isfinite(value):
                 written[name] = None
@@ -200,7 +201,7 @@ class Metrics:
             output(written)
 
     def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
-        """Return the values, those of tensors as means over the ranks."""
+        """Return the values, tensors as means over the ranks."""
         tensors = {name: value.detach().float() for name, value in values.items() if isinstance(value, Tensor)}
         for name, value in tensors.items():
             if value.numel() != 1:
@@ -216,7 +217,7 @@ class Metrics:
         return self._counters("gathered_bytes", "reduced_bytes")
 
     def _memory(self) -> dict[str, int]:
-        """Return the most bytes held at a time, those that the engine owns, and how often these did not suffice."""
+        """Return the peak of held bytes, the engine's own bytes, and the number of overflow buffers."""
         return {"peak_memory_bytes": peak_memory(), **self._counters("owned_bytes", "overflow_buffers")}
 
     def _counters(self, *names: str) -> dict[str, int]:
@@ -225,7 +226,7 @@ class Metrics:
 
 
 def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what ``yafsdp_cc`` has sharded in a model, itself or modules in it, but nothing inside of those."""
+    """Yield the outermost modules that ``yafsdp_cc`` has sharded: the model or modules in it."""
     if spec_of(module) is not None or state_of(module) is not None:
         yield module
     else:
@@ -234,14 +235,14 @@ def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that tensors on the GPU have taken at a time, without a GPU the whole process."""
+    """Return the peak bytes of tensors on the GPU; without a GPU, of the whole process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _StepClock:
-    """How long forwards, backwards and optimizer steps take, by CUDA events on a GPU: it waits when it is asked."""
+    """Measures forwards, backwards and optimizer steps, by CUDA events on a GPU; it waits only when it is read."""
 
     def __init__(self, model: nn.Module) -> None:
         self._on_cuda = any(each.is_cuda for each in model.parameters())
@@ -254,7 +255,7 @@ class _StepClock:
         ]
 
     def _mark_forward(self, begins: str) -> None:
-        # Without gradients it is a validation's. In a graph that is compiled whole there is no time to take.
+        # a forward without gradients is a validation's, and in a compiled graph no time can be taken
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._mark(begins)
 
@@ -267,7 +268,7 @@ class _StepClock:
         self._marks.append((begins, event))
 
     def parts(self, steps: int) -> dict[str, float]:
-        """Return seconds of a step since the last call. A backward lasts until the next forward or optimizer step."""
+        """Return seconds of the parts of a step since the last call. A backward ends with the next forward or step."""
         found: dict[str, float] = defaultdict(float)
         if self._on_cuda and self._marks:
             self._marks[-1][1].synchronize()
@@ -278,7 +279,7 @@ class _StepClock:
         return {f"{name}_s": total / steps for name, total in found.items()}
 
     def close(self) -> bool:
-        """Remove the hooks; return whether there were some."""
+        """Remove the hooks; return whether there were any."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -308,12 +309,12 @@ def _imported(option: str, module: str) -> Any:
 
 
 class _Display:
-    """A line for each report, or a bar that fills, with the last figures beside it.
+    """Shows a line for each report, or a progress bar with the last figures.
 
     Args:
-        stack: ends the bar.
-        first: steps that were made before.
-        total: steps that there will be, if that is known.
+        stack: exit stack that ends the bar.
+        first: number of steps made before.
+        total: number of steps that will be made, if known.
     """
 
     def __init__(self, stack: ExitStack, first: int, total: int | None) -> None:
@@ -325,7 +326,7 @@ class _Display:
 
             columns = progress.BarColumn(16), progress.MofNCompleteColumn(), progress.TextColumn("{task.description}")
             self._progress = stack.enter_context(progress.Progress(*columns, progress.TimeRemainingColumn()))
-            atexit.register(self._progress.stop)  # or the terminal's cursor stays hidden
+            atexit.register(self._progress.stop)  # otherwise the terminal's cursor stays hidden
             self._task = self._progress.add_task("", total=total, completed=first)
 
     def __call__(self, values: dict[str, Any]) -> None:

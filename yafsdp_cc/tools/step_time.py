@@ -1,12 +1,12 @@
-"""How long a training step takes, by its plan, a compute rate and a link.
+"""Computes how long a training step takes from its plan, a compute rate and a link.
 
     link      gather 0 | gather 1  | gather 2  |          reduce 2 | gather 0 | reduce 1 | reduce 0 |
     compute            | forward 0 | forward 1 | forward 2 | backward 2 | backward 1 | backward 0 |
 
-One lane computes, the other carries one collective at a time, both in the order in which the engine issues them.
-Groups of a role take turns in its buffers: what is gathered into one waits until the group before it there has
-computed, and a backward waits until the reduce that reads its gradient buffer is over. What a lane waits for the other
-is exposed.
+One lane computes, the other carries one collective at a time, both in the order in which the engine issues them. Groups
+of a role take turns in its buffers: an all-gather waits until the previous group in the buffer has computed, and a
+backward waits until the reduce that reads its gradient buffer is over. Time in which one lane waits for the other is
+exposed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Link(NamedTuple):
-    """What a collective over all ranks of a shard takes."""
+    """Times of a collective over all ranks of a shard."""
 
     per_byte: float
     """Seconds for each byte that a rank sends."""
     latency: float = 0.0
     """Seconds of a collective of no bytes."""
     hop: float = 0.0
-    """Seconds more for each further rank: those of a ring pass everything on to the next."""
+    """Seconds more for each further rank, as ranks of a ring pass everything on."""
 
     def seconds(self, sent: float, ranks: int) -> float:
         """Return how long it takes until every rank has sent ``sent`` bytes."""
@@ -35,16 +35,16 @@ class Link(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Floating-point operations of a rank for one unit and step."""
+    """Floating-point operations of a rank for one unit in a step."""
 
     forward: float
     backward: float
-    """With what is recomputed."""
+    """Operations of the backward, recomputation included."""
     recomputed: float = 0.0
-    """Of the forward, what is computed again in the backward where the unit is checkpointed."""
+    """Operations of the forward that the backward repeats if the unit is checkpointed."""
 
     def checkpointed(self) -> Work:
-        """Return the work where the unit is checkpointed."""
+        """Return the work with the unit checkpointed."""
         return self._replace(backward=self.backward + self.recomputed)
 
 
@@ -53,11 +53,11 @@ class Event(NamedTuple):
 
     kind: Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
     unit: str
-    """Its unit's name; "" for what is in none."""
+    """Name of the unit; "" outside of units."""
     amount: float
     """Floating-point operations, or bytes that a rank sends."""
     after: tuple[int, ...]
-    """Indices of the events that it waits for, beside those before it in its lane."""
+    """Indices of further events that it waits for, beside those before it in its lane."""
 
     @property
     def is_compute(self) -> bool:
@@ -69,11 +69,11 @@ class StepTime(NamedTuple):
 
     forward: float
     backward: float
-    """With what is recomputed."""
+    """Seconds of the backward, recomputation included."""
     exposed_forward: float
-    """All-gathers that nothing overlaps."""
+    """Seconds of all-gathers in the forward that nothing overlaps."""
     exposed_backward: float
-    """All-gathers and reduces that nothing overlaps."""
+    """Seconds of all-gathers and reduces in the backward that nothing overlaps."""
 
     @property
     def total(self) -> float:
@@ -84,10 +84,10 @@ def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link
     """Return how long a step takes.
 
     Args:
-        events: of ``events_of``.
-        ranks: of a shard.
-        flops_per_second: that a rank achieves.
-        link: of each rank to the others.
+        events: result of ``events_of``.
+        ranks: number of ranks of a shard.
+        flops_per_second: rate that a rank achieves.
+        link: link of each rank to the others.
     """
     ends: list[float] = []
     free = {True: 0.0, False: 0.0}
@@ -111,8 +111,8 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """Return a step in the order in which it is issued.
 
     Args:
-        plan: of the model on one rank.
-        work: operations by the name of a unit; those of none are in "".
+        plan: plan of the model on one rank.
+        work: operations by the name of a unit; those outside of units in "".
     """
     events: list[Event] = []
 
@@ -154,7 +154,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         if plan.communication.replicas and in_reduces:
             share = traffic[index].reduce / in_reduces
             reduced[index] = add("all_reduce", name, share * plan.communication.replicas, reduced[index])
-        if before[index] >= 0:  # the buffer is free for the unit that had it before
+        if before[index] >= 0:  # the previous unit in the buffer has left it
             again = before[index]
             gathered[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
@@ -162,7 +162,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
 
 
 def _previous(owners: Sequence[object]) -> list[int]:
-    """Return of each index the last one before it with the same owner; -1: none."""
+    """For each index, return the last one before it with the same owner; -1 if there is none."""
     last: dict[object, int] = {}
     found = []
     for index, owner in enumerate(owners):

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved rounds, tables, and files of figures."""
+"""Shared by all benchmarks: interleaved rounds, tables, and files of figures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def interleaved(contestants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield the number of each round, from 1, with each contestant, another one first in every round.
+    """Yield (round, contestant) from round 1 on, with another contestant first in every round.
 
-    A machine that slows down then slows all of them.
+    A machine that slows down then slows all contestants.
     """
     order = list(contestants)
     for number in range(rounds):
@@ -30,7 +30,7 @@ def interleaved(contestants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]
 
 
 def about(command: Sequence[str]) -> dict[str, Any]:
-    """Return the command, and the machine and software that it runs on: the head of a file of figures."""
+    """Return the command, machine and software of a run, for the head of a file of figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
@@ -45,7 +45,7 @@ def about(command: Sequence[str]) -> dict[str, Any]:
 
 
 def save(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures to ``path``, if there is one. Call it after each measurement: a run may be interrupted."""
+    """Write figures to ``path``, if there is one. Call it after each measurement, as a run may be interrupted."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=1) + "\n")
@@ -65,7 +65,7 @@ def cell(value: float | None, form: str) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """Format how many times better than the baseline."""
+    """Format the ratio to the baseline, as times better."""
     return "-" if ratio is None else f"{ratio:.2f} x"
 
 

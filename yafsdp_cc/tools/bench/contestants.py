@@ -1,4 +1,5 @@
-"""What each suite compares: names and settings alone, so that a misspelt name is refused before torch is imported."""
+"""Contestants of each suite, as names and settings only, so that a misspelt name is refused before torch is
+imported."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class Contestant(NamedTuple):
     maker: str
     settings: dict[str, Any]
     baseline: str
-    """The contestant that ratios are to."""
+    """Name of the contestant that ratios are relative to."""
 
 
 def trains(maker: str, **settings: Any) -> Contestant:
@@ -37,7 +38,7 @@ TRAINING = {
     "fsdp2 bf16": trains("fsdp2", bf16=True),
     "fsdp2 bf16 + compress int8/int8": trains("fsdp2", bf16=True, gradients="int8", weights="int8"),
     "ddp fp32": trains("ddp"),
-    "ddp fp16 hook": trains("ddp", fp16_hook=True),  # the one for bf16 needs NCCL
+    "ddp fp16 hook": trains("ddp", fp16_hook=True),  # DDP's hook for bf16 needs NCCL
     "ddp powersgd": trains("ddp_powersgd"),
     "ours exact bf16": trains("ours"),
     "ours int8 / int8 weights": trains("ours", gradients="int8", weights="int8"),
@@ -61,10 +62,10 @@ PHASES = {
         "both": "ours 1-bit adam refresh",
     }
 }
-"""Of contestants whose steps have several phases: the contestant whose step time is that of another phase."""
+"""For contestants whose steps have several phases: the contestant that times each other phase."""
 
 LEARNS_AS = {"ours auto / int8 weights": "ours int4 / int8 weights"}
-"""Contestants whose loss is taken from another: ``auto`` depends on the network, and loses no more than int4 does."""
+"""Contestants whose loss is taken from another: the loss of ``auto`` depends on the network, and int4's bounds it."""
 
 SLOW = (
     "fsdp2 fp32",
@@ -102,10 +103,10 @@ PIPELINE = {
     "exact / powersgd lazy": _stages(backward="powersgd", error_feedback=True),
     "exact / powersgd lazy epilogue": _stages(backward="powersgd", error_feedback=True, epilogue_only=True),
 }
-"""Contestants of the suite ``pipeline``: what is sent forward / backward."""
+"""Contestants of the suite ``pipeline``: codecs of forward / backward."""
 
 ALL_REDUCE = "torch all-reduce"
-"""The baseline of contestants that leave the whole sum on every rank."""
+"""Baseline of contestants that leave the whole sum on every rank."""
 EXCHANGES = {
     "torch reduce-scatter": _sums("torch_reduce_scatter"),
     "torch all-to-all + sum": _sums("torch_all_to_all"),

@@ -1,9 +1,9 @@
-"""Suite ``exchanges``: what it costs the processor to sum a buffer over ranks, or to gather it, in every way compared.
+"""Suite ``exchanges``: the processor time of summing or gathering a buffer over ranks, for every contestant.
 
 Ranks are processes of this machine, of one thread each, that communicate over its loopback: nothing limits them but
 the processor. Contestants take turns in interleaved rounds at each size; times are medians over the rounds.
 
-At a bandwidth, ranks have links of their own, and those contestants take turns that leave the whole sum on every rank:
+With a bandwidth, ranks have links of their own, and only contestants that leave the whole sum on every rank take turns:
 over equal links, with one slow rank, and where ranks receive faster than they send. Bytes are counted beside the time.
 """
 
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 """Bytes of a buffer."""
 RANKS = (2, 4, 8, 16, 32, 64)
-"""Numbers of ranks among which every buffer can be divided in whole blocks."""
+"""Numbers of ranks that divide every buffer into whole blocks."""
 LINK_SIZES = (1 << 16, 1 << 20)
 """Bytes of a buffer that is summed over links."""
 TURN_BYTES = 1 << 24
-"""Bytes of the buffers that are exchanged in one turn: small ones one after the other."""
+"""Bytes of buffers exchanged in one turn: small buffers are exchanged one after the other."""
 
 
 # What is compared --------------------------------------------------------------------------------------------------
 
 
 class Buffers(NamedTuple):
-    """What one rank exchanges, fp32."""
+    """The fp32 buffers that one rank exchanges."""
 
     whole: Tensor
     """[world * chunk], other numbers on every rank; NCCL sums in place."""
@@ -77,12 +77,12 @@ class Buffers(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """[chunk], what this rank has to be gathered."""
+        """[chunk], this rank's input of an all-gather."""
         return self.whole.view(dist.get_world_size(), -1)[dist.get_rank()]
 
     @property
     def layout(self) -> Layout:
-        """One parameter that fills the buffer."""
+        """Layout of one parameter that fills the buffer."""
         n = self.whole.numel()
         return Layout((Extent((n,), 0, n),), (self.chunk.numel(),) * dist.get_world_size())
 
@@ -109,7 +109,7 @@ def torch_all_to_all(buffers: Buffers) -> Callable[[], object]:
 
 
 def reduce_scatter(buffers: Buffers, *, codec: str | None = None) -> Callable[[], object]:
-    """This package's, exact without a codec."""
+    """Exchange by this package's reduce-scatter, exact without a codec."""
     device, world = buffers.whole.device, dist.group.WORLD
     assert world is not None
     collective: ReduceScatter = ExactReduceScatter(buffers.whole.numel(), buffers.whole.dtype)
@@ -133,7 +133,7 @@ def torch_all_gather(buffers: Buffers) -> Callable[[], object]:
 
 
 def all_gather(buffers: Buffers, *, codec: str | None = None) -> Callable[[], object]:
-    """This package's, exact without a codec."""
+    """Exchange by this package's all-gather, exact without a codec."""
     device, world = buffers.whole.device, dist.group.WORLD
     assert world is not None
     shard: Any = _Shard(buffers)
@@ -152,7 +152,7 @@ def all_gather(buffers: Buffers, *, codec: str | None = None) -> Callable[[], ob
 
 
 class _Shard:
-    """What all-gathers use of a ``FlatParam``."""
+    """The attributes of a ``FlatParam`` that all-gathers use."""
 
     host_bytes = 0
 
@@ -173,7 +173,7 @@ def torch_all_reduce(buffers: Buffers) -> Callable[[], object]:
 
 
 def exact_all_reduce(buffers: Buffers) -> Callable[[], object]:
-    """This package's reduce-scatter, and its all-gather of the sums."""
+    """Exchange by this package's reduce-scatter, and its all-gather of the sums."""
     device, group = buffers.whole.device, dist.group.WORLD
     assert group is not None
     comm, summed = Communicator(group, device), reduce_scatter(buffers)
@@ -189,7 +189,7 @@ def exact_all_reduce(buffers: Buffers) -> Callable[[], object]:
 
 
 def parameter_server(buffers: Buffers) -> Callable[[], object]:
-    """Send everything to rank 0, which sums it in rank order and sends the sum to all."""
+    """Send all buffers to rank 0, which sums them in rank order and sends the sum to all."""
     rank, world, total = dist.get_rank(), dist.get_world_size(), buffers.gathered
     others = range(1, world)
     received = [torch.empty_like(total) for _ in others] if rank == 0 else []
@@ -209,7 +209,7 @@ def parameter_server(buffers: Buffers) -> Callable[[], object]:
 
 
 def direct(buffers: Buffers) -> Callable[[], object]:
-    """Send every rank its chunk, to be summed there in rank order, and its sum to all."""
+    """Send every rank its chunk, which it sums in rank order, and whose sum it sends to all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own, sums = buffers.whole.view(world, -1), buffers.gathered.view(world, -1)
     received = torch.empty_like(own)
@@ -225,7 +225,7 @@ def direct(buffers: Buffers) -> Callable[[], object]:
 
 
 def ring(buffers: Buffers) -> Callable[[], object]:
-    """Pass partial sums of chunks to the right until they are whole, then whole ones."""
+    """Pass partial sums of chunks to the right until they are complete, then pass on the sums."""
     rank, world = dist.get_rank(), dist.get_world_size()
     chunks, received = buffers.gathered.view(world, -1), torch.empty_like(buffers.chunk)
     left, right = (rank - 1) % world, (rank + 1) % world
@@ -242,7 +242,7 @@ def ring(buffers: Buffers) -> Callable[[], object]:
 
 
 def halving_and_doubling(buffers: Buffers) -> Callable[[], object]:
-    """Swap halves with a partner, halves of the half with the next, until a chunk is left; then the same way back."""
+    """Swap halves with a partner, halves of the half with the next one, until a chunk is left; then reverse."""
     rank, scratch = dist.get_rank(), torch.empty_like(buffers.whole)
 
     def exchange(part: Tensor, distance: int) -> None:
@@ -288,12 +288,12 @@ def _transfer(sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tens
 
 
 class Route(NamedTuple):
-    """What a way to sum S bytes on r ranks takes."""
+    """Cost of one way to sum S bytes on r ranks."""
 
     rounds: Callable[[int], int]
-    """By ranks: messages that one after the other have to wait for."""
+    """Function of the number of ranks: messages that must wait for one another."""
     sent: Callable[[int], float]
-    """By ranks: what the rank that sends most sends, in S."""
+    """Function of the number of ranks: bytes that the rank that sends most sends, in S."""
 
 
 def _log2(ranks: int) -> int:
@@ -305,7 +305,7 @@ def _least(ranks: int) -> float:
 
 
 ROUTES = {
-    "torch all-reduce": Route(lambda r: 2 * (r - 1), _least),  # gloo's is a ring
+    "torch all-reduce": Route(lambda r: 2 * (r - 1), _least),  # gloo's all-reduce is a ring
     "ours exact + gather": Route(lambda r: 2, _least),
     "parameter server": Route(lambda r: 2, lambda r: r - 1),
     "direct": Route(lambda r: 2, _least),
@@ -314,14 +314,14 @@ ROUTES = {
     "tree": Route(lambda r: 2 * _log2(r), _log2),
 }
 LINKS = ("equal links", "slow rank", "slow to send")
-"""All links alike; that of rank 1 with a quarter of the rate; all links with a quarter of the rate for what is sent."""
+"""Kinds of links: all alike; rank 1 with a quarter of the rate; all sending at a quarter of the rate."""
 
 
 # The measurement ---------------------------------------------------------------------------------------------------
 
 
 CLOCKS = {"processor_ms": "processor ms per rank", "wall_ms": "wall ms"}
-"""Those of an exchange, the first of all threads, gloo's among them."""
+"""Clocks of an exchange: processor time of all threads, gloo's included, and wall time."""
 
 
 def run(
@@ -335,8 +335,8 @@ def run(
     """Measure and print; return figures by backend or bandwidth, ranks, bytes of the buffer and contestant.
 
     Raises:
-        ValueError: a buffer cannot be divided among so many ranks, or no contestant leaves the whole sum on every rank
-            and there is a bandwidth; nothing was started.
+        ValueError: a buffer cannot be divided among so many ranks, or a bandwidth is given and no contestant leaves the
+            whole sum on every rank; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
     for count in ranks:
@@ -362,7 +362,7 @@ def measure(
     names: Sequence[str], ranks: int, rounds: int, sizes: Sequence[int] = SIZES, backend: str = "gloo"
 ) -> dict[str, Any]:
     """Return figures of every contestant at every size; over NCCL, with a GPU per rank."""
-    # CUDA does not survive a fork, and starting afresh takes seconds.
+    # CUDA does not survive a fork, and starting new processes takes seconds
     method = "spawn" if backend == "nccl" else "fork"
     with tempfile.TemporaryDirectory() as folder:
         job = (os.getpid(), folder, backend, ranks, names, rounds, sizes)
@@ -374,10 +374,10 @@ def measure(
 def _rank(
     rank: int, parent: int, folder: str, backend: str, ranks: int, names: Sequence[str], rounds: int, sizes: list[int]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, with which this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and this process ends with it
     namespaces.die_with(parent)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for these functions
+    warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have other names for these functions
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -410,7 +410,7 @@ def _measure_size(buffers: Buffers, names: Sequence[str], rounds: int) -> dict[s
 
 
 def _figures(by_rank: list[dict[str, list[tuple[float, float]]]]) -> dict[str, Any]:
-    """Return medians over rounds: ranks share the processors, and an exchange takes as long as its slowest rank."""
+    """Return medians over rounds, of the slowest rank's wall time and of the processor time that ranks share."""
     figures: dict[str, Any] = {}
     for name in by_rank[0]:
         rounds = [list(zip(*turns, strict=True)) for turns in zip(*(found[name] for found in by_rank), strict=True)]
@@ -461,7 +461,8 @@ def _run_on_links(
 def measure_on_links(
     lab: Lab, names: Sequence[str], bandwidth: str, rounds: int, sizes: Sequence[int] = LINK_SIZES
 ) -> dict[str, Any]:
-    """Return the figures of contestants by size: of each kind of links the milliseconds, and the bytes sent most."""
+    """Return figures of contestants by size: milliseconds for each kind of links, and the most bytes that a rank
+    sent."""
     slow = f"{bits_per_second(bandwidth) / 4e3:g}kbit"
     by_rank = lab.run(_measure_on_links, lab, names, bandwidth, slow, rounds, sizes, timeout=3600.0)
     figures: dict[str, Any] = {}
@@ -487,7 +488,7 @@ def _measure_on_links(
     if rank == 0:
         lab.set_bandwidth(bandwidth)
     dist.barrier()
-    probe_links(group, group)  # as the engine does when a model is sharded
+    probe_links(group, group)  # the engine probes links, too, when a model is sharded
     turns: dict[tuple[int, str, str], list[tuple[float, int]]] = {}
     for size in sizes:
         buffers = Buffers.of(size, torch.device("cpu"))

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch._dynamo  # by the optimizers, before ranks are forked
+import torch._dynamo  # the optimizers import it, before ranks are forked
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -40,15 +40,16 @@ if TYPE_CHECKING:
 WIDTH, HEADS, LENGTH = 128, 4, 128
 SAMPLES, BATCH = 256, 16
 TIMED_WIDTH, TIMED_BATCH = 32, 128
-"""Of steps that are timed: so narrow a model sends as much for what it computes as a wide one does from a GPU."""
+"""Width and batch of timed steps: a narrow model on a CPU sends as many bytes per computed operation as a wide one on a
+GPU."""
 DEPTH, PRETRAINING_STEPS = 4, 800
 FINE_TUNING_RATE = 3e-4
-"""Of the first step of fine-tuning; it falls to a tenth, as half a cosine."""
+"""Learning rate of the first step of fine-tuning; it falls to a tenth, as half a cosine."""
 CPU = torch.device("cpu")
 
 
 class Part(nn.Module):
-    """The share of a GPT that one stage has."""
+    """The part of a GPT that one stage has."""
 
     def __init__(self, model: GPT, stage: int, stages: int) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Trainer:
 
     Args:
         windows: [samples, LENGTH + 1] bytes, the same on every rank.
-        model: of which every rank has the same, and trains its part.
+        model: the whole model, equal on all ranks, of which each trains its part.
     """
 
     def __init__(self, contestant: Contestant, windows: Tensor, model: GPT) -> None:
@@ -97,14 +98,14 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self._module.parameters(), lr=FINE_TUNING_RATE, betas=(0.9, 0.95))
 
     def step(self, ids: Tensor) -> float:
-        """Train on some of the samples; the mean loss on the last rank, 0 elsewhere."""
+        """Train on some of the samples; return the mean loss on the last rank, 0 on others."""
         loss = self._run(self._windows[ids], {"sample_ids": ids} if self._takes_ids else {})
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
     def evaluate(self, windows: Tensor) -> float:
-        """Return the mean loss on ``windows`` on the last rank, 0 elsewhere."""
+        """Return the mean loss on ``windows`` on the last rank, 0 on others."""
         return mean(self._run(part, {}, trains=False) for part in windows.split(BATCH))
 
     def _run(self, windows: Tensor, extra: dict[str, Any], *, trains: bool = True) -> float:
@@ -132,11 +133,11 @@ def run(
     """Measure and print; return figures by number of ranks, which is that of stages.
 
     Args:
-        epochs: that each contestant learns besides; 0: none.
-        seeds: how many times it does.
+        epochs: number of epochs that each contestant also fine-tunes for.
+        seeds: number of seeds for fine-tuning.
 
     Raises:
-        ValueError: there is no such network; nothing was started.
+        ValueError: no such network is possible; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
     contestants = {name: PIPELINE[name] for name in names}
@@ -184,7 +185,7 @@ class Turns(NamedTuple):
 
     seconds: list[float]
     sent: list[float]
-    """Bytes, by the counters of the interface."""
+    """Bytes sent, by the counters of the interface."""
 
 
 def _turns(
@@ -196,7 +197,7 @@ def _turns(
     batches = torch.arange(len(windows), device="cpu").split(TIMED_BATCH)
     trainers = {name: Trainer(each, windows, _model(TIMED_WIDTH, ranks, 0)) for name, each in contestants.items()}
     for trainer in trainers.values():
-        for ids in batches:  # from here on no sample is new
+        for ids in batches:  # from now on no sample is new
             trainer.step(ids)
     turns = {(bandwidth, name): Turns([], []) for bandwidth in bandwidths for name in contestants}
     for number, name in interleaved(contestants, rounds):
@@ -235,7 +236,7 @@ def _model(width: int, depth: int, seed: int) -> GPT:
 
 
 def pretrained(seed: int) -> GPT:
-    """Return a model that has learnt the standard library's source for some minutes."""
+    """Return a model that was trained on the standard library's source for some minutes."""
     model, text = _model(WIDTH, DEPTH, seed), data.read(None).train
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in range(1, PRETRAINING_STEPS + 1):
@@ -254,7 +255,7 @@ def _pretrain(path: Path, seed: int) -> None:
 
 
 def _fine_tune(contestant: Contestant, path: Path, epochs: int, seed: int) -> tuple[list[float], float]:
-    """Return the mean loss of each epoch, and that on held-out text at the end, on the last rank."""
+    """Return the mean loss of each epoch, and the final one on held-out text, on the last rank."""
     model, text = _model(WIDTH, DEPTH, seed), data.read(Path(nn.__file__).parent)
     model.load_state_dict(torch.load(path))
     trainer = Trainer(contestant, data.spread_windows(text.train, SAMPLES, LENGTH, 0, 1), model)
@@ -292,7 +293,8 @@ def timing_table(figures: Mapping[str, Any]) -> str:
 
 
 def loss_table(learnt: Mapping[str, Any]) -> str:
-    """Return a row for each contestant: means over seeds, how far above exact sends, and that of each seed."""
+    """Return a row for each contestant: the mean over seeds, its difference to exact sends, and the loss of each
+    seed."""
     exact = learnt.get("exact")
 
     def above(each: Mapping[str, Any], of: str) -> str:

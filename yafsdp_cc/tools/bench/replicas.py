@@ -1,13 +1,13 @@
-"""Suite ``replicas``: replicas of a model whose links to each other are slow, synchronized in all ways that there are.
+"""Suite ``replicas``: replicas of a model with slow links between them, synchronized in every way that the package has.
 
 Each replica has a network namespace, which its ranks share: links within it are fast. A step is forward, backward and
-AdamW on 1,024 tokens per rank. With ``device_time`` forward and backward also wait, in every block, as a processor does
-for an accelerator: meanwhile it is free to send.
+AdamW on 1,024 tokens per rank. With ``device_time`` forward and backward also sleep in every block, as a processor
+waits for an accelerator and can send meanwhile.
 
 The bandwidth ``matched`` is that at which the exact sum over replicas, alone, takes as long as an unshaped step of the
 first contestant. Contestants take turns in interleaved rounds, unshaped and at each bandwidth. Each turn begins with a
-step, or a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: what
-counts is training as it goes on, with the exchange of an earlier step under way.
+step, or a whole round of an outer loop, and ends with ``synchronize_replicas``, neither of which is measured: the
+measured steps are those with the exchange of an earlier step under way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch._dynamo  # by the optimizers, before ranks are forked
+import torch._dynamo  # the optimizers import it, before ranks are forked
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +45,7 @@ MATCHED = "matched"
 
 
 class Turn(NamedTuple):
-    """Some steps of one contestant on one rank, each on average."""
+    """Means over some steps of one contestant on one rank."""
 
     seconds: float
     sent: float
@@ -53,38 +53,38 @@ class Turn(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What all contestants of a run have in common."""
+    """Settings that all contestants of a run share."""
 
     shards: int = 1
-    """Ranks of each replica."""
+    """Number of ranks of each replica."""
     width: int = 384
-    """Of the model."""
+    """Width of the model."""
     device_time: float = 0.0
-    """Seconds that forward and backward of a step wait besides."""
+    """Seconds that forward and backward of a step sleep."""
     slowdown: float = 1.0
-    """How many times as long a step of the last replica is as one of the others."""
+    """Time of a step of the last replica, as a multiple of the others'."""
     downlink: float = 1.0
-    """How many times as fast links receive as they send."""
+    """Rate at which links receive, as a multiple of the rate at which they send."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value:g}" for name, value in self._asdict().items())
 
 
 class Trainer:
-    """A rank's part of one contestant."""
+    """One contestant's part on one rank."""
 
     def __init__(self, contestant: Contestant, mesh: DeviceMesh, setup: Setup) -> None:
         torch.manual_seed(0)
         sync = None if contestant.maker == "synchronous" else getattr(replicas, contestant.maker)(**contestant.settings)
         model = GPT(setup.width)
         self.waits = setup.device_time
-        """Seconds of a step in which forward and backward wait; two thirds of them in backward."""
+        """Seconds of a step that forward and backward sleep; two thirds of them in the backward."""
         self._blocks = len(model.blocks)
         for block in model.blocks:
             block.mlp.register_forward_hook(self._wait)  # type: ignore[union-attr]  # a ModuleList's are modules
         self.model = yafsdp_cc.shard(model, mesh=mesh, sync=sync)
         self.period = contestant.settings.get("every", 1)
-        """Steps from one exchange to the next."""
+        """Number of steps from one exchange to the next."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
         self._draws = torch.Generator("cpu").manual_seed(dist.get_rank())
 
@@ -115,7 +115,7 @@ def run(
         setup: as ``Setup`` has it.
 
     Raises:
-        ValueError: there is no such network; nothing was started.
+        ValueError: no such network is possible; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
     chosen = Setup(**setup)
@@ -154,7 +154,7 @@ def _on_rank(
     steps: int,
     setup: Setup,
 ) -> tuple[dict[str, str], dict[tuple[str, str], list[Turn]]]:
-    """Return the rate that each bandwidth is, and turns by bandwidth and contestant."""
+    """Return the rate of each bandwidth, and turns by bandwidth and contestant."""
     rank, world = dist.get_rank(), dist.get_world_size()
     machine, shape = rank // setup.shards, (world // setup.shards, setup.shards)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -175,7 +175,7 @@ def _on_rank(
         """Return the rate at which the exact sum over replicas takes ``length`` seconds."""
         elements = sum(each.numel() for each in GPT(setup.width).parameters())
         buffer, bits = torch.zeros(elements // setup.shards, device="cpu"), 32 * elements / length
-        for _ in range(2):  # the first only estimates
+        for _ in range(2):  # the first turn only estimates
             shape_links(f"{bits / 1e3:.0f}kbit")
             bits *= _seconds(lambda: dist.all_reduce(buffer, group=mesh["replicate"].get_group()), 1) / length
         return f"{bits / 1e3:.0f}kbit"
@@ -207,7 +207,7 @@ def _on_rank(
 
 
 def _seconds(action: Callable[[], object], times: int) -> float:
-    """Return how long an action takes on average over ranks and times. A collective."""
+    """Return the mean seconds of an action over ranks and repetitions. A collective."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
@@ -219,7 +219,7 @@ def _seconds(action: Callable[[], object], times: int) -> float:
 
 
 def _summary(by_rank: list[list[Turn]], ranks: int) -> dict[str, Any]:
-    """Return one contestant's figures; a step of a round is as long as that of the replicas on average."""
+    """Return one contestant's figures; the time of a step is the mean over replicas."""
     rounds = [mean(turn.seconds for turn in turns) for turns in zip(*by_rank, strict=True)]
     return {
         "seconds": median(rounds),
@@ -231,7 +231,7 @@ def _summary(by_rank: list[list[Turn]], ranks: int) -> dict[str, Any]:
 
 
 def replicas_table(figures: Mapping[str, Any]) -> str:
-    """Return a row for each contestant at one bandwidth; bytes are of a replica."""
+    """Return a row for each contestant at one bandwidth; bytes are per replica."""
     return table(
         ("", "s/step", "tokens/s", "of its unshaped", "MB sent"),
         *(

@@ -1,10 +1,10 @@
 """Suite ``slow``: loss against wall-clock for every contestant at every bandwidth.
 
-What a model learns in a step does not depend on the network, and how long a step takes does not depend on what is
-learned. So each contestant trains once, on an unshaped network, for its loss by steps; and steps of each are timed at
-each bandwidth by the suite ``train``. (What ``auto`` learns does depend on the network, by what it has encoded; its
-loss is that of encoding everything.) A contestant whose steps have several phases is timed in each of them, and its run
-is as many steps of each as its optimizer has made.
+The loss after a number of steps does not depend on the network, and the time of a step does not depend on the loss. So
+each contestant trains once, on an unshaped network, for its loss by steps; and steps of each are timed at each
+bandwidth by the suite ``train``. (For ``auto`` the loss of int4 is taken, an upper bound, as its codecs depend on the
+network.) A contestant whose steps have several phases is timed in each of them, and its whole run is composed of as
+many steps of each phase as its optimizer makes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.tools.netlab import Lab
 
 POINTS = 20
-"""Of each curve."""
+"""Number of points of each curve."""
 
 
 def run(
@@ -52,10 +52,10 @@ def run(
     """Measure, print, and draw a picture for each number of ranks; return figures by ranks.
 
     Args:
-        learnt: figures of an earlier run; losses of as many steps are taken from there.
+        learnt: file of an earlier run, from which losses of the same number of steps are taken.
 
     Raises:
-        ValueError: there is no such network, or ``learnt`` is no such file; nothing was started.
+        ValueError: no such network is possible, or ``learnt`` is no such file; nothing was started.
         ModuleNotFoundError: a picture needs matplotlib; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
@@ -114,18 +114,19 @@ def measure(
 
 
 def _learn(name: str, steps: int) -> dict[str, Any]:
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that others use
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns of names that its other users import
     torch.manual_seed(0)
     return learn(make(TRAINING[name], steps=steps), steps, train.SEQUENCES, -(-steps // POINTS))
 
 
 def learn(trainer: Trainer, steps: int, sequences: int, validate_every: int, seed: int = 0) -> dict[str, Any]:
-    """Train on the demo's text by the demo's schedule of rates, with the optimizer's own as the largest. A collective.
+    """Train on the demo's text with the demo's learning-rate schedule, scaled to the optimizer's own rate. A
+    collective.
 
     Args:
-        sequences: in the batch of a rank, of ``train.LENGTH`` tokens.
-        validate_every: steps.
-        seed: of the batches.
+        sequences: number of sequences, of ``train.LENGTH`` tokens, in the batch of a rank.
+        validate_every: number of steps between validations.
+        seed: seed of the batches.
 
     Returns:
         Losses on held-out text in nats per byte by step, the phase of each step, and the seconds that all took.
@@ -153,7 +154,7 @@ def learn(trainer: Trainer, steps: int, sequences: int, validate_every: int, see
 
 
 def _run(learnt: dict[str, Any], name: str, timed: dict[str, Any]) -> dict[str, Any]:
-    """Return seconds and loss at each point of a whole run, and what it took and sent in all."""
+    """Return seconds and loss at each point of a whole run, and the time and bytes of the run."""
     as_timed = [PHASES.get(name, {}).get(phase, name) for phase in learnt["phases"]]
     seconds = [timed[each]["seconds"] for each in as_timed]
     curve = [(sum(seconds[: int(step)]), loss) for step, loss in learnt["losses"].items()]
@@ -187,17 +188,17 @@ def slow_table(runs: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, title: str, runs: dict[str, dict[str, Any]]) -> None:
-    """Draw held-out loss against minutes, a panel for each bandwidth, as the kind of image that the name ends with."""
+    """Draw held-out loss against minutes, a panel for each bandwidth; the file's suffix gives the format."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    rcParams["svg.hashsalt"] = title  # the same picture from the same figures
+    rcParams["svg.hashsalt"] = title  # fixed, so that the same figures give the same picture
     figure = Figure(figsize=(4 * len(runs), 3.6), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for panel, (bandwidth, curves) in zip(panels, runs.items(), strict=True):
         for name, each in curves.items():
-            points = each["curve"][len(each["curve"]) // 10 :]  # without the fall from the loss of chance
+            points = each["curve"][len(each["curve"]) // 10 :]  # the axis leaves out the fall from the loss of chance
             minutes, losses = zip(*((seconds / 60, loss) for seconds, loss in points), strict=True)
             panel.plot(minutes, losses, label=name, linewidth=2.4 if name.startswith("ours") else 1.2)
         panel.set(title=bandwidth, xlabel="minutes", xscale="log")

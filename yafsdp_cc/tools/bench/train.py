@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch._dynamo  # by the optimizers, before ranks are forked
+import torch._dynamo  # the optimizers import it, before ranks are forked
 import torch.distributed as dist
 
 from yafsdp_cc.compression.autotune import FIRST
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 SEQUENCES, LENGTH = 8, 128
 WARM_UP = 3
-"""Steps of each contestant before any is measured: by then every way of compressing has begun."""
+"""Number of steps of each contestant before any is measured; by then every form of compression is active."""
 TIMEOUT = 24 * 3600.0
-"""Seconds that a run may take: FSDP2 alone sends 92 MB a step, and somebody may ask what that takes at 1 Mbit/s."""
+"""Seconds that a run may take: FSDP2 sends 92 MB a step, which takes long at 1 Mbit/s."""
 
 
 class Turn(NamedTuple):
-    """Some steps of one contestant on one rank, each on average."""
+    """Means over some steps of one contestant on one rank."""
 
     seconds: float
     processor_ms: float
-    """Of all threads, gloo's among them."""
+    """Milliseconds of processor time of all threads, gloo's included."""
     sent: float
-    """Bytes, by the counters of the interface."""
+    """Bytes sent, by the counters of the interface."""
     payload: float
-    """The same without headers."""
+    """Bytes sent without headers, by the counters of the interface."""
     counted: float | None
-    """Bytes, by the contestant's own count."""
+    """Bytes sent, by the contestant's own count."""
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
     """Measure and print; return figures by ranks, bandwidth and contestant.
 
     Raises:
-        ValueError: there is no such network; nothing was started.
+        ValueError: no such network is possible; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
     found = {}
@@ -77,7 +77,7 @@ def run(
 
 
 def make_labs(ranks: Sequence[int], bandwidths: Sequence[str], delay_ms: float) -> dict[int, Lab]:
-    """Return a network of each number of ranks, not started; check everything first."""
+    """Return a network for each number of ranks, not started, after checking everything."""
     for bandwidth in bandwidths:
         bits_per_second(bandwidth)
     if min(ranks) < 2:
@@ -97,9 +97,9 @@ def measure(
     """Return figures of every contestant at every bandwidth of a started network.
 
     Args:
-        steps: of each contestant in each round.
-        sequences: in the batch of a rank, of ``LENGTH`` tokens.
-        inspect: what it returns of each trainer, once measured on rank 0, is added to the figures.
+        steps: number of steps of each contestant in each round.
+        sequences: number of sequences, of ``LENGTH`` tokens, in the batch of a rank.
+        inspect: function whose result for each trainer, after measuring on rank 0, is added to the figures.
     """
     found = {}
     for bandwidth in bandwidths:
@@ -128,9 +128,10 @@ def _on_rank(
     sequences: int,
     inspect: Callable[[Trainer], Any],
 ) -> tuple[dict[str, list[Turn]], dict[str, Any]]:
-    """Return the turns of each contestant, and what ``inspect`` returns for it."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that others use
-    warnings.filterwarnings("ignore", message="gradients=")  # of few bits with Adam: nobody keeps what is learned
+    """Return the turns of each contestant, and the result of ``inspect`` for it."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns of names that its other users import
+    # a warning of few bits with Adam does not matter, as the trained model is dropped
+    warnings.filterwarnings("ignore", message="gradients=")
     trainers, draws = {}, {}
     for name, contestant in contestants.items():
         torch.manual_seed(0)
@@ -159,7 +160,7 @@ def _on_rank(
         if name not in tuned:
             turn(name, WARM_UP)
     set_bandwidth_together(lab, bandwidth)
-    for name in tuned:  # by the network that they are measured on
+    for name in tuned:  # ``auto`` chooses its codecs by the network that it is measured on
         turn(name, FIRST + 2)
     turns: dict[str, list[Turn]] = {name: [] for name in contestants}
     for number, name in interleaved(contestants, rounds):
@@ -170,7 +171,7 @@ def _on_rank(
 
 
 def set_bandwidth_together(lab: Lab, bandwidth: str, receive: str | None = None) -> None:
-    """Change the bandwidth of a network from within, when no rank sends anything. A collective."""
+    """Change the bandwidth of a network from within, while no rank sends anything. A collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         lab.set_bandwidth(bandwidth, receive=receive)

@@ -1,4 +1,4 @@
-"""The demo's model (ten million parameters) with an optimizer, wrapped in every way that is compared."""
+"""The demo's model (ten million parameters) with an optimizer, wrapped as each contestant does."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Trainer:
     """A model and its optimizer.
 
     Args:
-        model: wrapped, from tokens [sequences, length] to logits.
-        sent_bytes: returns the bytes that this rank has sent so far, by its own count; None where it counts none.
+        model: the wrapped model, from tokens [sequences, length] to logits.
+        sent_bytes: function that returns the bytes that this rank has sent so far, by the contestant's own count; None
+            without one.
         optimizer: AdamW if None.
     """
 
@@ -48,7 +49,7 @@ class Trainer:
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAM)
 
     def step(self, tokens: Tensor, clip: float | None = None) -> None:
-        """Learn from ``tokens`` [sequences, length + 1], with gradients clipped to a norm of ``clip``."""
+        """Train on ``tokens`` [sequences, length + 1], with gradients clipped to a norm of ``clip``."""
         loss_of(self.model, tokens).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
@@ -57,7 +58,7 @@ class Trainer:
 
 
 def make(contestant: Contestant, steps: int = 0) -> Trainer:
-    """Make the trainer of a contestant as it is once warm, or with ``steps`` as it trains for so many."""
+    """Make the trainer of a contestant in its state after the warm-up, or with ``steps`` for a run of that length."""
     if steps and contestant.maker == "one_bit_adam":
         return one_bit_adam(warmup_steps=max(1, steps // 20), refreshes=4)
     trainer: Trainer = globals()[contestant.maker](**contestant.settings)
@@ -74,7 +75,7 @@ def shard_by_fsdp2(model: Any, policy: MixedPrecisionPolicy, **settings: Any) ->
 
 
 def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainer:
-    """torch's FSDP2; with ``compression``, by our ``compress``."""
+    """Use torch's FSDP2; with ``compression``, by this package's ``compress``."""
     model = shard_by_fsdp2(GPT(), BF16 if bf16 else MixedPrecisionPolicy())
     if not compression:
         return Trainer(model)
@@ -83,7 +84,7 @@ def fsdp2(*, bf16: bool = False, **compression: Any) -> Trainer:
 
 
 def ddp(*, fp16_hook: bool = False) -> Trainer:
-    """torch's DDP, with gradients cast by torch's own hook if asked."""
+    """Use torch's DDP, with gradients cast by torch's own hook if asked."""
     model = DistributedDataParallel(GPT())
     if fp16_hook:
         model.register_comm_hook(None, fp16_compress_hook)
@@ -91,10 +92,10 @@ def ddp(*, fp16_hook: bool = False) -> Trainer:
 
 
 def ddp_powersgd() -> Trainer:
-    """DDP with torch's own PowerSGD."""
+    """Use DDP with torch's own PowerSGD."""
     model = GPT()
-    # In one bucket. The hook starts its second and third sum from the threads on which the one before has ended: those
-    # of two buckets start in another order on another rank, sums of different sizes meet, and gloo ends the process.
+    # One bucket only: the hook starts its second and third sum from the thread on which the one before has ended. With
+    # two buckets ranks may start them in different orders, sums of different sizes meet, and gloo ends the process.
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=-(-nbytes // (1 << 20)))
     wrapped.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
@@ -107,7 +108,8 @@ class Zero3(Trainer):
     def __init__(self) -> None:
         import deepspeed
 
-        # Would be compiled at the first start, for ranks of one machine; those of a lab are machines of their own.
+        # would be compiled at the first start for ranks of one machine, and those of a lab count as machines of their
+        # own
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = GPT()
         self._engine, *_ = deepspeed.initialize(
@@ -128,10 +130,10 @@ class Zero3(Trainer):
 
 
 def ours(*, zero_stage: Literal[1, 2, 3] = 3, **compression: Any) -> Trainer:
-    """This package's engine in bf16, exact without a ``compression``."""
+    """Use this package's engine in bf16, exact without a ``compression``."""
     config = Compression(**compression) if compression else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large residuals: the model is small
+        warnings.simplefilter("ignore")  # no warning of large residuals: the model is small
         model = shard(GPT(), mp_policy=BF16, compression=config, zero_stage=zero_stage)
     counters = counters_of(model)
     return Trainer(model, lambda: counters.gathered_bytes + counters.reduced_bytes)
@@ -143,9 +145,9 @@ def one_bit_adam(
     """This package's engine in bf16 with 1-bit Adam: momentum in one bit, weights kept and sent as deltas.
 
     Args:
-        phase: of every step but the first: "encoded"; "exact", as in the warm-up; or "both", as where the second moment
-            is refreshed.
-        weights: the codec of their deltas.
+        phase: phase of every step but the first: "encoded"; "exact", as in the warm-up; or "both", as where the second
+            moment is refreshed.
+        weights: codec of the weights' deltas.
         warmup_steps, refreshes: as of ``OneBitAdam``, for the phase "encoded".
     """
     if phase != "encoded":

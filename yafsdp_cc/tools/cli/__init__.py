@@ -1,4 +1,4 @@
-"""The command line, ``yafsdp-cc``. Each command's module is imported only when it runs, so help comes at once."""
+"""The command line, ``yafsdp-cc``. Each command's module is imported only when it runs, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {
     "report": "show traces and runs as tables and as a page of HTML",
     "bench": "measure training over a slow network, beside torch's own engines",
 }
-"""What each does; its module has ``main(argv) -> exit status``."""
+"""Description of each command; its module has ``main(argv) -> exit status``."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as of `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its exit
         return 141

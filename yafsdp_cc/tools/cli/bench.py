@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print; return 0, or 1 where this machine cannot have a network of its own."""
+    """Measure and print; return 0, or 1 if this machine cannot have a network of its own."""
     parser = _parser()
     known, rest = parser.parse_known_args(argv)
     if rest:
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     from yafsdp_cc.tools.netlab import LabError, Unavailable
 
     try:
-        # Not before the arguments are known to be good: torch takes seconds to import.
+        # only after the arguments are checked: importing torch takes seconds
         figures = import_module(f"yafsdp_cc.tools.bench.{suite}").run(contestants, **given)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
@@ -130,7 +130,7 @@ def _parser() -> _Parser:
 
 
 def _check(parser: _Parser, name: str, what: str, known: Collection[str]) -> None:
-    """Exit with the nearest known name where there is none like this."""
+    """Exit with the nearest known name if ``name`` is unknown."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Record some optimizer steps of this process, whatever its script does: what ``yafsdp-cc profile`` has ranks do."""
+"""Records some optimizer steps of this process, whatever its script does, for ``yafsdp-cc profile``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def capture(wanted: str) -> Recording:
-    """Record from now on what ``wanted`` says.
+    """Record the steps that ``wanted`` names.
 
     Args:
         wanted: ``tool:first:last:folder``: ``kineto`` writes ``rank0.json.gz`` and so on into the folder, ``nsys``
@@ -33,7 +33,7 @@ def capture(wanted: str) -> Recording:
 
 
 class Recording:
-    """What is recorded, from step to step."""
+    """A recording in progress."""
 
     def __init__(self, by_kineto: bool, first: int, last: int, folder: str) -> None:
         self._profile = torch.profiler.profile(record_shapes=True) if by_kineto else None
@@ -78,7 +78,7 @@ class Recording:
             os.replace(f"{path}.part.json.gz", path)
 
     def at_exit(self) -> None:
-        """Keep what there is of steps that were not all made."""
+        """Write the recording of a script that ends before its last step."""
         if self._made < self._last:
             self._end_step(is_last=True)
             wanted = f"steps {self._first} to {self._last} were to be recorded"

@@ -23,7 +23,7 @@ ASKED = (
     ("compression.gradients", "Compression of gradients; fp32 for none"),
     ("launch.log_dir", "Folder for logs"),
 )
-"""The settings that are asked for, in order; each one's own description says why."""
+"""Settings that are asked for, in order; the schema has the description of each."""
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     asked = parser.parse_args(argv)
 
-    from yafsdp_cc.config import RunFileError, read, schema, to_environment, to_yaml  # not before the flags are good
+    # only after the flags are checked: it takes seconds
+    from yafsdp_cc.config import RunFileError, read, schema, to_environment, to_yaml
 
     try:
         if asked.form == "schema":
@@ -88,7 +89,7 @@ def _write(out: str, text: str) -> None:
 
 
 def _with_torchrun(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what torchrun's own variables set for a launch, below ``--set`` alone."""
+    """Add settings that torchrun's own variables make, with a precedence just below ``--set``."""
     from yafsdp_cc.config import Setting, known
 
     variables = {name: f"PET_{name.partition('.')[2].upper()}" for name in known() if name.startswith("launch.")}
@@ -115,7 +116,7 @@ def _table(settings: Mapping[str, Any]) -> str:
 
 
 def _answers() -> dict[str, Any]:
-    """Ask for settings until each answer can be one; return those that are no defaults."""
+    """Ask for settings until each answer is valid; return those that are not defaults."""
     import yaml
 
     from yafsdp_cc.config import allowed, known, mistake_in, summary
@@ -169,7 +170,7 @@ _NOT_OURS = {
     "same_network": "",
     "use_cpu": 'CPUs are used where there is no GPU; CUDA_VISIBLE_DEVICES="" hides them',
 }
-"""Keys that mean nothing here, and why; without a reason they are left out without a word."""
+"""Keys without a counterpart, and why; those without a reason are left out silently."""
 _STAGES = {
     "FULL_SHARD": 3,
     "SHARD_GRAD_OP": 2,
@@ -184,7 +185,7 @@ _KINDS = ("NO", "FSDP", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "DEEPSPEED")
 
 
 def _imported(path: str) -> dict[str, Any]:
-    """Return the settings of Accelerate's file that have a counterpart; tell of those that have none."""
+    """Convert the settings of Accelerate's file that have a counterpart; name those that have none."""
     import yaml
 
     from yafsdp_cc.config import RunFileError
@@ -204,7 +205,7 @@ def _imported(path: str) -> dict[str, Any]:
 
 
 class _Import:
-    """Takes Accelerate's settings one by one."""
+    """Converts Accelerate's settings one by one."""
 
     def __init__(self, theirs: dict[str, Any]) -> None:
         self.settings: dict[str, Any] = {}
@@ -247,7 +248,7 @@ class _Import:
             print(f"left out: mixed_precision: {precision}  (bf16 and fp16 are known here)", file=sys.stderr)
         strategy = str(self._take("fsdp_sharding_strategy", "FULL_SHARD"))
         reshard = str(self._take("fsdp_reshard_after_forward", True))
-        if reshard.isupper():  # an older name of a strategy
+        if reshard.isupper():  # older name of a sharding strategy
             strategy = reshard
         stage = int(self._take("zero_stage", _STAGES.get(strategy, 3)))
         if strategy in ("NO_SHARD", "3") or stage == 0:

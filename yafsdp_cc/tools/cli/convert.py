@@ -9,7 +9,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str]) -> int:
-    """Convert; 0, or 1 with the reason on stderr."""
+    """Convert the checkpoint; return 0, or 1 with the reason on stderr."""
     parser = argparse.ArgumentParser(
         prog="yafsdp-cc convert",
         description="Writes the model of a checkpoint as safetensors, for from_pretrained. One process, no GPU; it "
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
 
     import pickle
 
-    import torch  # not before the flags are known to be good: it takes seconds
+    import torch  # only after the flags are checked: it takes seconds
 
     from yafsdp_cc.checkpoint.full import convert
 

@@ -11,18 +11,18 @@ def main(argv: list[str]) -> int:
     """Check the flags once, then launch; return the exit status of the job."""
     asked = parser().parse_args(argv)
 
-    import torch  # not before the flags are known to be good: it takes seconds
+    import torch  # only after the flags are checked: it takes seconds
 
     from yafsdp_cc.tools.cli import launch
 
     if torch.cuda.device_count() < asked.ranks:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks cannot share a GPU under NCCL: train on the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # train on the CPU, as two ranks cannot share a GPU under NCCL
     flags = ["--standalone", f"--nproc-per-node={asked.ranks}", f"--name={asked.name}"]
     return launch.main([*flags, "-m", "yafsdp_cc.tools.demo.train", *argv])
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the flags, as the command reads them before anything starts, and every rank again."""
+    """Return the parser of the flags, which the command and every rank use."""
     about = "Trains a byte-level GPT of ten million parameters, sharded across ranks."
     flags = argparse.ArgumentParser(prog="yafsdp-cc demo", description=about, allow_abbrev=False)
     flags.add_argument("--ranks", type=positive, default=2, help="processes on this machine (%(default)s)")
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Read a number of the command line."""
+    """Parse a positive number."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

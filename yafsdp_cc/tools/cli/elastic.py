@@ -1,7 +1,7 @@
-"""The ranks of a node, over torchrun's own agent: how launchers meet, how ranks restart, and what is told of failures.
+"""Runs the ranks of a node with torchrun's own agent: rendezvous of launchers, restarts, and reports of failures.
 
-When a rank fails, what is printed is the one that failed first, its last lines and its traceback, whole and last.
-Ctrl-C ends every rank, in silence; a second one does not wait for them.
+When ranks fail, the report ends with the one that failed first, its last lines and its whole traceback. Ctrl-C ends
+every rank, in silence; a second one does not wait for them.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
 
     Args:
         options: of torchrun's command line.
-        parser: reports what is wrong with them.
-        folder: an existing one, for logs.
-        title: what is run, for the logs.
+        parser: reports errors in the options.
+        folder: existing folder for logs.
+        title: title of the run, for the logs.
     """
-    # Collectives of late, after a time-out: NCCL's process groups write them by themselves, the runner writes gloo's.
+    # flight-recorder files, written after a time-out by NCCL's process groups themselves, and by the runner for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its older name
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of the variable
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
     by_torch = options.run_path or options.logs_specs or (options.redirects, options.tee) != ("0", "0")
     if options.run_path and (options.redirects, options.tee) == ("0", "0"):
-        options.tee = "3"  # its ranks open files of their own
+        options.tee = "3"  # the ranks open files of their own
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
         config, command, arguments = _torch_config(options, parser)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
         try:
             return _launch(job, config, command, arguments, parser)
         except SignalException as stopped:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left but to leave
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is ending anyway
             return 128 + stopped.sigval
         finally:
             if logs is not None:
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
 
 
 class _Job(NamedTuple):
-    """What reports of failures need to know."""
+    """Data of a job for reports of failures."""
 
     folder: Path
     logs: RankLogs | None
@@ -150,7 +150,7 @@ def _launch(
     """Run the ranks until they end; return the exit status."""
 
     class Agent(LocalElasticAgent):
-        """Tells of failures before ranks are started again; torch's own tells of the last ones alone."""
+        """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -162,7 +162,7 @@ def _launch(
 
     signal.signal(signal.SIGINT, _stop_ranks)
     try:
-        # It takes no agent but the one that its module names.
+        # torch takes the agent class from this module's attribute only
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
         launcher_api.elastic_launch(config, command)(*arguments)
     except ChildFailedError as failed:
@@ -176,7 +176,7 @@ def _launch(
 
 
 def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Ctrl-C: have torch's agent interrupt the ranks and wait for them to end, for 30 seconds."""
+    """Handle Ctrl-C: torch's agent interrupts the ranks and waits up to 30 seconds for their end."""
     signal.signal(signal.SIGINT, _kill_ranks)
     waits = threading.Timer(_PATIENCE, os.write, (2, b"yafsdp-cc: waiting for the ranks to end; Ctrl-C kills them\n"))
     waits.daemon = True
@@ -185,22 +185,22 @@ def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
-    """Ctrl-C again: leave the ranks no more time. The agent, which waits for them, then ends as after the first."""
+    """Handle a second Ctrl-C: kill the ranks; the agent, which waits for them, then ends as after the first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
     for pid in children:
-        for kill in (os.killpg, os.kill):  # with what a rank has started, where it has a session of its own
+        # killpg first: it also ends the children of a rank that leads its own session
+        for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
     os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
 
 
 class FreshStores(RendezvousHandler):
-    """Meet the other nodes by one of torch's backends; give the ranks of each attempt a store that is empty.
+    """A rendezvous by one of torch's backends that gives the ranks of each attempt an empty store.
 
-    ``init_process_group`` reads the addresses of its peers under keys that are the same in every attempt, and torch's
-    backends keep one store for all. So a rank that is started again finds what ranks that are gone left there, and
-    connects to nobody.
+    ``init_process_group`` reads the addresses of its peers under the same keys in every attempt, and torch's backends
+    use one store for all attempts: a restarted rank would find addresses of ranks that are gone.
 
     Args:
         params: ``--rdzv-...``; ``meets_by`` in its config is the backend.
@@ -214,7 +214,7 @@ class FreshStores(RendezvousHandler):
         inner = RendezvousParameters(
             backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
         )
-        # Where torch shares its own store, a node that joins in a later round waits for an address that nobody sends.
+        # With torch's own shared store, a node that joins in a later round would wait for an address that nobody sends.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._is_static = backend == "static" and not is_here
         self._has_address = params.local_addr is not None
@@ -241,10 +241,10 @@ class FreshStores(RendezvousHandler):
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
 
     def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
-        """Return what ``others`` returns, or raise a ``RendezvousError`` of one line that names the place.
+        """Return the result of ``others``, or raise a ``RendezvousError`` of one line that names the endpoint.
 
-        It runs in a thread: Ctrl-C does not reach torch while that waits for other nodes, for a quarter of an hour, nor
-        its own time-out while it waits for the answer of a program that is no store.
+        It runs in a thread, because torch's wait for other nodes, of a quarter of an hour, ignores Ctrl-C, and its wait
+        for the answer of a program that is no store ignores its own time-out.
         """
         met: Future[T] = Future()
 
@@ -282,8 +282,8 @@ class FreshStores(RendezvousHandler):
         info = self._inner.next_rendezvous()
         place = info.bootstrap_store_info
         if place is None or (self._is_static and not attempt):
-            return info  # at the address that the user gave
-        # The other backends have a prefix for each round, and a node that came later has counted fewer attempts.
+            return info  # on the address that the user gave
+        # the other backends prefix keys by round: a node that came later has counted fewer attempts
         store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
         port = None
         if info.rank == 0:
@@ -331,7 +331,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank ended; what it has not written itself (killed, or not run by our runner) has no time or traceback."""
+    """How a rank ended. Killed ranks, and those without our runner, wrote no error file, so without time or
+    traceback."""
 
     time_ns: int
     rank: int
@@ -366,10 +367,10 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """Return this node's failures, the first one first. (torch goes by whole seconds, and forgets who wrote why.)"""
+    """Return this node's failures, the first one first. (torch compares whole seconds, and drops the reasons.)"""
     written = [Path(failure.error_file) for failure in failures.values() if failure.error_file]
     wrote = []
-    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
+    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # failures of all ranks
         message = json.loads(file.read_text())["message"]
         extra = message["extraInfo"] if isinstance(message, dict) else {}
         if "time_ns" in extra:
@@ -384,8 +385,8 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
             memory = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
             summary = f"exit status {code}" if code >= 0 else f"killed by signal {-code}{memory}"
             silent.append(Failure(0, rank, code, summary, ""))
-    # Whoever was killed wrote nothing, and the others then lost their connection to it. But SIGTERM is how the launcher
-    # itself ends the ranks that still run.
+    # A killed rank wrote no error, and the others then lost their connection to it, so it was first. But SIGTERM is how
+    # the launcher itself ends the remaining ranks.
     killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
     left = [failure for failure in silent if failure.exit_code > 0]
     return [*killed, *sorted(wrote), *left] or silent

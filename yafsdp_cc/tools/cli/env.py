@@ -111,7 +111,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _loaded() -> dict[str, str]:
-    """Return what torch itself tells."""
+    """Return versions that torch reports after loading libraries."""
     import torch
     import torch.distributed as dist
 
@@ -138,7 +138,7 @@ def _loaded() -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """Return what a program prints; "" where it does not exist or fails."""
+    """Return the output of a program; "" if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

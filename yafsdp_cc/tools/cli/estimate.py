@@ -1,4 +1,4 @@
-"""``yafsdp-cc estimate``: what a training job will hold, send and take, before it runs."""
+"""``yafsdp-cc estimate``: the memory, traffic and time of a training job, before it runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Row(NamedTuple):
     plan: Plan
     optimizer: int
     activations: int | None
-    """Bytes at the peak; None where the model came without a loss."""
+    """Bytes of activations at the peak; None if the model came without a loss."""
     checkpointed: int
-    """Blocks that are recomputed."""
+    """Number of blocks that are recomputed."""
     seconds: StepTime | None
 
     @property
@@ -77,9 +77,9 @@ def main(argv: list[str]) -> int:
         flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
 
     if "" not in sys.path:
-        sys.path.insert(0, "")  # module:factory is found from here, as by python -m
-    gc.disable()  # hundreds of thousands of objects are made, and few are let go
-    # Not before the flags are known to be good: torch takes seconds to import.
+        sys.path.insert(0, "")  # so that module:factory is found in the working folder, as by python -m
+    gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
+    # only after the flags are checked: importing torch takes seconds
     from yafsdp_cc.tools.estimate import probe, subject_of
 
     try:
@@ -193,7 +193,7 @@ def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> st
             (f"  {name.replace('_', ' ')}", *(f"{each._asdict()[name]:.4g}" for each in times))
             for name in times[0]._fields
         ]
-        if ":" not in asked.model:  # whose loss has a batch that nobody has told of
+        if ":" not in asked.model:  # the batch of a user's module:factory is unknown
             tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE)
             shown += [("  tokens / s and rank", *(f"{tokens / each.total:,.0f}" for each in times))]
     lines.append(table(*shown))
@@ -232,7 +232,7 @@ def _checkpoint(text: str) -> str | int:
 
 
 def _quantity(units: dict[str, float] | dict[str, int]) -> Callable[[str], float]:
-    """Return what reads a positive number with one of these units."""
+    """Return a parser of positive numbers with one of these units."""
 
     def read(text: str) -> float:
         matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.config import Settings
 
-# What these two warn of (signals passed on, which process failed) the launcher reports once, at the end.
+# these loggers warn of passed-on signals and failed processes, which the launcher reports once at the end
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 SLURM = ("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 USAGE = "yafsdp-cc launch [--config FILE] [--set NAME=VALUE] [--name NAME] [torchrun's flags] script.py ..."
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         print(ours.format_help())
         return 0
 
-    from torch.distributed import run as torchrun  # not before: it takes seconds
+    from torch.distributed import run as torchrun  # only after ``--help``: importing it takes seconds
 
     from yafsdp_cc.tools.cli import elastic
 
@@ -53,14 +53,14 @@ def main(argv: list[str]) -> int:
         conflict_handler="resolve",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    defaults = vars(parser.parse_args(["script"]))  # what PET_... say among them
+    defaults = vars(parser.parse_args(["script"]))  # torchrun's options from PET_... variables
     left_out = object()
     parser.set_defaults(**dict.fromkeys(defaults.keys() - {"set"}, left_out))
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
     settings = _settings(parser, given)
     options = argparse.Namespace(**_by_precedence(defaults, given, settings, _from_slurm(parser)))
     ranks = _check(parser, options, torchrun.determine_local_world_size)
-    # Each rank has its share of the cores. (torchrun gives one thread to each, and warns.)
+    # divide the cores among the ranks; torchrun gives each rank one thread, and warns
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if "LOGLEVEL" not in os.environ:
         for name in REPEATED_BY_US:
@@ -81,13 +81,14 @@ def main(argv: list[str]) -> int:
 
 
 def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
-    """Read the run file and its like; leave what concerns the engine to the ranks."""
+    """Read the settings of the run file and the like; pass those of the engine on to the ranks."""
     from yafsdp_cc.compression.config import compression_of_run
     from yafsdp_cc.config import RUN, read, to_environment
 
     try:
         settings = read(given.get("config"), given["set"])
-        os.environ[RUN] = to_environment(settings)  # also where there are none: not those of a launcher around this
+        # also if there are none: ranks must not inherit those of an outer launcher
+        os.environ[RUN] = to_environment(settings)
         compression_of_run()
     except ValueError as error:
         parser.exit(2, f"yafsdp-cc launch: nothing is started with these settings\n{error}\n")
@@ -97,25 +98,25 @@ def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Sett
 def _by_precedence(
     defaults: Mapping[str, Any], given: Mapping[str, Any], settings: Settings, slurm: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return torchrun's options: of the command line, else of the environment, of the run file, or their defaults."""
+    """Return torchrun's options, from the command line, else the environment, else the run file, else the defaults."""
     from yafsdp_cc.config import SET
 
     of: dict[str, dict[str, Any]] = {"--set": {}, SET: {}, "file": {}}
     for name, one in settings.items():
         section, _, option = name.partition(".")
         if section == "launch":
-            value = str(one.value) if isinstance(defaults[option], str) else one.value  # torchrun's are text
+            value = str(one.value) if isinstance(defaults[option], str) else one.value  # torchrun's values are text
             of[one.source if one.source in of else "file"][option] = value
     environment = {name: value for name, value in defaults.items() if f"PET_{name.upper()}" in os.environ}
     above = {**of[SET], **environment, **of["--set"], **given}
     chosen = {**defaults, **of["file"], **above}
     if chosen["standalone"] or chosen["rdzv_endpoint"] or chosen["rdzv_backend"] != "static":
-        return chosen  # they meet in their own way
+        return chosen  # these options already say how nodes meet
     return {**chosen, **slurm, **above}
 
 
 def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return how this machine finds the others of a step that srun has started on several."""
+    """Return the options by which this machine finds the others of a step that srun has started."""
     nodes, tasks = (int(os.environ.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
     if tasks > nodes:
         parser.error(
@@ -124,18 +125,18 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
         )
     if nodes == 1 or any(name not in os.environ for name in SLURM):
         return {}
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ["SLURM_STEP_NODELIST"])  # of node[01-04,07],login
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ["SLURM_STEP_NODELIST"])  # a list such as node[01-04,07],login
     job = int(os.environ["SLURM_JOB_ID"]) * 64 + int(os.environ["SLURM_STEP_ID"])
     return {
         "nnodes": str(nodes),
         "node_rank": int(os.environ["SLURM_NODEID"]),
         "master_addr": re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group() if first else ""),
-        "master_port": 20000 + job % 12000,  # below the ports that systems hand out, and another one for each step
+        "master_port": 20000 + job % 12000,  # below the system's ephemeral ports, and different for each step
     }
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
-    """Report once, here, what every rank would report by a traceback; return the ranks of this node."""
+    """Report errors once that every rank would report by a traceback; return the number of ranks on this node."""
     from yafsdp_cc.config import mistake_in
 
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():

@@ -1,4 +1,4 @@
-"""What ranks print: all of it in one file for each rank, and some ranks on the console, as it comes."""
+"""The output of ranks: all of it in one log file per rank, and that of some ranks on the console, as it comes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOG = "YAFSDP_CC_LOG"
-"""The environment variable that tells a rank its log, for what is not to be on the console."""
+"""Environment variable with the path of a rank's log, for output that must not appear on the console."""
 
 
 class UnwritableError(Exception):
@@ -27,16 +27,16 @@ class UnwritableError(Exception):
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Keep what each rank prints in ``rank-N.log``, and show some ranks on the console.
+    """Write the output of each rank to ``rank-N.log``, and that of some ranks to the console.
 
-    Logs are appended to, after a line with the time and the attempt: neither a restart nor the next run loses what is
-    there. Ranks write into pipes, which a thread of this process reads.
+    Logs are appended to, after a line with the time and the attempt: neither a restart nor the next run overwrites
+    them. Ranks write into pipes, which a thread of this process reads.
 
     Args:
-        folder: an existing one.
+        folder: existing folder for the logs.
         errors: a folder for the files in which ranks tell why they fail.
         shown: local ranks on the console; None: rank 0 of all.
-        title: what is run.
+        title: title of the run.
     """
 
     def __init__(self, folder: Path, errors: str, shown: Collection[int] | None, title: str) -> None:
@@ -77,7 +77,7 @@ class RankLogs(DefaultLogsSpecs):
         return destinations
 
     def finish(self) -> None:
-        """Copy what is still in the pipes. Programs that ranks have left behind are not waited for."""
+        """Copy the rest of the pipes' content, without waiting for programs that ranks have left behind."""
         if self._copies is not None:
             self._copies.finish()
             self._copies = None
@@ -88,13 +88,13 @@ class RankLogs(DefaultLogsSpecs):
 
     def append(self, rank: int, text: str) -> None:
         """Add to the log of a rank that has ended."""
-        with suppress(OSError), self.path(rank).open("a") as file:  # a full disk has been told of already
+        with suppress(OSError), self.path(rank).open("a") as file:  # a full disk was reported already
             file.write(text)
 
     def last_lines(self, rank: int, count: int = 12) -> list[str]:
-        """Return what a rank has printed at the end of this attempt; nothing for ranks on the console.
+        """Return the last lines that a rank has printed in this attempt; none for ranks on the console.
 
-        Of a progress bar, which writes one line over and over, it is the last state; of long lines, their ends.
+        A progress bar, which rewrites one line, appears in its last state; of long lines only the ends appear.
         """
         if rank in self._on_console:
             return []
@@ -107,7 +107,7 @@ class RankLogs(DefaultLogsSpecs):
 
 
 class _Copies:
-    """Copies from pipes to files in a thread, as bytes come: a progress bar looks as it would without."""
+    """Copies pipes to files in a thread, byte by byte as they come, so that progress bars look as usual."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -125,7 +125,7 @@ class _Copies:
         return f"/proc/{os.getpid()}/fd/{self._pipe([log] if console is None else [console, log])}"
 
     def finish(self) -> None:
-        """Copy what is there now, and close everything."""
+        """Copy the present content of the pipes, and close everything."""
         os.write(self._stop, b".")
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
@@ -135,7 +135,7 @@ class _Copies:
                 os.close(file)
 
     def _pipe(self, targets: list[int] | None) -> int:
-        """Return the end to write to of a new pipe to some files; None: what is written stops the thread."""
+        """Return the writing end of a new pipe to some files; with None, any write to it stops the thread."""
         source, end = os.pipe()
         self._selector.register(source, selectors.EVENT_READ, targets)
         self._ends += [source, end]
@@ -160,19 +160,19 @@ class _Copies:
 
 
 def _lock(log: int, path: Path) -> None:
-    """Say so where another launcher writes this log, too; ranks run all the same."""
+    """Warn if another launcher writes this log, too; ranks run all the same."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         told = "the output of both runs is mixed there; give each a name, --name=NAME"
         print(f"yafsdp-cc: another run is writing {path}: {told}", file=sys.stderr)
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
 
 
 def _write(file: int, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(file, data) :]
-        except BlockingIOError:  # a terminal that another program has made so
+        except BlockingIOError:  # another program has made the terminal non-blocking
             select.select([], [file], [])

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if late := [each for each in before_script if each.partition("=")[0] in FLAGS]:
         parser.error(f"{late[0]} comes first, before torchrun's flags")
 
-    from yafsdp_cc.tools.cli import launch  # not before the flags are known to be good: torch takes seconds
+    from yafsdp_cc.tools.cli import launch  # only after the flags are checked: importing torch takes seconds
 
     folder = asked.output.absolute()
     wanted = f"{asked.tool}:{asked.steps[0]}:{asked.steps[1]}:{folder}"
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
             print(f"{parser.prog}: not run: {lacking}. --tool kineto needs neither", file=sys.stderr)
             return 1
     folder.mkdir(parents=True, exist_ok=True)
-    for trace in _traces(folder):  # of more ranks, perhaps: a report of the folder would mix them with these
+    # old traces, perhaps of more ranks: a report of the folder would mix them with the new ones
+    for trace in _traces(folder):
         trace.unlink(missing_ok=True)
     os.environ["YAFSDP_CC_PROFILE"] = wanted
     status = launch.main(rest)
@@ -82,8 +83,8 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
 
     Args:
         argv: torchrun's flags, the script and its arguments.
-        folder: of the reports.
-        trace: what to trace.
+        folder: folder for the reports.
+        trace: APIs to trace, as nsys names them.
     """
     from torch.distributed import run as torchrun
 
@@ -91,14 +92,14 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     script = [options.training_script, *options.training_script_args]
     flags = [each for each in argv[: len(argv) - len(script)] if each not in ("-m", "--module")]
     nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
-    # The range ends before the process does: ranks that nsys kills would leave the others waiting.
+    # at the end of the range nsys only stops recording: the others would wait for a rank that it kills
     nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     runner = [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *(["-m"] if options.module else [])]
     return [*flags, "--no-python", *nsys, *runner, *script]
 
 
 def _leading(argv: list[str]) -> int:
-    """Return how many arguments are ours: they come first, and what the script is given may look like them."""
+    """Return the number of leading arguments that are this command's; the script's own may look like them."""
     place = 0
     while place < len(argv) and argv[place].partition("=")[0] in FLAGS:
         place += 1 if "=" in argv[place] else 2

@@ -21,7 +21,7 @@ TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables and write the page; return 1 where a file cannot be read."""
+    """Print the tables and write the page; return 1 if a file cannot be read."""
     parser = argparse.ArgumentParser(
         prog="yafsdp-cc report", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--output {asked.output}: there is no such folder")
 
     from yafsdp_cc.tools.report import (
-        page,  # not before the flags are known to be good: pydantic takes a tenth of a second
+        page,  # only after the flags are checked: importing pydantic takes a tenth of a second
     )
 
     try:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the runs and traces that a path stands for."""
+    """Return the files of runs and traces that a path stands for."""
     if not path.is_dir():
         return [path]
     found = [each for each in sorted(path.iterdir()) if each.name == "metrics.jsonl" or each.name.endswith(TRACES)]
@@ -72,7 +72,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _exported(path: Path) -> Path:
-    """Return a trace that can be read: of a report of Nsight Systems, what its own tool makes of it."""
+    """Return a readable trace: a report of Nsight Systems is exported by its own tool first."""
     if path.suffix != ".nsys-rep":
         return path
     database = path.with_suffix(".sqlite")

@@ -1,7 +1,8 @@
-"""What ``yafsdp-cc launch`` runs in every rank: ``python -m yafsdp_cc.tools.cli.runner [-m] script_or_module args...``.
+"""The program that ``yafsdp-cc launch`` runs in every rank: ``python -m yafsdp_cc.tools.cli.runner [-m]
+script_or_module args...``.
 
-It behaves as ``python script_or_module`` does, but for three ends. An exception goes whole into torchelastic's error
-file, for the launcher to print. Ctrl-C leaves in silence with status 130. And no rank outlives its launcher.
+It behaves like ``python script_or_module``, with three differences. An exception is written whole to torchelastic's
+error file, for the launcher to print. Ctrl-C exits silently with status 130. And no rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
         log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (as long as this process is there)
-        # Where this rank was when another one's failure ended it; Python itself might not come to tell.
+        # print where this rank was when another one's failure ended it: Python itself may never handle the signal
         faulthandler.register(signal.SIGTERM, file=log, chain=True)
     try:
         _run_and_record(sys.argv[1:])
@@ -45,7 +46,7 @@ def _run_and_record(argv: list[str]) -> None:
     try:
         _run(argv)
         _warn_of_unused_settings()
-        # A gloo group left open at the interpreter's shutdown aborts the process about every other time.
+        # a gloo group that is open at the interpreter's exit aborts the process about every other time
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -55,18 +56,18 @@ def _run_and_record(argv: list[str]) -> None:
             _record(leave, "", status)
         raise
     except Exception as error:
-        # Another rank that left on Ctrl-C takes its connections with it: what breaks here is then no failure.
+        # another rank that left on Ctrl-C has closed its connections: an error caused by that is no failure
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             _leave_quietly()
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in OUR_FRAMES:
-            frames = frames.tb_next  # the traceback is told from the user's first frame on
+            frames = frames.tb_next  # the traceback begins at the user's first frame
         _record(error, "".join(traceback.format_exception(type(error), error, frames)), 1)
         sys.exit(1)
 
 
 def _warn_of_unused_settings() -> None:
-    """Say that nothing has asked for the run's settings: training may have gone on unsharded."""
+    """Warn that nothing has asked for the run's settings: training may have gone on unsharded."""
     config = sys.modules.get("yafsdp_cc.config")
     if os.environ.get("YAFSDP_CC_RUN", "{}") == "{}" or (config is not None and config.parsed.cache_info().currsize):
         return
@@ -87,12 +88,12 @@ def _run(argv: list[str]) -> None:
         return
     sys.argv = argv
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))  # as ``python script.py`` has it
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))  # as ``python script.py`` sets it
     runpy.run_path(argv[0], run_name="__main__")
 
 
 def _record(error: BaseException, story: str, exit_code: int) -> None:
-    """Write the error file in torch's format, with what distinguishes the first failure from its consequences."""
+    """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -109,31 +110,31 @@ def _record(error: BaseException, story: str, exit_code: int) -> None:
         "exit_code": exit_code,
     }
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    # Whole or not at all: the launcher ends ranks at any moment, and torch cannot read half a file.
+    # write atomically: the launcher ends ranks at any moment, and torch cannot read half a file
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(f"{path}.part", path)
 
 
 def _dump_collectives() -> None:
-    """Write the flight recorder's trace, as torch does by itself for NCCL alone."""
+    """Write the flight recorder's trace of gloo collectives; for NCCL torch writes it by itself."""
     dist, prefix = sys.modules.get("torch.distributed"), os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
     if dist is None or prefix is None or not dist.is_initialized() or "nccl" in str(dist.get_backend_config()):
         return
-    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # a private name
+    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private name in torch
     if trace is not None:
-        with suppress(OSError, RuntimeError):  # the failure itself is what matters
+        with suppress(OSError, RuntimeError):  # only the failure itself matters
             Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
 
 
 def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
-    """Ctrl-C, once: the terminal and the launcher may both send it, and the second would break the way out."""
+    """Handle the first Ctrl-C only: terminal and launcher may both send one, and a second would break the exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _leave_quietly() -> NoReturn:
-    """End without the interpreter's shutdown, which would wait for, or complain of, collectives cut in the middle."""
+    """Exit without the interpreter's shutdown, which would wait for interrupted collectives, or complain of them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)

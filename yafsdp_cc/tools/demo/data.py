@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HELD_OUT = 16  # one file in so many
+HELD_OUT = 16  # one file in this many
 ASIDE = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders of the standard library that are left out."""
+"""Folders of the standard library that are not read."""
 
 
 class Text(NamedTuple):
@@ -38,7 +38,7 @@ def read(path: Path | None) -> Text:
         if not file.is_file() or (path is None and not ASIDE.isdisjoint(name.parts)):
             continue
         content = file.read_bytes()
-        if b"\0" not in content[:4096]:  # else it is no text
+        if b"\0" not in content[:4096]:  # a file with zero bytes is no text
             digest = hashlib.sha256(name.as_posix().encode()).digest()
             (held_out if digest[0] % HELD_OUT == 0 else train).extend(content)
     return Text(_tensor(train), _tensor(held_out))
@@ -50,7 +50,7 @@ def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
-    """Return this rank's ``count`` windows, where those of all ranks are spread evenly over ``data``."""
+    """Return this rank's ``count`` windows; the windows of all ranks are spread evenly over ``data``."""
     starts = torch.linspace(0, len(data) - length - 1, count * ranks, device="cpu").long()
     return windows(data, starts[rank::ranks], length)
 

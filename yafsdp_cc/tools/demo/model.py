@@ -1,4 +1,4 @@
-"""A byte-level GPT: plain torch, knows nothing of sharding."""
+"""A byte-level GPT in plain torch, without any sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
+        """Mix each position with earlier ones."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -37,13 +37,13 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def shift(x: Tensor) -> Tensor:
-    """Take half of the features from the position before: what stands side by side need not be found by attention."""
+    """Take half of the features from the position before, so that attention need not learn to find the neighbour."""
     here, before = x.chunk(2, dim=-1)
     return torch.cat([here, F.pad(before, (0, 0, 1, -1))], dim=-1)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; both normalise what they read and add to the stream."""
+    """Attention, then an MLP; both normalise their input and add their output to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add to the stream, twice."""
+        """Add the outputs of attention and MLP to the stream."""
         x = x + self.attention(shift(self.norm_1(x)))
         out: Tensor = x + self.mlp(shift(self.norm_2(x)))
         return out
 
 
 class GPT(nn.Module):
-    """About ten million parameters as it stands."""
+    """A GPT of about ten million parameters."""
 
     def __init__(self, width: int = 384, depth: int = 6, heads: int = 6, context: int = 128) -> None:
         super().__init__()

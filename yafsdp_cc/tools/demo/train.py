@@ -1,6 +1,6 @@
 """The demo's training job: ``yafsdp-cc demo``, or ``yafsdp-cc launch -m yafsdp_cc.tools.demo.train``.
 
-One page: what a training loop around ``yafsdp_cc.shard`` looks like, and nothing else.
+A minimal training loop around ``yafsdp_cc.shard``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 160, 0.8
 
 
 def main() -> None:
-    """Train, reporting on the way; then hold the plan against what was measured, and write some text."""
+    """Train with reports; then compare the plan with measurements, and write some text."""
     asked = parser().parse_args()
     memory_before = peak_memory()
     torch.manual_seed(asked.seed)
@@ -42,7 +42,7 @@ def main() -> None:
     text = data.read(asked.text)
     if min(map(len, text)) <= model.context:
         sys.exit(f"too little text: {len(text.train)} bytes to train on, {len(text.held_out)} held out")
-    drawn = torch.Generator("cpu").manual_seed(asked.seed * ranks + rank)  # every rank draws windows of its own
+    drawn = torch.Generator("cpu").manual_seed(asked.seed * ranks + rank)  # every rank draws its own windows
     held_out = data.spread_windows(text.held_out, VALIDATION_WINDOWS, model.context, rank, ranks).to(device)
 
     flags = {name: str(value) for name, value in vars(asked).items()}
@@ -82,7 +82,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return the rate: a warm-up, then half a cosine down to a tenth."""
+    """Return the learning rate: a warm-up, then half a cosine down to a tenth."""
     cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
     return LEARNING_RATE * min(step / WARM_UP, cosine)
 

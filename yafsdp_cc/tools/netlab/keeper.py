@@ -1,22 +1,22 @@
-"""The process that a lab lives by: it holds the namespaces, and whatever ends the lab, it leaves nothing behind.
+"""The process that keeps a lab: it holds the namespaces, and cleans up however the lab ends.
 
 It is forked by the lab, into a session of its own, makes the network, and waits for the end of the lab or of the
 process that made it, by whatever signal. Then it kills everything that is still in the lab's network namespaces, and
-with itself these are gone: they never had names.
+the namespaces, which have no names, end with the keeper.
 
     machine 0: eth0 ──── port0 ┐                 ┌ port1 ──── eth0 :machine 1
     10.77.0.1                  ├ bridge or relay ┤                  10.77.0.2
     machine 2: eth0 ──── port2 ┘                 └ port3 ──── eth0 :machine 3
 
 Every machine and the hub, which holds the ports, have a network namespace each. Both ends of each pair are shaped: eth0
-is what the machine sends, the port what it receives. Nobody has to ask for an address or to learn one, and nothing but
-IPv4 is sent: the counters stand still while the ranks send nothing.
+is what the machine sends, the port what it receives. Addresses are set by hand and only IPv4 is sent, so that the
+counters stand still while the ranks send nothing.
 
 Packets of one connection are sent in frames of up to 64 KB, as between a machine and its network card, and a frame
 counts its headers once; two cores could not carry a gigabit otherwise. Where packets are lost, each is a frame.
 
-Delay and loss are the work of a program of ours between the ports, compiled when a lab needs it. The kernel's own way,
-netem, is missing from many kernels, and a lab should be the same on all of them.
+A relay program between the ports, compiled when a lab needs it, makes delay and loss. The kernel's own netem is missing
+from many kernels, and a lab should be the same on all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from yafsdp_cc.tools.netlab.links import DEVICE, LabError, Unavailable, address,
 
 RELAY = Path(__file__).with_name("relay.c")
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-"""What is needed, and the package that has it."""
+"""Programs that a lab needs, and the package of each."""
 QUIET = "flood off learning off mcast_flood off bcast_flood off"
 NOT_ALLOWED = (
     "network namespaces are not allowed here ({error}): run as root (containers: --cap-add SYS_ADMIN,NET_ADMIN), or "
@@ -45,9 +45,9 @@ NOT_ALLOWED = (
 
 
 def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, delay_ms: float, loss: float) -> NoReturn:
-    """Be the keeper of a lab that the process ``maker`` has made.
+    """Run the keeper of a lab that the process ``maker`` has made.
 
-    Send the lab a folder that goes with it and each rank's descriptor, or an exception: why there is no lab, or what
+    Send the lab a temporary folder and each rank's descriptor, or an exception that says why there is no lab or what
     has broken it.
     """
     try:
@@ -70,7 +70,7 @@ def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, del
     except Unavailable as reason:
         lab.send(reason)
     except (ProcessLookupError, ConnectionError):
-        pass  # the maker ended at once
+        pass  # the maker has ended already
     except BaseException:
         traceback.print_exc()
     finally:
@@ -78,7 +78,7 @@ def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, del
 
 
 def _make_namespaces(machines: int) -> list[int]:
-    """Return a descriptor of each machine's namespace; this process is left in one more, the hub."""
+    """Return a descriptor of each machine's namespace; this process remains in one more, the hub."""
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:
             raise Unavailable(f"no program {program!r}: apt-get install {package}")
@@ -92,8 +92,9 @@ def _make_namespaces(machines: int) -> list[int]:
 
 
 def _connect(held: list[int], relayed: bool, single: bool) -> None:
-    """Join the machines by a bridge, unless the relay takes the ports; ``single`` if every packet is to be a frame."""
-    hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]  # the relay reads its last bytes
+    """Join the machines by a bridge, unless a relay takes the ports; ``single``: every packet is to be a frame."""
+    # the relay reads the addresses' last bytes
+    hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]
     hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]
     for machine, mac in enumerate(hardware):
         far_end = f"peer name {DEVICE} address {mac} netns {_path(held[machine])}"

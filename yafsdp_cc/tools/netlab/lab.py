@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 250
 START = 30.0
-"""Seconds that it may take to make the namespaces."""
+"""Seconds that making the namespaces may take."""
 GRACE = 0.3
-"""Seconds that the end of a process may be seen after what it did to others."""
+"""Seconds by which a process's end may be seen later than its effect on other ranks."""
 
 
 class Lab:
     """Network namespaces, one per rank, joined by links of a given rate, delay and loss.
 
-    The namespaces exist inside the ``with``, and nothing of them, nor any process in them, after it or after the death
-    of the process that made it. Raises ``Unavailable`` where the machine cannot have them.
+    The namespaces and all processes in them end with the ``with``, or with the process that made it. Raises
+    ``Unavailable`` if the machine cannot have network namespaces.
 
     Args:
         bandwidth: what each rank can send, and receive, per second, headers included: ``100mbit``, ``2.5gbit`` or
             ``unshaped``.
         delay_ms: one way; an answer takes twice that.
-        loss: the fraction of packets that vanish.
-        ranks_per_machine: so many share a namespace: they have one link to all others, and none between each other.
+        loss: fraction of packets that are lost.
+        ranks_per_machine: number of ranks that share a namespace, and so one link to all others, with none in between.
     """
 
     def __init__(
@@ -99,17 +99,18 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ConnectionError):  # an end of file would not do: whoever was forked meanwhile holds the pipe too
+        with suppress(ConnectionError):  # a closed pipe would not do: processes forked meanwhile have it open, too
             self._keeper.send(None)
         self._keeper.close()
         os.waitpid(self._keeper_pid, 0)
-        shutil.rmtree(self._folder, ignore_errors=True)  # should the keeper have been killed
+        shutil.rmtree(self._folder, ignore_errors=True)  # a keeper that was killed has left the folder
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Run ``body(*args)`` on forked ranks in one gloo group, seeded alike; its picklable results, in rank order.
+        """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return its picklable results in rank
+        order.
 
-        The caller has imported torch and computed nothing: threads do not survive a fork. The first rank that raises
-        ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.
+        The caller must have imported torch and computed nothing: threads do not survive a fork. The first rank that
+        raises ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.
         """
         return self._on_ranks(_with_gloo, timeout, timeout, body, args)
 
@@ -121,24 +122,25 @@ class Lab:
         """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves.
 
         Args:
-            bandwidth: as the lab's.
-            rank: whose link; None: all.
-            receive: what it can receive, if that is another rate.
+            bandwidth: as of the lab.
+            rank: rank whose link changes; None: all.
+            receive: the rate of receiving, if it differs.
         """
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
-        """What every machine sent and received since the lab began. Inside a body, too: before and after a phase."""
+        """Return the bytes that every machine has sent and received since the lab began; also for a rank's body."""
         return self.links.traffic()
 
     def bytes(self) -> list[Traffic]:
-        """What every machine sent and received in the last run, or so far in the one under way."""
+        """Return the bytes that every machine sent and received in the last run, or so far in the present one."""
         return [now.since(then) for now, then in zip(self._ended or self.traffic(), self._started, strict=True)]
 
     def _on_ranks(self, body: Callable[..., Any], timeout: float, *args: Any) -> list[Any]:
-        """Return what ``body(rank, folder, links, *args)`` returns on each rank, a process forked into its namespace.
+        """Run ``body(rank, folder, links, *args)`` on each rank, a process forked into its namespace; return the
+        results.
 
-        What crosses the links meanwhile is counted. The processes, and whatever they have started, end with this call.
+        The bytes on the links are counted meanwhile. The processes, and all that they have started, end with this call.
         """
         self._started, self._ended = self.traffic(), None
         context, folder = multiprocessing.get_context("fork"), tempfile.mkdtemp(dir=self._folder)
@@ -174,7 +176,7 @@ class Lab:
         return [results[rank] for rank in range(self._ranks)]
 
     def _hear_keeper(self) -> Any:
-        """Return what the keeper has sent; raise it, if it is the reason why there is no lab, or why it broke."""
+        """Return the keeper's message; if it is the reason why there is no lab, or why it broke, raise it."""
         try:
             sent = self._keeper.recv()
         except (EOFError, ConnectionError):
@@ -185,7 +187,7 @@ class Lab:
 
 
 def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -> Any:
-    """Return what a rank's body returned; raise what it raised, or how its process ended."""
+    """Return the result of a rank's body; raise its error, or how its process ended."""
 
     def end_of(rank: int) -> LabError:
         processes[rank].join()
@@ -198,7 +200,7 @@ def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -
     except EOFError:
         raise end_of(rank) from None
     if failed:
-        # A rank that is killed sends nothing, and the others lose their connection to it.
+        # a killed rank sends nothing, and the others lose their connection to it
         ended = wait([process.sentinel for process in processes], timeout=GRACE)
         killed = [other for other, process in enumerate(processes) if process.sentinel in ended]
         raise end_of(killed[0]) if killed else LabError(f"rank {rank}:{value}")
@@ -213,10 +215,10 @@ def _be_rank(
 ) -> NoReturn:
     """Enter the rank's namespace before there are threads, run the body and send what it returns.
 
-    Who has answered waits for the end: a connection closed early may fail another's last call.
+    A rank that has answered waits for the end: closing its connections early may fail another rank's last call.
     """
     try:
-        os.setsid()  # Ctrl-C is for the lab, which then ends its ranks
+        os.setsid()  # only the lab handles Ctrl-C, and then ends its ranks
         namespaces.enter(links.of_rank(rank), links.user)
         namespaces.die_with(parent)
         os.environ.update(links.variables(rank))
@@ -228,7 +230,7 @@ def _be_rank(
     except BaseException:
         _flush()
         answer.send((True, f"\n{traceback.format_exc()}"))
-    while True:  # until all have answered, and are killed
+    while True:  # wait until all ranks have answered, and are killed
         signal.pause()
 
 
@@ -242,7 +244,7 @@ def _with_gloo(
 ) -> Any:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    # Ranks find each other by a file, so that nothing crosses the links but what they send to each other.
+    # ranks find each other by a file, so that the links carry only their own messages
     store, world, seconds = f"file://{folder}/store", len(links.descriptors), timedelta(seconds=timeout)
     dist.init_process_group("gloo", store, timeout=seconds, rank=rank, world_size=world)
     return body(*args)

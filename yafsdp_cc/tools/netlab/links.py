@@ -1,4 +1,4 @@
-"""The links of a running lab, for its ranks and for others: their rates, and the bytes that they carried."""
+"""The links of a running lab, for its ranks and for other processes: their rates, and the bytes that they carried."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"
 DEVICE = "eth0"
 MASTER_PORT = "29500"
-"""Of a network that nobody else is in."""
+"""Port in a network that no other program uses."""
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FRAME = 66_000
 """Bytes of the largest frame, its headers in each packet counted."""
 HEADERS = 66
 """Bytes of a frame before what TCP carries: Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps."""
 QUEUE = "50ms"
-"""What may wait at a link, by the time that it takes to send it; what comes then is dropped, as by a switch."""
+"""Length of a link's queue in sending time; further packets are dropped, as by a switch."""
 
 
 class LabError(RuntimeError):
@@ -34,31 +34,31 @@ class Unavailable(RuntimeError):
 
 
 class Traffic(NamedTuple):
-    """Bytes that one machine sent and received, from the Ethernet header on, and the frames that it sent them in."""
+    """Bytes that one machine sent and received, Ethernet headers included, and the number of frames that it sent."""
 
     sent: int
     received: int
     frames_sent: int
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return what was counted since."""
+        """Return the difference to an earlier count."""
         return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
 
     @property
     def payload_sent(self) -> int:
-        """Bytes sent but for headers."""
+        """Bytes sent without headers."""
         return self.sent - HEADERS * self.frames_sent
 
 
 class Links(NamedTuple):
-    """The process that keeps a lab, and for each rank its descriptor of the network namespace of the rank's machine."""
+    """The process that keeps a lab, and for each rank the keeper's descriptor of its machine's network namespace."""
 
     keeper: int
     descriptors: tuple[int, ...]
 
     @classmethod
     def here(cls) -> Links:
-        """Return those of the lab in which this process is a rank."""
+        """Return the links of the lab in which this process is a rank."""
         if VARIABLE not in os.environ:
             raise LabError(f"not in a lab: {VARIABLE} is not set; run this program by bench/netlab.py or Lab.launch")
         keeper, *descriptors = map(int, os.environ[VARIABLE].split(","))
@@ -66,27 +66,27 @@ class Links(NamedTuple):
 
     @property
     def machines(self) -> list[str]:
-        """The path of each machine's network namespace."""
+        """Paths of the machines' network namespaces."""
         return [f"/proc/{self.keeper}/fd/{machine}" for machine in dict.fromkeys(self.descriptors)]
 
     @property
     def hub(self) -> str:
-        """The path of the network namespace that has the other ends of their links."""
+        """Path of the network namespace that has the other ends of the links."""
         return f"/proc/{self.keeper}/ns/net"
 
     @property
     def user(self) -> str:
-        """The path of the user namespace to which all of them belong."""
+        """Path of the user namespace to which all network namespaces belong."""
         return f"/proc/{self.keeper}/ns/user"
 
     def of_rank(self, rank: int) -> str:
-        """Return the path of the network namespace in which a rank is."""
+        """Return the path of a rank's network namespace."""
         return f"/proc/{self.keeper}/fd/{self.descriptors[rank]}"
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return what a rank finds in its environment: what torchrun sets, and which interface gloo is to use."""
+        """Return a rank's environment variables: those that torchrun sets, and the interface for gloo."""
         ranks, machine = len(self.descriptors), self.descriptors[rank]
-        # To its ranks every machine looks like one of its own; each has its share of this one's cores.
+        # every machine looks like a machine of its own to its ranks, with its share of this one's cores
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         return {
             "RANK": str(rank),
@@ -102,7 +102,7 @@ class Links(NamedTuple):
         }
 
     def inside(self, namespace: str) -> list[str]:
-        """Return the beginning of a command that is to run in a network namespace of the lab."""
+        """Return the beginning of a command line that runs in a network namespace of the lab."""
         is_ours = os.path.samefile(self.user, "/proc/self/ns/user")
         user = [] if is_ours else ["--preserve-credentials", f"--user={self.user}"]
         return ["nsenter", *user, f"--net={namespace}", "--"]
@@ -111,9 +111,9 @@ class Links(NamedTuple):
         """Shape links from now on. One rank does it for all; no connection notices.
 
         Args:
-            bandwidth: of what a machine sends, and of what it receives.
-            rank: whose machine's link; None: all.
-            receive: of what a machine receives, if it is another.
+            bandwidth: rate at which a machine sends, and receives.
+            rank: rank whose machine's link changes; None: all.
+            receive: rate at which a machine receives, if it differs.
         """
         sends, receives = bits_per_second(bandwidth), bits_per_second(receive or bandwidth)
         chosen = [each for each in enumerate(self.machines) if rank is None or each[1] == self.of_rank(rank)]
@@ -122,12 +122,13 @@ class Links(NamedTuple):
             batch([*self.inside(namespace), "tc"], shaped, needs="tbf (CONFIG_NET_SCH_TBF)")
 
     def traffic(self) -> list[Traffic]:
-        """Return what every machine sent and received since the lab began, at one moment."""
+        """Return the bytes that every machine sent and received since the lab began, all read at one moment."""
         counters = {}
         for line in Path(f"/proc/{self.keeper}/net/dev").read_text().splitlines()[2:]:
             name, _, figures = line.partition(":")
             counters[name.strip()] = [int(figure) for figure in figures.split()]
-        # What its port received is what the machine sent; columns: bytes and frames received first, bytes sent ninth.
+        # bytes that the port received are those that the machine sent; columns: bytes and frames received first, bytes
+        # sent ninth
         ports = [counters[port(machine)] for machine in range(len(self.machines))]
         return [Traffic(sent=own[0], received=own[8], frames_sent=own[1]) for own in ports]
 
@@ -152,17 +153,18 @@ def bits_per_second(bandwidth: str) -> int:
 
 
 def shaping(device: str, rate: int) -> str:
-    """Return the line for ``tc`` by which a device sends so many bits a second from now on, headers included."""
+    """Return the arguments of ``tc`` that limit a device to a number of bits per second, headers included."""
     if rate == 0:
         return f"qdisc replace dev {device} root pfifo"
-    # A bucket of two milliseconds outlives a late timer. One that holds the largest frame leaves it uncut, and the
-    # processors to the ranks, as network cards do; below 100 mbit so large a bucket would be no limit for too long.
+    # A token bucket of two milliseconds covers a late timer. One that holds the largest frame keeps frames whole, as
+    # network cards do, and leaves the processors to the ranks; below 100 mbit such a bucket would let through too much
+    # at once.
     burst = max(FRAME if rate >= 100 * BITS["mbit"] else 16_000, rate // 8 // 500)
     return f"qdisc replace dev {device} root tbf rate {rate}bit burst {burst} latency {QUEUE}"
 
 
 def batch(command: Sequence[str], lines: Sequence[str], needs: str) -> None:
-    """Have a program of iproute2 do what the lines say; ``needs`` is what the kernel may lack where it refuses."""
+    """Run a program of iproute2 with these lines; ``needs`` names the kernel feature that it may lack if it fails."""
     done = subprocess.run([*command, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
     if done.returncode != 0:
         why = " ".join(done.stderr.split())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NEW_USER = 0x10000000
 NEW_NET = 0x40000000
-PARENT_DEATH_SIGNAL = 1  # of prctl
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 PATIENCE = 10.0
 """Seconds that a killed process may take to die."""
 
@@ -23,9 +23,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_capable() -> None:
-    """Be able to make network namespaces: as root, or as the root of a user namespace of one's own.
+    """Gain the right to make network namespaces: as root, or as the root of a new user namespace.
 
-    For a process of one thread only; raises OSError where the kernel allows neither.
+    Only in a process of one thread; raises OSError if the kernel allows neither.
     """
     user, group = os.geteuid(), os.getegid()
     try:
@@ -40,7 +40,7 @@ def become_capable() -> None:
 def create() -> int:
     """Move to a new network namespace, whose interfaces do not announce themselves; return a descriptor of it."""
     _call("unshare", NEW_NET)
-    with suppress(OSError):  # /proc/sys may be read-only, and then some 90 bytes of IPv6 are counted now and then
+    with suppress(OSError):  # if /proc/sys is read-only, some 90 bytes of IPv6 are counted now and then
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
@@ -48,7 +48,7 @@ def create() -> int:
 def enter(net: str, user: str = "/proc/self/ns/user") -> None:
     """Move to the network namespace at a path, and to its user namespace, unless this process is there.
 
-    The latter for a process of one thread only, so soon after a fork.
+    Entering a user namespace works only in a process of one thread, so call it soon after a fork.
     """
     with open(net) as where, open(user) as owner:
         if not os.path.samefile(user, "/proc/self/ns/user"):
@@ -57,19 +57,19 @@ def enter(net: str, user: str = "/proc/self/ns/user") -> None:
 
 
 def die_with(parent: int) -> None:
-    """From now on, be killed when the thread of ``parent`` that forked this process ends."""
+    """Have the kernel kill this process when the thread of ``parent`` that forked it ends."""
     _call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def number(path: str) -> int:
-    """Return what identifies the namespace at a path."""
+    """Return the number that identifies the namespace at a path."""
     return os.stat(path).st_ino
 
 
 def sweep(namespaces: Collection[int]) -> None:
-    """Kill every process in network namespaces of these numbers but this one; raise if some do not die."""
+    """Kill every other process in network namespaces of these numbers; raise if some do not die."""
     deadline = time.monotonic() + PATIENCE
     while alive := [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _kill(int(entry), namespaces)]:
         if time.monotonic() > deadline:
@@ -85,19 +85,19 @@ def _kill(pid: int, namespaces: Collection[int]) -> bool:
         process = os.pidfd_open(pid)
     except OSError:
         return False
-    try:  # the descriptor is what is looked at and killed: its number may be another process's by now
+    try:  # check and kill by descriptor: the process's number may belong to another one by now
         if number(f"/proc/{pid}/ns/net") not in namespaces:
             return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
         return True
-    except OSError:  # it has ended, or is none of ours to look at
+    except OSError:  # the process has ended, or belongs to another user
         return False
     finally:
         os.close(process)
 
 
 def _call(function: str, *args: int) -> None:
-    """Call the C library; raise OSError where that fails."""
+    """Call a function of the C library; raise OSError if it fails."""
     if getattr(_libc, function)(*args) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -1,4 +1,4 @@
-"""Charts as SVG that stands in a page: lines, stacked bars, and lanes of a timeline.
+"""Charts as SVG within an HTML page: lines, stacked bars, and lanes of a timeline.
 
 Colours are classes ``c0`` to ``c8`` (grey) of the page's style sheet, so that they follow its light and dark scheme.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 WIDTH, WIDE, HEIGHT, LEFT, RIGHT, BOTTOM, TOP, ROW = 480, 1440, 230, 74, 28, 40, 10, 30
 MOST_POINTS = 300
-"""Of a line: more cannot be told apart."""
+"""Largest number of points of a line, beyond which they cannot be told apart."""
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
-    span = max((high - low) or abs(high), 1e-300)  # of the smallest numbers there are, a share is none
+    span = max((high - low) or abs(high), 1e-300)  # a fraction of the smallest numbers underflows to 0
     power = 10.0 ** floor(log10(span / most))
     step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
     return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
@@ -39,7 +39,7 @@ def number(value: float) -> str:
 def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Draw a line for each of ``curves``, points [x, y] by its name, and their legend.
 
-    Of more points than can be told apart, it goes through the medians of neighbours, and a band has all of them.
+    With more than ``MOST_POINTS`` points, a line goes through medians of adjacent ones, and a band covers all of them.
     """
     points = [point for curve in curves.values() for point in curve]
     if not points:
@@ -83,7 +83,7 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
 def bars(
     title: str, unit: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, int] | None = None
 ) -> str:
-    """Draw a bar for each row, its parts one after another, and the parts' legend; ``colours`` are of parts."""
+    """Draw a bar for each row, its parts one after another, and the parts' legend; ``colours`` are by part."""
     rows = {name: parts for name, parts in rows.items() if any(parts.values())}
     if not rows:
         return ""
@@ -113,12 +113,12 @@ def bars(
 def timeline(
     title: str, most: float, colours: Mapping[str, int], lanes: Mapping[str, Mapping[str, Sequence[Span]]]
 ) -> str:
-    """Draw what each lane does when.
+    """Draw the spans of each lane on a time axis.
 
     Args:
-        title: above the picture.
-        most: where it ends, in milliseconds from 0.
-        colours: of the kinds of work.
+        title: title of the picture.
+        most: end of the axis in milliseconds.
+        colours: colours of the kinds of work.
         lanes: spans in milliseconds, by lane and kind.
     """
     left = 150
@@ -133,7 +133,7 @@ def timeline(
         y = TOP + ROW * row + 4
         drawn.append(_text(left - 8, y + 15, _short(name, 20), "end"))
         for kind, spans in lane.items():
-            # One path for all spans of a kind, or a page of thousands of kernels would be megabytes.
+            # one path for all spans of a kind: thousands of kernels would make a page of megabytes
             boxes = "".join(
                 f"M{left + wide * begin / most:.2f} {y}h{max(0.1, wide * (end - begin) / most):.2f}v{ROW - 8}H"
                 f"{left + wide * begin / most:.2f}z"

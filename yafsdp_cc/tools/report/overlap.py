@@ -1,4 +1,4 @@
-"""What of a step's communication is hidden behind computation, and what it costs the computation beside it."""
+"""The part of a step's communication that computation hides, and how much it slows the computation beside it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from yafsdp_cc.tools.report.trace import Activity, Trace
 
 NOT_COMPUTED = (*COMMUNICATION, "copy")
-"""Communication beside a copy of the next batch is exposed all the same."""
+"""Kinds of work that do not hide communication, such as a copy of the next batch."""
 Span: TypeAlias = "tuple[float, float]"
-"""A stretch of time: begin and end."""
+"""A stretch of time (begin, end)."""
 
 
 def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return the same time in as few spans as possible, in order; those no further apart than ``gap`` become one."""
+    """Return the same time in as few spans as possible, in order; spans no further apart than ``gap`` are joined."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1] + gap:
@@ -54,7 +54,7 @@ class Shared(NamedTuple):
 
     total: float
     exposed: float
-    """The part in which nothing of another kind ran; for communication, in which nothing was computed."""
+    """Microseconds in which nothing of another kind ran; for communication, in which nothing was computed."""
 
 
 class Slowed(NamedTuple):
@@ -62,37 +62,38 @@ class Slowed(NamedTuple):
 
     name: str
     beside: int
-    """How often at least nine tenths of it ran beside communication; those in between are not counted."""
+    """Number of runs of which at least nine tenths were beside communication; runs in between are not counted."""
     alone_us: float
     beside_us: float
-    """What one of them took, on average."""
+    """Mean microseconds of such a run."""
 
     @property
     def lost_us(self) -> float:
-        """What all of them took longer than they would have alone."""
+        """Microseconds by which all such runs took longer than alone."""
         return self.beside * (self.beside_us - self.alone_us)
 
 
 class Overlap(NamedTuple):
-    """What a trace says of a step; times are in microseconds of all steps together."""
+    """Result of a trace; times are microseconds of all steps together."""
 
     trace: Trace
     kinds: dict[str, Shared]
     communication: Shared
     parts: dict[str, float]
-    """The time of the steps, each moment counted once: compute, optimizer, codec, exposed communication, copy, idle."""
+    """Time of the steps by part, each moment counted once: compute, optimizer, codec, exposed communication, copy,
+    idle."""
     groups: dict[str, dict[str, Shared]]
     """All-gathers and reduces of each unit."""
     slowed: list[Slowed]
-    """By what they lost, most first."""
+    """Kernels sorted by the time they lost, the largest first."""
     slowdown: float | None
-    """The give-way effect: the time of kernels beside communication over the time that they take alone."""
+    """Slowdown of kernels that overlap communication: their time divided by that of the same kernels alone."""
     on_communication_lanes: dict[str, float]
-    """What else ran on a stream that communicates, by name: it delays what is to be sent next."""
+    """Other work on streams that communicate, by name: it delays the next communication."""
 
 
 def measure(trace: Trace) -> Overlap:
-    """Return what of the trace's communication was exposed, by kind and by unit, and the give-way effect."""
+    """Return exposed communication by kind and by unit, and the slowdown of kernels beside communication."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     by_group: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for each in trace.activities:

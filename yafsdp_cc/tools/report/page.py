@@ -1,4 +1,4 @@
-"""One page of HTML that needs nothing else, and the same figures as text: of runs, and of traces."""
+"""One self-contained page of HTML about runs and traces, and the same figures as text."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Rows = list[list[str]]
 
 Count: TypeAlias = Annotated[int, Field(ge=0, le=1 << 53)]
 Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
-"""None is a number that was not finite."""
+"""A figure of a table; None is a number that was not finite."""
 
 
 class Start(BaseModel):
-    """What a report takes from the first line of a run, or of the run that goes on with it."""
+    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -43,7 +43,7 @@ class Start(BaseModel):
 
 
 class Record(BaseModel):
-    """What a report takes from a line of steps, a validation or the end."""
+    """A line about steps, a validation or the end, as far as a report uses it."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -67,14 +67,14 @@ _LINE: TypeAdapter[Start | Record] = TypeAdapter(Annotated[Start | Record, Field
 
 
 class Run(NamedTuple):
-    """What ``yafsdp_cc.Metrics`` has written of a run."""
+    """The records that ``yafsdp_cc.Metrics`` has written of a run."""
 
     name: str
     start: Start
     records: list[Record]
-    """In order; steps that were made again after a restart are there once."""
+    """Records in order; steps that were made again after a restart occur once."""
     cut_off: list[int]
-    """The numbers of lines that are left out, because the run was ended while it wrote them."""
+    """Numbers of lines that are left out, because the run was killed while it wrote them."""
 
     def curve(self, key: str, against: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
         """Return the values of a key, each with its step or another key's value."""
@@ -82,12 +82,12 @@ class Run(NamedTuple):
         return [(x / scale, y) for x, y in found if y is not None]
 
     def usual(self, key: str) -> float | None:
-        """Return the median of a key over the reports after the first, whose step makes buffers."""
+        """Return the median of a key over all reports but the first, whose step makes buffers."""
         values = [y for _, y in self.curve(key)]
         return median(values[1:] or values) if values else None
 
     def last(self, key: str) -> Any:
-        """Return the last value of a key, which is not a number if it was not finite; None where there is none."""
+        """Return the last value of a key, NaN if it was not finite; None if there is none."""
         for each in (*reversed(self.records), self.start):
             if key in each.model_fields_set:
                 value = getattr(each, key)
@@ -98,10 +98,10 @@ class Run(NamedTuple):
 def read_run(path: Path) -> Run:
     """Read a ``metrics.jsonl``.
 
-    A run that is killed leaves half a line. That is left out: at the end, or before the start of the run that went on.
+    A killed run leaves half a line, which is skipped: at the end, or before the start of the resumed run.
 
     Raises:
-        UnreadableError: it is not one; the message names the line.
+        UnreadableError: it is no such file; the message names the line.
     """
     start: Start | None = None
     records: list[Record] = []
@@ -182,7 +182,7 @@ def run_section(runs: Sequence[Run]) -> str:
     """Draw runs side by side."""
 
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: run.curve(key, **how) for run in runs}  # a colour is the same run everywhere
+        return {run.name: run.curve(key, **how) for run in runs}  # a colour means the same run in all charts
 
     def parts(run: Run) -> dict[str, float]:
         found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
@@ -197,7 +197,7 @@ def run_section(runs: Sequence[Run]) -> str:
         f"{run.name}, {name}": {name: run.last(key) / 1e6}
         for run in runs
         for name, key in held.items()
-        # Of a whole process on a CPU most is none of the model's.
+        # a process's memory on a CPU is mostly not the model's
         if run.last(key) and (key != "peak_memory_bytes" or run.start.device == "cuda")
     }
     seconds = {"against": "seconds", "scale": 60.0}
@@ -263,7 +263,7 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
 
 
 def trace_section(found: Overlap) -> str:
-    """Draw a trace: tables, the parts of a step, and its first step as a timeline of the streams."""
+    """Draw a trace: tables, the parts of a step, and the first step as a timeline of the streams."""
     trace, parts = found.trace, {name: time / 1e3 / found.trace.steps for name, time in found.parts.items()}
     step = (trace.end - trace.start) / trace.steps
     lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -274,7 +274,7 @@ def trace_section(found: Overlap) -> str:
                 (min(each.end, trace.start + step) - trace.start) / 1e3,
             )
             lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
-    gap = step / 1e3 / 2000  # closer together than a picture can show
+    gap = step / 1e3 / 2000  # spans closer together than a picture can show
     drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
     tables = "".join(f"<h3>{escape(title)}</h3>{table_html(rows)}" for title, rows in trace_tables(found).items())
     pictures = charts.timeline("The first step", step / 1e3, COLOURS, drawn) + charts.bars(
@@ -289,7 +289,7 @@ COLOURS |= {"codec": COLOURS["encode"], "exposed communication": COLOURS["all-ga
 
 
 def _plain(kernel: str) -> str:
-    """Return a kernel's name without its template's arguments and return type."""
+    """Return a kernel's name without template arguments and return type."""
     return re.split(r"[<(]", kernel.removeprefix("void "))[0][:60]
 
 
@@ -335,7 +335,7 @@ def page(sections: Iterable[str]) -> str:
 
 
 def table_html(rows: Rows) -> str:
-    """Return a table, which scrolls by itself where the page is too narrow for it."""
+    """Return a table that scrolls horizontally if the page is too narrow."""
     head, *body = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)

@@ -1,8 +1,8 @@
-"""One table of what ran when, from a trace of Kineto (``torch.profiler``) or an export of Nsight Systems.
+"""One table of activities, from a trace of Kineto (``torch.profiler``) or an export of Nsight Systems.
 
-An activity is a kernel or copy of a GPU. In a trace without a GPU, it is an operator of a thread, the outermost one, or
-what a thread of gloo does. It belongs to the ranges that were open on the thread that launched it when it did:
-``YaFSDP::gather (blocks.3)`` and so on, of FSDP2 ``FSDP::all_gather (blocks.3)``.
+An activity is a kernel or copy of a GPU. In a trace without a GPU, it is an outermost operator of a thread, or an
+operation of a gloo thread. It belongs to the ranges that were open on the launching thread: ``YaFSDP::gather
+(blocks.3)`` and so on, of FSDP2 ``FSDP::all_gather (blocks.3)``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMUNICATION: tuple[Kind, ...] = ("all-gather", "reduce", "other communication"
 
 
 class UnreadableError(ValueError):
-    """A file is not what it should be; the message names it and says what to do."""
+    """A file is not of the expected kind; the message names it and says what to do."""
 
 
 class Activity(NamedTuple):
@@ -35,16 +35,16 @@ class Activity(NamedTuple):
     end: float
     name: str
     lane: str
-    """The stream or thread."""
+    """Name of the stream or thread."""
     kind: Kind
     group: str
     """The unit whose range launched it; empty if none did."""
     shape: str
-    """Grid and block of a kernel, shapes of an operator's inputs: equal names and shapes are equal work."""
+    """Grid and block of a kernel, or shapes of an operator's inputs: work of equal name and shape is equal."""
 
 
 class Trace(NamedTuple):
-    """What one process ran, from ``start`` to ``end`` in microseconds, in ``steps`` training steps."""
+    """The activities of one process from ``start`` to ``end`` in microseconds, in ``steps`` training steps."""
 
     title: str
     activities: list[Activity]
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """An activity and where it was launched."""
+    """An activity and the place of its launch."""
 
     start: float
     end: float
@@ -76,10 +76,10 @@ def read(path: Path) -> Trace:
     """Read a trace.
 
     Args:
-        path: of ``export_chrome_trace`` (``.json``, ``.json.gz``) or ``nsys export --type sqlite`` (``.sqlite``).
+        path: file of ``export_chrome_trace`` (``.json``, ``.json.gz``) or ``nsys export --type sqlite`` (``.sqlite``).
 
     Raises:
-        UnreadableError: it is neither, or holds no activity.
+        UnreadableError: the file is neither, or holds no activity.
     """
     try:
         return _read(path)
@@ -94,7 +94,7 @@ def read(path: Path) -> Trace:
 
 _CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, sqlite3.DatabaseError)
 _OF_ANOTHER_FORM = (AttributeError, KeyError, TypeError)
-"""What a value raises that is missing or of another kind than torch and nsys write."""
+"""Exceptions that a missing value, or one of another type than torch and nsys write, raises."""
 
 
 def _read(path: Path) -> Trace:
@@ -103,10 +103,11 @@ def _read(path: Path) -> Trace:
         raise UnreadableError(f"{path}: no kernel, copy or operator in this trace; record it with yafsdp-cc profile")
     steps = [each for each in ranges if re.match(r"ProfilerStep#|YaFSDP::iteration", each.name)]
     start = min(each.start for each in steps or launches)
-    end = max(each.end for some in (steps, launches) for each in some)  # a GPU ends its part later than the host
+    # a GPU ends its part of a step later than the host
+    end = max(each.end for some in (steps, launches) for each in some)
     found = sorted(each for each in _labelled(launches, ranges) if each.end > start)
     updates = [each.name for each in ranges if each.name.startswith(_UPDATES)]
-    # A step that the script's end has cut off has no update; two optimizers have two.
+    # a step that the script's end has cut off has no update; two optimizers make two
     counts = len({each.name for each in steps}), sum(name == updates[0] for name in updates)
     return Trace(str(path), found, start, end, min(filter(None, counts), default=1))
 
@@ -143,7 +144,7 @@ def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
 
 
 def _operators(events: list[dict[str, Any]]) -> list[_Launch]:
-    """Return the outermost operators of each thread, and what gloo's threads did."""
+    """Return the outermost operators of each thread, and the operations of gloo's threads."""
     launches: list[_Launch] = []
     lanes: dict[Any, str] = {}
     ends: dict[Any, float] = {}
@@ -161,7 +162,7 @@ def _operators(events: list[dict[str, Any]]) -> list[_Launch]:
             shape = str(each.get("args", {}).get("Input Dims", ""))
             launches.append(_Launch(each["ts"], ends[thread], name, lane, shape, thread, each["ts"]))
     for kind, works in gloo.items():
-        # Gloo's threads begin what they are given in its order: the third all-to-all to run is the third called for.
+        # gloo's threads run operations in order: the third all-to-all to run is the third one called
         issued = calls[kind] if len(calls[kind]) == len(works) else [{"tid": None, "ts": 0.0}] * len(works)
         for work, call in zip(works, issued, strict=True):
             end = work["ts"] + work["dur"]
@@ -176,13 +177,13 @@ def _collective(name: str) -> str:
 
 def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
     """Source: NVIDIA Nsight Systems, SQLite Export Schema Reference."""
-    launches, thousand = [], 1e3  # of nanoseconds
+    launches, thousand = [], 1e3  # nsys counts nanoseconds
     with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
         if not {"StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
             raise UnreadableError(f"{path}: no CUDA kernels in it: record with nsys profile --trace=cuda,nvtx")
         strings = dict(database.execute("SELECT id, value FROM StringIds"))
-        # The lower 24 bits of a globalTid are the thread; a correlation is unique in its process.
+        # the lower 24 bits of a globalTid are the thread; a correlation id is unique within its process
         calls = {
             (thread >> 24, correlation): (thread, start / thousand)
             for thread, correlation, start in database.execute(
@@ -225,7 +226,7 @@ def _stream(device: object, stream: object) -> str:
 # What an activity is -------------------------------------------------------------------------------------------------
 
 
-_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # the last is bench/paced.py's kernel
+_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # the last is the kernel of bench/paced.py
 _CODEC = re.compile(r"yafsdp_cc::(encode|decode)")
 _UNIT = re.compile(r"(?:Ya)?FSDP::(\w+)(?: \((.*)\))?$")
 _SENDS: dict[str, Kind] = {
@@ -235,14 +236,14 @@ _SENDS: dict[str, Kind] = {
     "replicated": "reduce",
     "post_backward_reduce": "reduce",
 }
-"""What is communicated in a range of ours or of FSDP2, by its kind."""
+"""Kind of communication in a range of this package or of FSDP2."""
 _UPDATES = ("Optimizer.step#", "YaFSDP::step")
-"""How ranges of optimizers begin: torch's for Kineto, ours for NVTX."""
+"""Beginnings of the names of optimizers' ranges: torch's for Kineto, this package's for NVTX."""
 _NAMED: tuple[tuple[str, Kind], ...] = (("allgather", "all-gather"), ("reduce", "reduce"))
 
 
 def _labelled(launches: Iterable[_Launch], ranges: Iterable[_Range]) -> Iterable[Activity]:
-    """Yield what was launched, with the ranges in which that happened."""
+    """Yield activities with the ranges in which they were launched."""
     by_thread: dict[Hashable, list[_Range]] = defaultdict(list)
     for each in ranges:
         if each.name.startswith(_UPDATES) or _UNIT.match(each.name):
@@ -260,7 +261,7 @@ def _labelled(launches: Iterable[_Launch], ranges: Iterable[_Range]) -> Iterable
 
 
 def _label(name: str, inside: list[str]) -> tuple[Kind, str]:
-    """Return what an activity is for, and the unit, from its name and the ranges around its launch, inner first."""
+    """Return the kind of an activity, and its unit, by its name and the ranges around its launch, inner first."""
     around = [(match[1], match[2] or match[1]) for match in map(_UNIT.match, inside) if match]
     sends = next(((_SENDS[kind], unit) for kind, unit in around if kind in _SENDS), None)
     if _COMMUNICATES.search(name):
