@@ -315,8 +315,8 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    named = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
-    numbers = [int(each[1]) for each in named if each]
+    found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
+    numbers = [int(each[1]) for each in found if each]
     if not numbers and sums is None:  # not of yafsdp_cc.save
         return {}
     saved = max(numbers) if sums is None else len(sums)
