@@ -324,6 +324,16 @@ def test_a_launcher_within_a_rank_does_not_take_its_settings(tmp_path: Path, mon
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "{}\n", "")
 
 
+def test_a_launch_that_names_no_port_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')")
+    with socket.socket() as other:
+        with suppress(OSError):  # another job has torchrun's port already
+            other.bind(("", 29500))
+            other.listen()
+        ran = yafsdp_cc("launch", "train.py", folder=tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ran\n", "")
+
+
 def test_logs_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     """One that cannot be written ends the launch in a line; one of another run is written by both."""
     logs = tmp_path / "runs/train/logs"

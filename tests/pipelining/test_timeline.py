@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from tests.pipelining.worlds import CPU
 from tests.ranks import ranks
+from tests.versions import COMPRESSED_STAGES
 from yafsdp_cc.compression.autotune import LinkCost
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.pipelining import (
@@ -105,6 +106,7 @@ class Ends(nn.Module):
         return self.inner(F.embedding(x, self.weight)) if self.first else self.inner(x) @ self.weight.t()
 
 
+@COMPRESSED_STAGES
 @ranks(4)
 def test_a_tied_embedding_has_the_gradient_of_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))

@@ -54,6 +54,8 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = vars(parser.parse_args(["script"]))  # torchrun's options from PET_... variables
+    if "PET_MASTER_PORT" not in os.environ:
+        defaults["master_port"] = None  # torch before 2.13 has 29500, as if that had been asked for
     left_out = object()
     parser.set_defaults(**dict.fromkeys(defaults.keys() - {"set"}, left_out))
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
