@@ -69,12 +69,19 @@ FIRST = (
 """Files of few tests that take long: of two workers, the one that ended with such a file would leave the other idle."""
 
 
+LONGEST = 3600
+"""Seconds that a long form may take, which says nothing else: those of a test of ``make test`` are too few for most."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is marked long, unless in ``make soak``: skipped is only what lacks hardware or a framework."""
     if not SOAK:
         long = {item for item in items if item.get_closest_marker("long")}
         config.hook.pytest_deselected(items=list(long))
         items[:] = [item for item in items if item not in long]
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONGEST))
     tests = Counter(map(_file_of, items))
     items.sort(key=lambda item: _place(_file_of(item), tests))
 

@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import struct
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -56,7 +57,11 @@ def limited(body: Callable[..., Any]) -> Callable[..., int]:
     def run(*args: Any) -> int:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
-        body(*args)
+        try:
+            body(*args)
+        except Exception:
+            traceback.print_exc()  # of which the other process sees no more than that it has failed
+            return 1
         return 0
 
     return run

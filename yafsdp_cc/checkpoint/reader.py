@@ -111,9 +111,9 @@ class CheckpointReader(FileSystemReader):
             content = table.read_bytes()
             self.digest = hashlib.sha256(content).hexdigest()
             contents = _unpickle(unsealed(content), table)
+            _check_contents(contents)
             self.extra_sums: list[int] | None = getattr(contents.storage_meta, EXTRA_SUMS, None)
             contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-            _check_contents(contents)
         self.contents = contents
         paths = [path for path in (contents.planner_data or {}).values() if path[0] == MODEL and len(path) > 1]
         self.stored_names = {plain: path[1] for path in paths if (plain := plain_name(path[1])) != path[1]}
@@ -324,6 +324,10 @@ def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
     yield contents.state_dict_metadata, (dict,)
     yield contents.storage_data, (dict,)
     yield contents.planner_data, (dict, none)
+    if (sums := getattr(contents.storage_meta, EXTRA_SUMS, None)) is not None:
+        yield sums, (list,)
+        for each in (sums[0], *sums):
+            yield each, (int,)
     for name, each in contents.state_dict_metadata.items():
         yield name, (str,)
         yield each, (TensorStorageMetadata, BytesStorageMetadata)
