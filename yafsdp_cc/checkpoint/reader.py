@@ -195,6 +195,8 @@ class UntrustedError(pickle.UnpicklingError):
 
 _UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
 """Opcodes by which classes are called in other ways, and sets are filled: none is in a checkpoint."""
+_READ: dict[int, Any] = {**pickle._Unpickler.dispatch}
+"""How an unpickler in Python reads each opcode."""
 _BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
 _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
@@ -211,6 +213,8 @@ def _is_small(value: object) -> bool:
 class _Unpickler(pickle._Unpickler):
     """Makes what is in ``_ALLOWED`` and nothing else. In Python: to the native one, one changed bit may be a number of
     references that fill all memory."""
+
+    stack: list[Any]
 
     def __init__(self, content: bytes, path: Path) -> None:
         self.file = io.BytesIO(content)
@@ -245,15 +249,15 @@ class _Unpickler(pickle._Unpickler):
             target = self.stack[-2]
             what = f"the class {target.__qualname__}" if isinstance(target, type) else f"a {type(target).__qualname__}"
             raise self._error(f"changes {what}", "does")
-        pickle._Unpickler.load_build(self)
+        _READ[pickle.BUILD[0]](self)
 
     def _checked(self, code: bytes, values: Sequence[object]) -> None:
         if not all(map(_is_small, values)):
             raise ValueError("keys of a dictionary, or arguments, hold objects within objects")
-        pickle._Unpickler.dispatch[code[0]](self)
+        _READ[code[0]](self)
 
     dispatch: ClassVar[dict[int, Any]] = {
-        **{code: read for code, read in pickle._Unpickler.dispatch.items() if code not in _UNUSED},
+        **{code: read for code, read in _READ.items() if code not in _UNUSED},
         pickle.BUILD[0]: _build,
         pickle.REDUCE[0]: lambda self: self._checked(pickle.REDUCE, self.stack[-1]),
         pickle.NEWOBJ[0]: lambda self: self._checked(pickle.NEWOBJ, self.stack[-1]),
