@@ -439,6 +439,46 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, flags: str) -> None:
     assert re.match(f"yafsdp-cc: .*:{port}: .*another program", ran.stderr), ran.stderr
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--master-port={}",
+        also(""),
+        also("--rdzv-backend=c10d"),
+        also("--nnodes=1:1 --rdzv-endpoint=localhost:{}"),
+        also("--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{}"),
+    ],
+)
+def test_on_one_machine_no_store_listens_to_others(tmp_path: Path, flags: str) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    train = alone(tmp_path, "say(f'ready {os.environ[\"MASTER_PORT\"]}')\ntime.sleep(100)\n")
+    with started("launch", *flags.format(port).split(), train, folder=tmp_path) as process:
+        said = wait_for_line(process, "ready")
+        places = listening(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert len(places) == 2, "where launchers meet, and the ranks' store"
+    assert {address for address, _ in places} <= {"127.0.0.1", "::1"}
+    assert int(said.split()[1]) in {port for _, port in places}
+    if "master-port" in flags:
+        assert said == f"ready {port}\n"
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses and ports on which a process listens."""
+    files = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, place, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in files:
+                address, number = place.split(":")
+                words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(number, 16)))
+    return found
+
+
 @pytest.mark.parametrize("flags", [also("--node-rank={}"), also("--rdzv-backend=c10d --rdzv-id=a --rdzv-endpoint={}")])
 def test_two_nodes_restart_together_and_tell_which_rank_has_ended(tmp_path: Path, flags: str) -> None:
     body = """

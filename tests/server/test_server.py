@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import yafsdp_cc
 from tests.ranks import RankError, on_ranks, ranks
+from tests.twins import refusal
 from yafsdp_cc.server import ParameterServer
 
 TURNS = (0, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0, 3, 1, 2, 2)
@@ -265,6 +267,35 @@ def _work_until_one_ends(rank: int, end: str, folder: Path) -> None:
     except (RuntimeError, ValueError) as error:
         (folder / str(rank)).write_text(str(error))
         raise SystemExit(1) from None
+
+
+@ranks(2)
+def test_what_a_server_cannot_do_is_told_to_every_rank() -> None:
+    """What is no request, and what fails while a request is answered, in a thread that nobody waits for."""
+
+    def fails(update: int) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(f"no rate for update {update}")
+        return 1.0
+
+    for request, told in (
+        (9, "rank 1 has sent 9, which is no request"),
+        (-1, "sent -1"),
+        (1 << 40, "sent 1.09951e"),
+        (0, ""),
+    ):
+        model = net()
+        server = ParameterServer(model, lr=0.1, lr_lambda=None if request else fails, max_staleness=None, timeout=30)
+        server.pull()
+        if dist.get_rank() == 1:
+            backward(model, 1, 0)
+            if request:
+                server._send(request)
+            else:
+                server.push()
+        found = refusal(lambda: [server.pull() for _ in range(1000)])  # until this rank knows
+        assert (told or "rank 0 has failed: ValueError: no rate for update 0") in found
+        dist.barrier()
 
 
 @ranks(1)

@@ -24,12 +24,13 @@ def _import_before_forking() -> None:
 
 
 class Spans(nn.Module):
-    """Recomputes spans of units, or parts of them."""
+    """Recomputes spans of units, or parts of them, or ("both") parts by reentrant checkpoints within spans."""
 
     def __init__(self, how: str, reentrant: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Part(how == "inside", reentrant) for _ in range(5))
+        within = how in ("inside", "both")
+        self.blocks = nn.ModuleList(Part(within, reentrant or how == "both") for _ in range(5))
         self.how, self.reentrant = how, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,8 +39,10 @@ class Spans(nn.Module):
             for first in (0, 2, 4):
                 span = nn.Sequential(*self.blocks[first : first + 2])
                 x = checkpoint(span, x, use_reentrant=self.reentrant)
-        elif self.how == "all":
+        elif self.how in ("all", "both"):
             x = checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=self.reentrant)
+            for number in (0, 2, 0) if self.how == "both" else ():  # in one buffer
+                x = checkpoint(self.blocks[number], x, use_reentrant=False)
         else:
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=self.reentrant) if self.how == "each" else block(x)
@@ -47,7 +50,7 @@ class Spans(nn.Module):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])
+@pytest.mark.parametrize("how", ["each", "spans", "all", "inside", "both"])
 @ranks(2)
 def test_non_reentrant_checkpointing_is_exact(how: str, reshard: bool) -> None:
     model, plain = twins(lambda: Spans(how), units=[Part], reshard_after_forward=reshard)
