@@ -290,7 +290,7 @@ def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterat
         yield from _packed({name: unpacked(value) for name, value in state[MODEL].items()}).items()
 
 
-# safetensors
+# Files of safetensors
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> torch.dtype | None:

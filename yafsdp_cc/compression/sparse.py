@@ -33,7 +33,7 @@ class TopK2Bit(Codec):
         k/4 bytes, at least 1:    two bits for each, as ``split_bits`` has them: 1 if negative, 2 if above 1.11 m
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), section 3: top-k of blocks
-    of 4,096, and 2 bits. Its quantizer is not this one.
+    of 4,096, and 2 bits. The quantizer of the paper is another.
     """
 
     name = "topk2bit"

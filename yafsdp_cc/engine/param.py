@@ -215,7 +215,7 @@ class ShardedGrad:
         fresh = all(grad is None for grad in before)
         wanted = (None, self.buffer.dtype)
         if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
-            # somebody refers to the gradients of an earlier step: leave them unchanged
+            # somebody still refers to gradients of an earlier step, which must not change
             self._use(self._new_buffer(grad_dtype_of(self.params)))
         ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
         for start, part in parts:
@@ -258,7 +258,7 @@ class ShardedGrad:
     def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype != total.dtype and not divisor.casts:
             grad.add_(total.div_(divisor.of[total.dtype]))
-        elif divisor.inverse is None:  # one pass over memory with the bits of two, because the quotient is rounded, too
+        elif divisor.inverse is None:  # addcdiv_ rounds the quotient, too: the bits of div_ and add_ in one pass
             grad.addcdiv_(total, divisor.of[total.dtype])
         else:
             grad.add_(total, alpha=divisor.inverse)

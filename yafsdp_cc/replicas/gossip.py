@@ -78,7 +78,7 @@ _ROUNDING = 1e-3
 
 
 _MOST_LOST = 1 / 32
-"""The share of noise that a codec may lose."""
+"""Largest share of a message, as ``lost_share`` measures it, that a codec may lose."""
 
 
 class Gossip(ReplicaSync):

@@ -543,7 +543,7 @@ class Outer(ReplicaSync):
 
 @dataclass
 class _Exchange:
-    """An exchange under way."""
+    """An outer exchange that was started and has not been applied."""
 
     round: Round
     handle: CommHandle

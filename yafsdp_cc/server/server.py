@@ -92,7 +92,7 @@ class ParameterServer:
         self._peers = [rank for rank in range(world) if rank != self._rank]
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
-        # two functions never compare equal
+        # lr_lambda is left out: functions of two processes never compare equal
         alike = {name: value for name, value in settings.items() if name != "lr_lambda"}
         alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
         alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in self._params]

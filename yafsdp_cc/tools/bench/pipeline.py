@@ -197,7 +197,7 @@ def _turns(
     batches = torch.arange(len(windows), device="cpu").split(TIMED_BATCH)
     trainers = {name: Trainer(each, windows, _model(TIMED_WIDTH, ranks, 0)) for name, each in contestants.items()}
     for trainer in trainers.values():
-        for ids in batches:  # from now on no sample is new
+        for ids in batches:  # a pass over all samples, so that the timed steps see none that is new
             trainer.step(ids)
     turns = {(bandwidth, name): Turns([], []) for bandwidth in bandwidths for name in contestants}
     for number, name in interleaved(contestants, rounds):
