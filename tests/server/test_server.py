@@ -293,7 +293,7 @@ def test_what_a_server_cannot_do_is_told_to_every_rank() -> None:
                 server._send(request)
             else:
                 server.push()
-        found = refusal(lambda: [server.pull() for _ in range(1000)])  # until this rank knows
+        found = refusal(lambda server=server: [server.pull() for _ in range(1000)])  # until this rank knows
         assert (told or "rank 0 has failed: ValueError: no rate for update 0") in found
         dist.barrier()
 
