@@ -130,6 +130,21 @@ def test_running_units_in_another_order_on_one_rank_is_an_error_in_time() -> Non
         assert "blocks.2" in error, errors
 
 
+def test_parameters_frozen_on_one_rank_are_named_before_their_gradients_are_used() -> None:
+    for error in on_ranks(2, _frozen_on_one, patience=5):
+        assert "freeze the same parameters" in error, error
+        assert "without 0.inner.bias, frozen (1 in all)" in error, error
+        assert "rank 0: " in error, error
+
+
+def _frozen_on_one() -> str:
+    model, _ = twins(stack, units=[Block])
+    model(mine(inputs())).sum().backward()
+    if dist.get_rank() == 1:
+        model.get_parameter("0.inner.bias").requires_grad_(False)  # replicated: what ranks send is as long as before
+    return refusal(lambda: model(mine(inputs())).sum().backward())
+
+
 class Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()

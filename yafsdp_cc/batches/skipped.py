@@ -652,7 +652,7 @@ def _issue(state: FSDPState, op: _Op) -> None:
         if context.replicas is not None:
             context.replicas.all_reduce_kept()
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters")
+        context.fingerprint.record("reduce", "replicated parameters", state.replicated.params)
         state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
     else:
         group = next(each for each in state.groups if each.name == op.name)

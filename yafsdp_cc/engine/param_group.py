@@ -517,7 +517,7 @@ class ParamGroup:
         used = self._take(grads)
         for observer in context.observers:
             observer.before_reduce(self.name)
-        context.fingerprint.record("reduce", self.name)
+        context.fingerprint.record("reduce", self.name, self.params)
         span = handle = None
         if context.traces:
             span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))

@@ -311,10 +311,12 @@ class CollectiveFingerprint:
         self._count = self._hash = 0
         self._last: deque[str] = deque(maxlen=_SHOWN)
 
-    def record(self, kind: str, name: str) -> None:
-        """Note one operation of the group ``name``."""
-        text = f"{kind} {name}"
-        self._hash = (self._hash * _FACTOR + zlib.crc32(text.encode())) & _MASK
+    def record(self, kind: str, name: str, params: Iterable[FSDPParam] = ()) -> None:
+        """Note one operation of the group ``name``, and which of ``params``, whose gradients it sums, are frozen."""
+        frozen = [param.spec.name for param in params if not param.parameter.requires_grad]
+        text = f"{kind} {name}" + (f" without {frozen[0]}, frozen ({len(frozen)} in all)" if frozen else "")
+        # multiplied last: the digits of the sums are the upper half
+        self._hash = (self._hash + zlib.crc32(f"{text} {frozen}".encode())) * _FACTOR & _MASK
         self._count += 1
         self._last.append(text)
 
@@ -329,7 +331,7 @@ class CollectiveFingerprint:
         if any(self._world * squares != total * total for total, squares in pairs):
             raise RuntimeError(
                 "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
-                f"forward (parameters inside a unit may go unused)\n{self._compare()[1]}"
+                f"forward and freeze the same parameters (some inside a unit may go unused)\n{self._compare()[1]}"
             )
 
     def explain(self, error: RuntimeError, doing: str) -> RuntimeError:

@@ -572,7 +572,7 @@ class FSDPState:
         reduced |= {param: param.written for param in replicated.params}
         flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters")
+        context.fingerprint.record("reduce", "replicated parameters", replicated.params)
         span = _REPLICATED_SPAN.start() if context.traces else None
         totals = replicated.all_reduce(flags + context.fingerprint.sums())
         if span is not None:
