@@ -16,6 +16,7 @@ import yafsdp_cc
 from tests.cli.command import yafsdp_cc as command_line
 from tests.ranks import on_ranks
 from tests.soak import LONG
+from tests.versions import COMPRESSED_STAGES
 from yafsdp_cc.tools import cli
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,9 @@ GUIDES = [
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/tutorials/{name}.md" for name in TUTORIALS)]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=COMPRESSED_STAGES) if page == "docs/pipelines.md" else page for page in PAGES]
+)
 def test_examples_run(page: str, tmp_path: Path) -> None:
     if page.endswith("lora.md"):
         pytest.importorskip("peft", reason="peft is not installed (extra 'frameworks')")

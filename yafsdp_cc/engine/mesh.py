@@ -361,7 +361,10 @@ def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str
     reason = "every rank must issue the same operations in the same order"
     if silent:
         who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
-        reason = f"no answer from rank {who}, which ended or hangs: see its own output"
+        reason = (
+            f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
+            "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
+        )
     return reason, table_of_ranks(answers)
 
 
