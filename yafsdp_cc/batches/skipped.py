@@ -671,10 +671,9 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         # completed reduces continue over replicas as ``sums`` says: complete them before it changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    flats = tuple(flat for flat in group.flats if flat.trainable)
     # makes ``take_grads`` use a buffer of the pool; the rollback restores the setting
     group.spec.settings.reduces = True
-    group.take_grads(flats)
+    group.take_grads(group.flats_with_grads())
     group.accepts_in = -1
     group.reduce()
 

@@ -418,7 +418,7 @@ class ParamGroup:
         if not self.context.wants_grads:
             return
         if self.grads is None:
-            flats = tuple(flat for flat in self.flats if flat.trainable)
+            flats = self.flats_with_grads()
             if not flats:
                 return
             self.take_grads(flats)
@@ -427,6 +427,10 @@ class ParamGroup:
         assert self.grads is not None
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
+
+    def flats_with_grads(self) -> tuple[FlatParam, ...]:
+        """Return what the next reduce sums: also what was frozen since gradients of it were deferred."""
+        return tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
 
     def take_grads(self, flats: tuple[FlatParam, ...]) -> None:
         """Take a buffer for the gradients of ``flats``, none of which is written yet."""
