@@ -23,6 +23,7 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
@@ -31,6 +32,8 @@ import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
 from tests.checkpoint.test_damage import own, reset, small
 from tests.soak import SOAK
+
+pytestmark = pytest.mark.timeout(3600 if SOAK else 300)
 
 CHANGES = 2_000 if SOAK else 60
 SECONDS, BYTES = 20, 4 << 30
