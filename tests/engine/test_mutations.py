@@ -320,7 +320,7 @@ ROWS = [
     Row("a reduce comes after the gradients", partial(internals.break_stream_order_in, "issue_reduce"), plain),
     Row(
         "a gradient buffer is refilled after its reduce",
-        partial(internals.break_waits_in, "acquire_grad_buffer", "_join_stream"),
+        partial(internals.break_waits_in, "take_grads", "_join_stream"),
         plain,
     ),
     Row("... and freed after it", internals.break_grad_buffer_reference, nests, 1, FREED),
