@@ -159,7 +159,7 @@ class Maze(nn.Module):
             self.get_parameter(name).requires_grad_(False)
         self.nap: Callable[[Tensor], Tensor] = lambda x: x
         self.rank: int | None = None
-        """That this model stands for, where it is not the process's own."""
+        """Rank whose part of a program this model runs; None: the rank of this process."""
 
     def forward(self, x: Tensor, program: Program) -> Tensor:
         out: Tensor = self.leave(self.run(program, self.enter(x)))
@@ -211,6 +211,7 @@ class Maze(nn.Module):
         start = x if how == "through" else x.detach()
         leaf = start.requires_grad_() if how == "grad" else None
         loss = _loss(self.run(body, start))
+        # torch gives apply() no type; a loss of frozen parameters alone has no backward to run late
         return Late.apply(x, [loss, leaf]) if loss.requires_grad else x  # type: ignore[no-any-return]
 
     def _fail(self, x: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "profiling": "",
     "config": "",
-    # What runs a step, on plain tensors in flat buffers.
+    # The engine runs a step, on plain tensors in flat buffers.
     "engine": "profiling",
-    # What weights may be, what users hold, and what makes an engine of a module.
+    # Forms are kinds of weights, tensor is the class that users hold, sharding makes an engine of a module.
     "forms": "engine",
     "tensor": "engine forms",
     "sharding": "engine forms tensor",
@@ -27,19 +27,19 @@ MAY_IMPORT = {
     "plan": "engine forms sharding",
     "compression": "profiling config engine forms tensor fsdp2 plan",
     "optim": "engine tensor compression",
-    # What trains in other ways than one sharded model.
+    # Each of these folders trains in another way than as one sharded model.
     "replicas": "engine tensor fsdp2 compression optim",
     "server": "engine compression",
     "batches": "engine tensor fsdp2 compression replicas",
     "checkpoint": "engine forms tensor fsdp2 compression replicas",
-    # What users call.
+    # Users call these modules, and commands of tools.
     "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
     "tools": "profiling config engine sharding fsdp2 plan compression optim replicas checkpoint api pipelining",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }
-"""What each folder, or module at the top, imports of the others: all of it, in the order of the table."""
+"""All folders and top-level modules of the package, each with the others that it imports, which stand above it."""
 
 Graph = dict[str, set[str]]
 """The modules that each module imports, by full names."""

@@ -1,4 +1,4 @@
-"""What the pages on moving from FSDP2 and on averages of the weights say, held against one process."""
+"""The examples and tables of docs/fsdp2.md and docs/recipes.md hold: averages of weights are those of one process."""
 
 from __future__ import annotations
 

@@ -115,12 +115,17 @@ def changed(chance: random.Random, content: bytes) -> bytes:
     return bytes(text)
 
 
-def all_are_refused_or_equal(folder: Path) -> None:
-    chance, jobs, bad, refused = random.Random(0), small(shards=False), folder / "bad", 0
+def copied(folder: Path) -> tuple[Any, Any, Path, bytes]:
+    """Copy the good checkpoint; return jobs that have loaded it, their state, the copy, and its table of contents."""
+    jobs, bad = small(shards=False), folder / "bad"
     yafsdp_cc.load(folder / "good", *jobs)
-    expected = own(*jobs)
     shutil.copytree(folder / "good", bad)
-    body = body_of(folder / "good" / ".metadata")
+    return jobs, own(*jobs), bad, body_of(bad / ".metadata")
+
+
+def all_are_refused_or_equal(folder: Path) -> None:
+    chance, refused = random.Random(0), 0
+    jobs, expected, bad, body = copied(folder)
     for number in range(CHANGES):
         text = changed(chance, body)
         (bad / ".metadata").write_bytes(text if number % 5 == 0 else sealed(text))
@@ -164,11 +169,8 @@ def put(contents: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def nothing_is_out_of_range(folder: Path) -> None:
-    chance, jobs, bad, refused = random.Random(1), small(shards=False), folder / "bad", 0
-    yafsdp_cc.load(folder / "good", *jobs)
-    expected = own(*jobs)
-    shutil.copytree(folder / "good", bad)
-    body = body_of(folder / "good" / ".metadata")
+    chance, refused = random.Random(1), 0
+    jobs, expected, bad, body = copied(folder)
     places = places_in(pickle.loads(body))[1:]
     for _ in range(CHANGES):
         contents, place, value = pickle.loads(body), chance.choice(places), chance.choice(STRANGE)
@@ -216,7 +218,7 @@ FORGED: dict[str, bytes] = {
 
 
 def table_of(size: list[int], sizes: list[list[int]]) -> Callable[[Any], Any]:
-    """What says of a checkpoint's weight that it is so large, and in such chunks."""
+    """Return a change of a table of contents, by which a weight has the shape ``size`` and chunks of ``sizes``."""
 
     def change(contents: Any) -> Any:
         weight = contents.state_dict_metadata["model.0.weight"]

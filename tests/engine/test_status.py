@@ -1,4 +1,4 @@
-"""What ``print(state)`` and the message of a failed collective say of each group, in the course of a step."""
+"""``print(state)`` and the message of a failed collective name the phase of each group at every point of a step."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _work_until_one_ends(rank: int, end: str, folder: Path) -> None:
 
 @ranks(2)
 def test_what_a_server_cannot_do_is_told_to_every_rank() -> None:
-    """What is no request, and what fails while a request is answered, in a thread that nobody waits for."""
+    """Both ranks raise what a server thread raises: for an unknown request, and for a learning rate that fails."""
 
     def fails(update: int) -> float:
         if threading.current_thread() is not threading.main_thread():

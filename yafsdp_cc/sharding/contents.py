@@ -6,7 +6,8 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from yafsdp_cc.sharding.shards import added_parameters
+from yafsdp_cc.tensor.dtensor import FlatDTensor
+from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
@@ -50,9 +51,31 @@ class ModelContents:
             return
         for param in self._params:
             param.check_unchanged()
-        self._frozen = added_parameters(self._model, self._ignored)
+        self._frozen = _added_parameters(self._model, self._ignored)
         self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._seen = self._contents()
 
     def _contents(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._registries)))
+
+
+def _added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """Return unsharded parameters of a sharded ``model`` that were added since, those in ``ignored`` left out.
+
+    Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
+
+    Raises:
+        ValueError: an added parameter requires a gradient.
+    """
+    added = {
+        name: parameter
+        for name, parameter in named_sharded_parameters(model)
+        if not isinstance(parameter, FlatDTensor) and parameter not in ignored
+    }
+    if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
+        others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+        raise ValueError(
+            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
+            "adapters and layers first, then call shard() or fully_shard()"
+        )
+    return list(added.values())

@@ -31,16 +31,14 @@ from yafsdp_cc.forms.extensions import (
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.tensor.dtensor import (
-    FlatDTensor,
     flat_dtensor,
     follow_optimizers,
     mark_replaced,
     take_grads_of_autograd,
 )
-from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -52,28 +50,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.sharding.parameters import OwnedParameter
 
 Part = TypeVar("Part", bound=FlatParam)
-
-
-def added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Return unsharded parameters of a sharded ``model`` that were added since, those in ``ignored`` left out.
-
-    Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
-
-    Raises:
-        ValueError: an added parameter requires a gradient.
-    """
-    added = {
-        name: parameter
-        for name, parameter in named_sharded_parameters(model)
-        if not isinstance(parameter, FlatDTensor) and parameter not in ignored
-    }
-    if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
-        others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
-        raise ValueError(
-            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
-            "adapters and layers first, then call shard() or fully_shard()"
-        )
-    return list(added.values())
 
 
 # Parameters become shards --------------------------------------------------------------------------------------------
