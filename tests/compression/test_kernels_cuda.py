@@ -104,8 +104,8 @@ LARGE = 2**32 // PART * PART + PART
 
 def test_messages_beyond_32_bits() -> None:
     """Parts of a message do not depend on each other, so its end is that of its end alone."""
-    # The message, the gradients and the residual of 4 billion elements are 24 GiB. A smaller GPU cannot have a tile
-    # beyond 2^32 elements; test_a_tile_beyond_32_bits_is_found emulates decoding one without a GPU.
+    # Gradients of 4 billion elements and their message in bf16 are 16 GiB, and the allocator rounds up. A GPU without
+    # that memory encodes no tile beyond 2^32; test_a_tile_beyond_32_bits_is_found emulates decoding one without a GPU.
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("a message of 4 billion elements and its gradients want 24 GiB")
     end = numbers("usual", 1, 4096, torch.bfloat16, 4)
