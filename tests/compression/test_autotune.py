@@ -398,8 +398,9 @@ def over_a_slow_network() -> dict[str, str]:
     return dict(yafsdp_cc.counters_of(model).chosen)
 
 
-def test_all_that_is_large_is_encoded_at_100_mbit():
-    with lab_of(ranks=2, bandwidth="100mbit") as lab:
+def test_all_that_is_large_is_encoded_at_10_mbit():
+    """A block sends exact gradients for 0.2 s: no pause of a shared machine is as long, so none hides them."""
+    with lab_of(ranks=2, bandwidth="10mbit") as lab:
         for chosen in lab.run(over_a_slow_network):
             assert {chosen["layers.0"], chosen["layers.3"]} <= {"int8", "int4"}
 
