@@ -11,6 +11,9 @@ same on every rank, and prints as the Python that builds it, so a failing one ca
     ("detach", body)      add what a body gives from an input without gradients
     ("cut",)              nothing before this gets a gradient
     ("checkpoint", body)  non-reentrant activation checkpoint
+    ("inner", body)       add the gradient of a loss of what a body gives, taken within the forward
+    ("late", how, body)   a loss of what a body gives, whose backward runs within the backward: through all that is
+                          before it ("through"), from an input without gradients ("apart"), for its input alone ("grad")
     ("fail",)             raise in forward, on all ranks
     ("fail_backward",)    raise in backward, on all ranks
 """
@@ -46,6 +49,24 @@ class FailsBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise Boom
+
+
+class Late(torch.autograd.Function):
+    """Has a backward within its own: of ``loss``, or for the gradient of that with respect to ``leaf``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, aside: list[Any]) -> Tensor:
+        ctx.aside = aside
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        loss, leaf = ctx.aside
+        if leaf is not None:
+            (more,) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+            return gradients[0] if more is None else gradients[0] + more, None
+        loss.backward(retain_graph=True)
+        return gradients[0], None
 
 
 class Block(nn.Module):
@@ -137,6 +158,8 @@ class Maze(nn.Module):
         for name in spec["frozen"]:
             self.get_parameter(name).requires_grad_(False)
         self.nap: Callable[[Tensor], Tensor] = lambda x: x
+        self.rank: int | None = None
+        """That this model stands for, where it is not the process's own."""
 
     def forward(self, x: Tensor, program: Program) -> Tensor:
         out: Tensor = self.leave(self.run(program, self.enter(x)))
@@ -158,7 +181,7 @@ class Maze(nn.Module):
         return x
 
     def _some(self, x: Tensor, unit: int, ranks: tuple[int, ...]) -> Tensor:
-        extra = {"deep": (x.sin(),), "use": dist.get_rank() in ranks}
+        extra = {"deep": (x.sin(),), "use": (dist.get_rank() if self.rank is None else self.rank) in ranks}
         out = self.units[unit](x.cos(), extra=extra)
         return x + out["main"] + 0.1 * out["others"][0] if 0 in ranks else x + out["others"][0]
 
@@ -177,11 +200,28 @@ class Maze(nn.Module):
         out: Tensor = checkpoint(self.run, body, x, use_reentrant=False)
         return out
 
+    def _inner(self, x: Tensor, body: Program) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            loss = _loss(self.run(body, leaf))
+            found = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+        return x if found is None else x + 0.1 * found
+
+    def _late(self, x: Tensor, how: str, body: Program) -> Tensor:
+        start = x if how == "through" else x.detach()
+        leaf = start.requires_grad_() if how == "grad" else None
+        loss = _loss(self.run(body, start))
+        return Late.apply(x, [loss, leaf]) if loss.requires_grad else x  # type: ignore[no-any-return]
+
     def _fail(self, x: Tensor) -> Tensor:
         raise Boom
 
     def _fail_backward(self, x: Tensor) -> Tensor:
         return FailsBackward.apply(x)  # type: ignore[no-any-return]
+
+
+def _loss(x: Tensor) -> Tensor:
+    return x.sin().square().mean()
 
 
 def _unit(shape: tuple[Any, ...]) -> nn.Module:
@@ -264,11 +304,15 @@ def flat(units: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [shape for top in units for shape in (top, *top[2:])]
 
 
-def random_program(rng: random.Random, spec: dict[str, Any], world: int) -> Program:
-    """In order, or shuffled, skipped, repeated and nested in any way."""
+def random_program(rng: random.Random, spec: dict[str, Any], world: int, late: float = 0.0) -> Program:
+    """In order, or shuffled, skipped, repeated and nested in any way.
+
+    Args:
+        late: the share of ops that are late or inner gradients.
+    """
     order = list(range(len(kinds(spec))))
     inside = callers(spec)
-    style = rng.random()
+    style = 1.0 if late else rng.random()
     if style < 0.25:
         return tuple(("call", unit) for unit in order if unit not in inside)
     if style < 0.35:
@@ -276,20 +320,25 @@ def random_program(rng: random.Random, spec: dict[str, Any], world: int) -> Prog
     if style < 0.45:
         rng.shuffle(order)
         return (("checkpoint", tuple(("call", unit) for unit in order)),)
-    return tuple(_ops(rng, spec, world, length=rng.randint(2, 7), depth=0, busy=frozenset()))
+    return tuple(_ops(rng, spec, world, length=rng.randint(2, 7), depth=0, busy=frozenset(), late=late))
 
 
 def _ops(
-    rng: random.Random, spec: dict[str, Any], world: int, length: int, depth: int, busy: frozenset[int]
+    rng: random.Random, spec: dict[str, Any], world: int, length: int, depth: int, busy: frozenset[int], late: float
 ) -> Iterator[Program]:
     inside = callers(spec)
     free = [unit for unit in range(len(kinds(spec))) if unit not in busy]
     free = [unit for unit in free if not any(inside.get(each) == unit for each in busy)]
 
-    def body(*more: int) -> Program:
-        return tuple(_ops(rng, spec, world, rng.randint(1, 3), depth + 1, busy | set(more)))
+    def body(*more: int, late: float = late) -> Program:
+        return tuple(_ops(rng, spec, world, rng.randint(1, 3), depth + 1, busy | set(more), late))
 
     for _ in range(length):
+        if late and depth < 3 and rng.random() < late:
+            how = rng.choice(("inner", "through", "apart", "grad"))
+            # No late one within it: the engine loses gradients of a backward in a forward that a checkpoint runs again.
+            yield ("inner", body(late=0.0)) if how == "inner" else ("late", how, body())
+            continue
         draw = rng.random()
         unit = rng.choice(free) if free else None
         if unit is None or draw < 0.04:

@@ -18,15 +18,20 @@ from __future__ import annotations
 
 import pprint
 import random
+import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests import internals
 from tests.lockstep import ON_THE_WIRE, TIMEOUT, Naps, Pair, as_it_was, loss_of, play
-from tests.maze import WIDTH, Maze, Program, random_actions, random_spec
+from tests.maze import WIDTH, Maze, Program, random_actions, random_program, random_spec
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import SOAK
 
@@ -118,6 +123,135 @@ def test_nesting_deeper_than_the_buffers_is_counted(depth: int, overflows: bool)
     for _ in range(2):
         loss_of([model(torch.ones(1, WIDTH), tuple(("call", unit) for unit in range(4)))]).backward()
     assert yafsdp_cc.counters_of(model).overflow_buffers == before
+
+
+# Backwards within backwards, and ranks that differ
+
+STAGES: dict[str, dict[str, Any]] = {
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "not resharded": {"reshard_after_forward": False},
+    "replicas": {"mesh": ((2, 1), (2, 2))},
+}
+CODECS = (None, "int8", "onebit")
+PATIENCE = 8.0
+"""Seconds that ranks which differ wait for each other."""
+REFUSED = "an operation failed: |reached the inside|to the weights of|needed where others are in use|was unfrozen while"
+DIFFERENCES = ("frozen", "skipped", "unsynced", "summed apart", "routed", "nested", "checkpointed")
+"""What one rank does that others do not."""
+
+
+def tale(seed: int) -> dict[str, Any]:
+    """All of a program with backwards within backwards, from its seed: for each rank, the actions of each step."""
+    rng = random.Random(seed)
+    world = 4 if seed % 10 == 9 else 2
+    spec = random_spec(rng, (2, 4)) | {"tied_units": None}
+    names = [name for name, _ in Maze(spec).named_parameters()]
+    difference = rng.choice(DIFFERENCES) if rng.random() < 0.3 else None
+    odd, at = rng.randrange(world), rng.randrange(3)
+    usual = random_program(rng, spec, world, late=0.3)
+    steps: list[list[dict[str, Any]]] = []
+    for number in range(3):
+        program = usual if rng.random() < 0.5 else random_program(rng, spec, world, late=0.3)
+        step = {"program": program, "sync": number == 2 or rng.random() < 0.8, "freeze": None, "backward": True}
+        if rng.random() < 0.3:
+            step["freeze"] = (rng.choice(names), rng.random() < 0.6)
+        of_ranks = [dict(step) for _ in range(world)]
+        if number == at and difference is not None:
+            mine = of_ranks[odd]
+            if difference == "frozen":
+                mine["freeze"] = (rng.choice([name for name in names if name not in spec["frozen"]]), True)
+            elif difference == "nested":
+                mine["program"] = (*program, ("late", "apart", (("call", 0),)))
+            elif difference == "routed":
+                mine["program"] = (*program, ("call", rng.randrange(len(spec["units"]))))
+            elif difference == "checkpointed":
+                mine["program"] = (("checkpoint", program),)
+            mine["backward"] = difference != "skipped"
+            mine["sync"] ^= difference == "unsynced"
+            mine["apart"] = difference == "summed apart"
+        steps.append(of_ranks)
+    stage, codec = rng.choice(list(STAGES)), rng.choice(CODECS)
+    return {"seed": seed, "world": world, "spec": spec, "stage": stage, "codec": codec, "steps": steps} | {
+        "difference": difference
+    }
+
+
+def tell(plot: dict[str, Any]) -> str:
+    """Run a tale in this rank; return "right", or the error that has ended it."""
+    # Groups of a mesh do not take over the timeout of the default group.
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=PATIENCE if plot["difference"] else TIMEOUT)
+    try:
+        _tell(plot)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+def _tell(plot: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), plot["world"]
+    plains, model = [], _maze(plot)
+    for each in range(world):
+        plains.append(_maze(plot))
+        plains[-1].rank = each
+    options = dict(STAGES[plot["stage"]])
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", options["mesh"][world // 4], mesh_dim_names=("replicate", "shard"))
+    codec = plot["codec"] and yafsdp_cc.Compression(plot["codec"], residual="fp32")
+    units = [unit for unit in model.units if any(True for _ in unit.parameters())]
+    sharded: Any = yafsdp_cc.shard(model, units=units, compression=codec, **options)
+    total: dict[str, Tensor] = {}
+    for number, of_ranks in enumerate(plot["steps"]):
+        for each, plain in enumerate(plains):
+            _step(plain, of_ranks[each], _drawn(number, each))
+        mine = of_ranks[rank]
+        sharded.set_requires_gradient_sync(mine["sync"])
+        if "apart" in mine and plot["stage"] == "replicas":
+            sharded.set_requires_all_reduce(not mine["apart"])
+        _step(sharded, mine, _drawn(number, rank))
+    for name, _ in plains[0].named_parameters():
+        parts = [part.grad for plain in plains if (part := plain.get_parameter(name)).grad is not None]
+        if parts:
+            total[name] = torch.stack(parts).sum(0) / world
+    residuals = internals.mean_residuals_of(sharded) if plot["codec"] else {}
+    for name, parameter in internals.sharded_parameters(sharded):
+        found = None if parameter.grad is None else parameter.grad.full_tensor()
+        if name in residuals and found is not None:
+            found = found + residuals[name]  # what was sent, and what is still to come
+        truth = total.get(name)
+        if found is None or truth is None:
+            rest = truth if found is None else found
+            assert rest is None or not rest.any(), f"{name}: one of the gradients is None"
+        else:
+            off, norm = (found - truth).norm().item(), truth.norm().item()
+            assert off <= 1e-6 * max(norm, 1.0), f"{name} is off by {off:.1e} of {norm:.1e}"
+
+
+def _maze(plot: dict[str, Any]) -> Maze:
+    torch.manual_seed(plot["seed"])
+    return Maze(plot["spec"])
+
+
+def _drawn(number: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def _step(model: Any, step: dict[str, Any], x: Tensor) -> None:
+    if step["freeze"] is not None:
+        name, frozen = step["freeze"]
+        dict(internals.sharded_parameters(model))[name].requires_grad_(not frozen)
+    loss = loss_of([model(x, step["program"])])
+    if step["backward"] and loss.requires_grad:
+        loss.backward()
+
+
+@pytest.mark.parametrize("seed", _seeds())
+def test_backwards_within_backwards(seed: int) -> None:
+    plot = tale(seed)
+    found = on_ranks(plot["world"], tell, plot, timeout=TIMEOUT, patience=PATIENCE if plot["difference"] else TIMEOUT)
+    if not (all(each == "right" for each in found) or all(re.search(REFUSED, each) for each in found)):
+        pytest.fail(f"{pprint.pformat(found)}\nThe program was\n{pprint.pformat(plot, width=140)}", pytrace=False)
 
 
 # On a GPU, where kernels of other shapes may round otherwise

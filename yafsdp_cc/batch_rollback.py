@@ -193,8 +193,6 @@ class BatchRollback:
             self._undo.append(partial(setattr, state, name, getattr(state, name)))
         fingerprint = vars(state.context.fingerprint)
         self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))
-        # On CUDA it has numbers of the backward before, perhaps of the one that is skipped.
-        self._undo.append(partial(setattr, state._readback, "_holds", False))
 
     def _save_buffers(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -45,6 +45,7 @@ from yafsdp_cc.engine import reductions, streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.module import require_state
 from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
@@ -318,7 +319,7 @@ class _Recorder(Observer):
         self._kind = ""
 
     def after_backward(self) -> None:
-        self.add(REPLICATED)
+        self.add(REPLICATED, self._state.final_reduce)
 
     @property
     def is_within(self) -> bool:
@@ -651,8 +652,8 @@ def _issue(state: FSDPState, op: _Op) -> None:
         if context.replicas is not None:
             context.replicas.all_reduce_kept()
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters")
-        state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
+        context.fingerprint.agree(FINAL_REDUCE, op.name, state.replicated.flats)
+        state.replicated.all_reduce([0.0] * len(state.params))
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:

@@ -38,6 +38,7 @@ from yafsdp_cc.engine.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_me
 from yafsdp_cc.engine.offload import make_transfers
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+from yafsdp_cc.engine.reductions import fingerprints
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.sharding import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
@@ -212,13 +213,17 @@ def _make_context(
     gather_comm, reduce_comm = comms[info.mesh]
     gather_stream = streams.of("all-gather", device)
     reduce_stream = gather_stream if reduce_comm is gather_comm else streams.of("reduce", device)
-    replica, count = (0, 1) if replica_comm is None else (replica_comm.rank, replica_comm.world)
+    replica = 0 if replica_comm is None else replica_comm.rank
     registers = any(spec.settings.allocates_from_group for spec in specs)
     gather_scratch, reduce_scratch = (
         ScratchBuffers(device, comm.group if registers else None) for comm in (gather_comm, reduce_comm)
     )
-    world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
-    fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
+    rank = gather_comm.rank + gather_comm.world * replica
+    fingerprint = fingerprints.get(info.shard_group) if replicas is None else None
+    if fingerprint is None:
+        fingerprint = CollectiveFingerprint(rank, ranks, info.shard_group, device)
+        if replicas is None:
+            fingerprints[info.shard_group] = fingerprint
     # A leaf below the root gates: a backward reaches it if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
@@ -477,7 +482,7 @@ def _make_replicated(
     own, *others = (
         ReplicatedParams(
             flats,
-            count + CollectiveFingerprint.WIDTH if mesh is context.info.mesh else len(NO_FLAGS),
+            count if mesh is context.info.mesh else len(NO_FLAGS),
             contexts[mesh][1],
             context.reduce_stream,
             replicas,
