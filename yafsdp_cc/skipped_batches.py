@@ -303,7 +303,7 @@ class _Recorder(Observer):
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
         self._log.add(_Op(self._number, kind, name, flag))
-        self._kind, self._before = kind, self._state.context.fingerprint._count
+        self._kind, self._before = kind, self._state.context.fingerprint.count
 
     def before_forward(self) -> None:
         self._kind = ""  # all others have been told of it
@@ -325,7 +325,7 @@ class _Recorder(Observer):
     def is_within(self) -> bool:
         """Whether the last entry is perhaps not issued in full."""
         if self._kind in (GATHER, REPLICATED):
-            return self._state.context.fingerprint._count == self._before
+            return self._state.context.fingerprint.count == self._before
         return bool(self._kind)
 
 

@@ -9,30 +9,23 @@ that also carries which parameters each rank has used:
 
 from __future__ import annotations
 
-import itertools
-import re
-import time
-import zlib
 from array import array
-from collections import deque
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
+from yafsdp_cc.engine.agreement import Agreement
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
-from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.streams import PinnedReadback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
+    from yafsdp_cc.engine.agreement import Operation
     from yafsdp_cc.engine.communicator import CommContext, Communicator, Works
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.streams import CommStream
@@ -290,75 +283,17 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
 _MASK = (1 << 64) - 1
 _LONG, _SHORT = 1_000_003, 256 * 1_000_003
 """Factors of hashes: multiplied by the second one eight times, one has nothing left of what it was."""
-_SHOWN = 6
-"""Operations, and frozen parameters, of each rank that an error names."""
-_KNOWN = 1 << 16
-"""Contexts that a rank keeps in mind: all ranks forget theirs at the same operation."""
-_FEW, _PROMPT = 16, 0.003
-"""So many ranks look for the verdict often, for so many seconds: some stores sleep between two looks."""
-_AGREED, _DIFFERENT = "agreed", "different"
 FINAL_REDUCE = "final reduce"
 """The kind of the operation behind which gradients are final."""
 
 
-class Operation(NamedTuple):
-    """A collective, or some that are issued together, by what all ranks must have alike."""
-
-    kind: str
-    name: str
-    """Of the group."""
-    wanted: tuple[bool, ...]
-    """Which of the parameters require a gradient, where it sums gradients."""
-    factors: tuple[float, ...]
-    """By what sums are divided."""
-
-    def next_number(self, before: Operation) -> tuple[int, int] | None:
-        """Return which number in the name has changed since ``before``, and by how much, if nothing else has."""
-        if self._replace(name="") != before._replace(name=""):
-            return None
-        ours, theirs = re.split(r"(\d+)", self.name), re.split(r"(\d+)", before.name)
-        places = [place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other]
-        if len(ours) != len(theirs) or len(places) != 1 or places[0] % 2 == 0:
-            return None
-        return places[0], int(ours[places[0]]) - int(theirs[places[0]])
-
-
-class CollectiveFingerprint:
-    """What ranks compare of the collectives that they are about to issue.
-
-    Two ranks that issue different ones hang, end (gloo, where a message is too long) or mix up numbers. So an operation
-    is issued at once only where ranks expect it: it has followed all since the last final reduce before, or followed
-    the eight before it the last time, or it goes on from unit to unit as those before it. Any other one waits until all
-    ranks have told the store that theirs is the same. All ranks expect alike, for they have agreed on all before: where
-    some are to issue what is expected and others are not, these do not meet, and all of them time out by name.
-
-    Args:
-        rank: among the ``ranks`` of the model.
-        ranks: the numbers of these ranks among all.
-        group: some or all of them; fake ranks, and those that Python plays, give no answers and are not asked.
-    """
-
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._rank, self._world, self._store = rank, len(ranks), _get_default_store()
-        self._has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
-        self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
-        if self._has_peers:
-            self._store = self._store.clone()  # type: ignore[attr-defined]  # skip_together waits in that of all
-            if (timeout := timeout_of(group)) is not None:
-                self._store.set_timeout(timeout)
-            self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"  # all of these ranks count alike
-        self._count = self._path = self._context = 0
-        self._hashes: dict[Operation, int] = {}
-        self._followers: dict[int, int] = {}
-        """Hashes of what has come behind paths and contexts the last time."""
-        self._last: deque[Operation] = deque(maxlen=_SHOWN)
-        self._questions = itertools.count()  # goes on also where a batch is rolled back
-        self._answered = ""
+class CollectiveFingerprint(Agreement):
+    """What ranks compare of the collectives that they are about to issue: hashes of those that came before."""
 
     def record(self, kind: str, name: str) -> None:
         """Note what has become of the group ``name``, on which the operations behind it are to depend."""
-        operation = Operation(kind, name, (), ())
-        self._add(operation, self._hash(operation))
+        operation = (kind, name, (), ())
+        self._add(operation, self.hash(operation))
 
     def agree(self, kind: str, name: str, flats: Sequence[FlatParam] = ()) -> None:
         """Return once all ranks are known to issue the same operation of the group ``name`` next.
@@ -372,83 +307,14 @@ class CollectiveFingerprint:
             RuntimeError: ranks issue different operations, or one does not come.
         """
         wanted = tuple([param.parameter.requires_grad for flat in flats for param in flat.params])
-        operation = Operation(kind, name, wanted, tuple([flat.divisor.factor for flat in flats]))
-        known = self._hashes.get(operation) or self._hash(operation)
-        if self._has_peers and self._followers.get(self._path) != known:
-            self._follow(operation, flats)
+        operation = (kind, name, wanted, tuple([flat.divisor.factor for flat in flats]))
+        known = self.hashes.get(operation) or self.hash(operation)
+        if self.has_peers and self.followers.get(self.path) != known:
+            self.follow(operation, flats)
         self._add(operation, known)
 
-    def _hash(self, operation: Operation) -> int:
-        return self._hashes.setdefault(operation, zlib.crc32(repr(tuple(operation)).encode()))
-
     def _add(self, operation: Operation, known: int) -> None:
-        self._path = 0 if operation.kind == FINAL_REDUCE else (self._path * _LONG + known + 1) & _MASK
-        self._context = (self._context * _SHORT + known + 1) & _MASK
-        self._count += 1
-        self._last.append(operation)
-
-    def _follow(self, operation: Operation, flats: Sequence[FlatParam]) -> None:
-        """Ask all ranks unless they expect this operation, and expect it the next time."""
-        usual = self._followers.get(self._path, self._followers.get(self._context))
-        if not (self._goes_on(operation) if usual is None else usual == self._hash(operation)):
-            self._ask(operation, flats)
-        if len(self._followers) > _KNOWN:
-            self._followers.clear()
-        self._followers[self._path] = self._followers[self._context] = self._hash(operation)
-
-    def _goes_on(self, operation: Operation) -> bool:
-        """Return whether the last operations went on by a unit, perhaps in turns of two or three, and this one does."""
-        for period in range(1, _SHOWN // 2 + 1):
-            before = list(self._last)[-2 * period :: period]
-            if len(before) == 2 and (step := before[1].next_number(before[0])) is not None:
-                return operation.next_number(before[1]) == step
-        return False
-
-    def _ask(self, operation: Operation, flats: Sequence[FlatParam]) -> None:
-        """Ask all ranks for their next operation: one number has how many have answered, and the sum of the hashes."""
-        key = f"{self._key}/{next(self._questions)}"
-        own = zlib.crc32(f"{self._hash(operation)} {self._path}".encode())
-        try:
-            answers = self._store.add(key, (1 << 48) + own)
-            if answers >> 48 == self._world:
-                verdict = _AGREED if answers & ((1 << 48) - 1) == self._world * own else _DIFFERENT
-                self._store.set(f"{key}/over", verdict)
-                self._forget(self._answered)
-            else:
-                until, pause = time.monotonic() + _PROMPT, 1e-4
-                while self._world <= _FEW and time.monotonic() < until and not self._store.check([f"{key}/over"]):
-                    time.sleep(pause)
-                    pause *= 2
-                verdict = self._store.get(f"{key}/over").decode()
-        except RuntimeError as error:
-            raise self.explain(error, self._described(operation, flats)) from error
-        if verdict != _AGREED:
-            differ = RuntimeError("ranks were about to issue different ones")
-            raise self.explain(differ, self._described(operation, flats))
-        self._answered = key
-
-    def _forget(self, key: str) -> None:
-        """Remove what ranks have agreed on: all of them have read it, for they have answered the next question."""
-        with suppress(RuntimeError):  # not all stores can
-            for each in (key, f"{key}/over") if key else ():
-                self._store.delete_key(each)
-
-    def _described(self, operation: Operation, flats: Sequence[FlatParam]) -> str:
-        frozen = [p.spec.name for flat in flats for p in flat.params if not p.parameter.requires_grad]
-        factors = sorted(set(operation.factors) - {self._world})
-        return (
-            f"; next: {operation.kind} {operation.name}"
-            + (f" without {', '.join(frozen[:_SHOWN])}, frozen ({len(frozen)} in all)" if frozen else "")
-            + (f", divided by {factors}" if factors else "")
-        )
-
-    def explain(self, error: RuntimeError, following: str = "") -> RuntimeError:
-        """Return the failure of a collective, with what the other ranks were doing, and this one was about to do."""
-        last = ", ".join(f"{each.kind} {each.name}" for each in self._last)
-        mine = f"{self._count} operations, the last: {last}{following}"
-        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._world, mine)
-        return RuntimeError(
-            f"an operation failed: {reason}: the same forwards and backwards, requires_grad and "
-            "set_requires_gradient_sync (parameters inside a unit may go unused).\n"
-            f"What ranks did last:\n{table}\n{error}"
-        )
+        self.path = 0 if operation[0] == FINAL_REDUCE else (self.path * _LONG + known + 1) & _MASK
+        self.context = (self.context * _SHORT + known + 1) & _MASK
+        self.count += 1
+        self.last.append(operation)
