@@ -272,8 +272,9 @@ def shard(
             replicated along the first, gradients are summed over both. Parameters that ``parallelize_module`` has
             divided across another dimension are sharded further. None: shard across all ranks; a process group is
             started from the launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
-        units: modules that are gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class
-            names or classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
+        units: modules that are gathered together: ``"auto"`` (the model's own plan, else its repeated blocks, else a
+            model of up to 4 million parameters as a whole), class names or classes, patterns of module names
+            (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps unsharded weights until they change: a buffer for each unit instead of shared
             ones, and half of the all-gathers. None or True drops them. A number reshards them across so many
             neighbouring ranks (of one machine, say), and gathers them again from there until they change.
