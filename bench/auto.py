@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
 from yafsdp_cc.compression.queue_model import backward_seconds
 from yafsdp_cc.fsdp2.module import require_state
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.contestants import trains
+from bench import train
+from bench.common import about, names, save
+from yafsdp_cc.tools.table import table
+from bench.contestants import trains
 from yafsdp_cc.tools.netlab import Lab, Unavailable
 
 if TYPE_CHECKING:
-    from yafsdp_cc.tools.bench.trainers import Trainer
+    from bench.trainers import Trainer
 
 SEQUENCES = 2
 

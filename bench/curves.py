@@ -37,9 +37,10 @@ import yafsdp_cc
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon, OneBitAdam, ReplicatedOneBitAdam
-from yafsdp_cc.tools.bench.common import save, table
-from yafsdp_cc.tools.bench.slow import learn
-from yafsdp_cc.tools.bench.trainers import ADAM, Trainer
+from bench.common import save
+from yafsdp_cc.tools.table import table
+from bench.slow import learn
+from bench.trainers import ADAM, Trainer
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import CLIP, loss_of
 

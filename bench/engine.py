@@ -39,8 +39,9 @@ from bench.counting import count
 from bench.memory import measure_memory
 from bench.models import GPT, SPECS, Spec
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from bench.common import about, interleaved, names, save
+from yafsdp_cc.tools.table import table
+from bench.trainers import shard_by_fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -33,7 +33,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, names, save, table
+from bench.common import about, names, save
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -38,8 +38,9 @@ import yafsdp_cc
 from bench.models import GPT, SPECS, Block, Spec
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table, times
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from bench.common import about, interleaved, names, save, times
+from yafsdp_cc.tools.table import table
+from bench.trainers import shard_by_fsdp2
 from yafsdp_cc.tools.netlab import Lab
 
 if TYPE_CHECKING:

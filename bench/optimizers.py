@@ -36,7 +36,8 @@ from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
-from yafsdp_cc.tools.bench.common import about, save, table
+from bench.common import about, save
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,8 @@ import yafsdp_cc
 from bench.memory import _live, _peak
 from bench.models import SPECS
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
+from bench.common import about, interleaved, names, save
+from yafsdp_cc.tools.table import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PLAIN, PATCHED = "step", "step and patch"

@@ -34,7 +34,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from yafsdp_cc.server import ParameterServer, ServerShard
-from yafsdp_cc.tools.bench.common import names, save, table
+from bench.common import names, save
+from yafsdp_cc.tools.table import table
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import loss_of

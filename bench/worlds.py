@@ -44,8 +44,9 @@ from torch.utils.checkpoint import checkpoint
 import yafsdp_cc
 from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from bench.common import about, names, save
+from yafsdp_cc.tools.table import table
+from bench.trainers import shard_by_fsdp2
 from yafsdp_cc.tools.report.overlap import joined, length, without
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -42,8 +42,9 @@ from bench.models import GPT, Spec
 from tests.ranks import ranks_of_one_gpu
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from bench.common import about, names, save
+from yafsdp_cc.tools.table import table
+from bench.trainers import shard_by_fsdp2
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

@@ -25,7 +25,7 @@ from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
-from yafsdp_cc.tools.bench.common import names
+from bench.common import names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.netlab.labs import lab_of
-from yafsdp_cc.tools.bench import pipeline
-from yafsdp_cc.tools.bench.contestants import PIPELINE
+from bench import pipeline
+from bench.contestants import PIPELINE
 from yafsdp_cc.tools.demo.model import GPT
 
 

@@ -7,8 +7,8 @@ import functools
 import pytest
 
 from tests.netlab.labs import lab_of
-from yafsdp_cc.tools.bench import replicas, train
-from yafsdp_cc.tools.bench.contestants import REPLICAS
+from bench import replicas, train
+from bench.contestants import REPLICAS
 from yafsdp_cc.tools.demo.model import GPT
 
 NAMES = ("synchronous", "overlap", "gossip", "sparseloco")

@@ -10,7 +10,7 @@ import torch
 
 from bench import lazy_error, loading, patches
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.tools.bench import pipeline
+from bench import pipeline
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="they read the kernel's counts and malloc's")
 

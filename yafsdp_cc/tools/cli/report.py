@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from yafsdp_cc.tools.bench.common import table
+from yafsdp_cc.tools.table import table
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import UnreadableError, read
 

@@ -38,8 +38,9 @@ from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.mesh import probe_links
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
-from yafsdp_cc.tools.bench.common import cell, interleaved, table
-from yafsdp_cc.tools.bench.contestants import EXCHANGES
+from bench.common import cell, interleaved
+from yafsdp_cc.tools.table import table
+from bench.contestants import EXCHANGES
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import bits_per_second
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from yafsdp_cc.tools.bench.common import about, names, save
-from yafsdp_cc.tools.bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
+from bench.common import about, names, save
+from bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
 from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
     try:
         # only after the arguments are checked: importing torch takes seconds
-        figures = import_module(f"yafsdp_cc.tools.bench.{suite}").run(contestants, **given)
+        figures = import_module(f"bench.{suite}").run(contestants, **given)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (LabError, Unavailable) as error:

@@ -15,7 +15,7 @@ import yafsdp_cc.tools.cli as cli
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
-from yafsdp_cc.tools.bench import train
+from bench import train
 
 OURS = "ours int8 / int8 weights"
 

@@ -23,9 +23,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 from yafsdp_cc.pipelining import CompressedStage, prepare_schedule
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import cell, interleaved, table, times
-from yafsdp_cc.tools.bench.contestants import PIPELINE
+from bench import train
+from bench.common import cell, interleaved, times
+from yafsdp_cc.tools.table import table
+from bench.contestants import PIPELINE
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import learning_rate
@@ -34,7 +35,7 @@ from yafsdp_cc.tools.netlab.links import UNSHAPED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
     from yafsdp_cc.tools.netlab import Lab
 
 WIDTH, HEADS, LENGTH = 128, 4, 128

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import table, times
-from yafsdp_cc.tools.bench.contestants import LEARNS_AS, PHASES, TRAINING
-from yafsdp_cc.tools.bench.trainers import make
+from bench import train
+from bench.common import times
+from yafsdp_cc.tools.table import table
+from bench.contestants import LEARNS_AS, PHASES, TRAINING
+from bench.trainers import make
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.tools.netlab.links import UNSHAPED
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.tools.bench.trainers import Trainer
+    from bench.trainers import Trainer
     from yafsdp_cc.tools.netlab import Lab
 
 POINTS = 20

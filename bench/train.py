@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from yafsdp_cc.compression.autotune import FIRST
 from yafsdp_cc.compression.config import AUTO
-from yafsdp_cc.tools.bench.common import cell, interleaved, table, times
-from yafsdp_cc.tools.bench.contestants import TRAINING
-from yafsdp_cc.tools.bench.trainers import Trainer, make
+from bench.common import cell, interleaved, times
+from yafsdp_cc.tools.table import table
+from bench.contestants import TRAINING
+from bench.trainers import Trainer, make
 from yafsdp_cc.tools.demo.model import VOCABULARY
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
@@ -28,7 +29,7 @@ from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
 
 SEQUENCES, LENGTH = 8, 128
 WARM_UP = 3
