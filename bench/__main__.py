@@ -1,4 +1,4 @@
-"""``yafsdp-cc bench``: measure training over a slow network, and collectives, beside torch's own."""
+"""``python -m bench``: measure training over a slow network, and collectives, beside torch's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from bench.common import about, names, save
 from bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
+from yafsdp_cc.tools.cli import interruptible
 from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ def main(argv: list[str]) -> int:
     except (LabError, Unavailable) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    save(path, {"about": about(["yafsdp-cc", "bench", *argv]), suite: figures})
+    save(path, {"about": about(["python", "-m", "bench", *argv]), suite: figures})
     return 0
 
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog="yafsdp-cc bench",
+        prog="python -m bench",
         description=ABOUT,
         epilog="\n".join("\n  ".join([f"contestants of {suite}:", *names]) for suite, names in CONTESTANTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -142,3 +143,7 @@ def _numbers(text: str) -> list[int]:
         return [positive(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write 2, or 2,4 for one run after the other") from None
+
+
+if __name__ == "__main__":
+    sys.exit(interruptible(lambda: main(sys.argv[1:])))

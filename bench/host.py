@@ -41,9 +41,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
+from bench.common import about, interleaved, names, save
 from yafsdp_cc.engine.replicated import CollectiveFingerprint
 from yafsdp_cc.tools import fake_ranks
-from bench.common import about, interleaved, names, save
 from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
+from bench.common import about, save
 from bench.kernels import milliseconds
 from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
-from bench.common import about, save
 from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from yafsdp_cc import replicas
 from bench import train
 from bench.common import cell, interleaved
-from yafsdp_cc.tools.table import table
 from bench.contestants import REPLICAS
 from bench.trainers import ADAM
+from yafsdp_cc import replicas
 from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
 from yafsdp_cc.tools.demo.train import loss_of
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

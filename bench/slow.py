@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from bench import train
 from bench.common import times
-from yafsdp_cc.tools.table import table
 from bench.contestants import LEARNS_AS, PHASES, TRAINING
 from bench.trainers import make
+from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.tools.netlab.links import UNSHAPED
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ def _losses_in(path: Path) -> dict[str, Any]:
     try:
         return {count: figures["learnt"] for count, figures in json.loads(path.read_text())["slow"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not what `yafsdp-cc bench --suite slow --json {path}` writes: {error!r}") from None
+        raise ValueError(f"{path} is not what `python -m bench --suite slow --json {path}` writes: {error!r}") from None
 
 
 def measure(

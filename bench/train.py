@@ -16,15 +16,15 @@ import torch
 import torch._dynamo  # the optimizers import it, before ranks are forked
 import torch.distributed as dist
 
-from yafsdp_cc.compression.autotune import FIRST
-from yafsdp_cc.compression.config import AUTO
 from bench.common import cell, interleaved, times
-from yafsdp_cc.tools.table import table
 from bench.contestants import TRAINING
 from bench.trainers import Trainer, make
+from yafsdp_cc.compression.autotune import FIRST
+from yafsdp_cc.compression.config import AUTO
 from yafsdp_cc.tools.demo.model import VOCABULARY
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

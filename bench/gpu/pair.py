@@ -38,13 +38,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import yafsdp_cc
+from bench.common import about, names, save
 from bench.models import GPT, Spec
+from bench.trainers import shard_by_fsdp2
 from tests.ranks import ranks_of_one_gpu
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.optim import OneBitAdam
-from bench.common import about, names, save
 from yafsdp_cc.tools.table import table
-from bench.trainers import shard_by_fsdp2
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.gpu.flight import FLIGHTS, PARTS, ROOT
 from bench.common import names
+from bench.gpu.flight import FLIGHTS, PARTS, ROOT
 from yafsdp_cc.tools.table import table
 
 SITE = """

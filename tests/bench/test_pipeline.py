@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.netlab.labs import lab_of
 from bench import pipeline
 from bench.contestants import PIPELINE
+from tests.netlab.labs import lab_of
 from yafsdp_cc.tools.demo.model import GPT
 
 
