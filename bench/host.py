@@ -41,8 +41,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
+from bench.common import about, interleaved, names, save
 from yafsdp_cc.tools import fake_ranks
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -172,7 +172,7 @@ def _settings(asked: argparse.Namespace) -> dict[str, Any]:
 
 def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> str:
     from yafsdp_cc.plan.report import human
-    from yafsdp_cc.tools.bench.common import table
+    from yafsdp_cc.tools.table import table
 
     ranks = [f"{row.plan.world * row.plan.replicas:,}" for row in rows]
     plan = rows[0].plan
