@@ -10,6 +10,7 @@ import sys
 COMMANDS = {
     "config": "write, show or check a run file, or make one from Accelerate's",
     "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
+    "try": "run a training script under several settings for some steps, and recommend one",
     "env": "describe this machine and installation, for a report of a problem",
     "convert": "write a checkpoint's model as safetensors",
     "demo": "train a small language model on two ranks of this machine",
@@ -19,6 +20,8 @@ COMMANDS = {
     "bench": "measure training over a slow network, beside torch's own engines",
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
+MODULES = {"try": "try_"}
+"""Modules whose names are not those of their commands, as these are words of Python."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        status = int(importlib.import_module(f"yafsdp_cc.tools.cli.{name}").main(rest))
+        status = int(importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
