@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from yafsdp_cc import api
 from yafsdp_cc.config import RUN
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.sharding.assembly import state_of
+from yafsdp_cc.sharding.assembly import current_state, state_of
 from yafsdp_cc.tools.cli.capture import Recording
 from yafsdp_cc.tools.metrics import peak_memory
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LOSS_SHARE = 0.6
-"""Share of a run's seconds after which the steps for the loss end, made or not."""
+"""Share of a run's time after which the steps for the loss end, made or not."""
+LEAST_SECONDS = 10.0
+"""Seconds that a run has for its steps, however long its start took."""
 REPLACED = {
     "compression": ("compression",),
     "precision": ("mp_policy",),
@@ -47,23 +49,20 @@ class Asked(NamedTuple):
     """What the command asks of a run."""
 
     folder: str
-    began: float
-    """Time when the run was started, in seconds since the epoch."""
-    seconds: float
-    """Time until which the run should have ended, in seconds after ``began``."""
+    ends: float
+    """Time at which the run should have ended, in seconds since the epoch."""
     steps: int
-    """Number of steps for the loss."""
     timed: int
-    """Number of steps to time after them, at most."""
+    """Number of steps for the loss, and of steps to time after them, at most."""
     settings: dict[str, Any]
     """Settings of the engine that hold whatever the script and the run file say."""
-    by_torch: bool = False
+    by_torch: bool
     """Whether torch's own ``fully_shard`` shards."""
-    one_bit: bool = False
+    one_bit: bool
     """Whether ``OneBitAdam`` takes the place of torch's ``Adam`` and ``AdamW``."""
-    clip: float | None = None
+    clip: float | None
     """Limit that the script passes to ``clip_grad_norm_``, for ``OneBitAdam``."""
-    bandwidth: str | None = None
+    bandwidth: str | None
     """Rate of the links of the lab that this rank is in, from the recorded step on."""
 
 
@@ -88,7 +87,7 @@ class Trial:
 
     def __init__(self, asked: Asked) -> None:
         self._asked, self._folder = asked, Path(asked.folder)
-        self._started = time.time()
+        self._began = self._ends = asked.ends
         self._is_first = os.environ.get("RANK", "0") == "0"
         self._optimizer: Any = None
         self._modules: list[nn.Module] = []
@@ -122,11 +121,12 @@ class Trial:
     def _replace_functions(self) -> None:
         patched: Any = api  # mypy forbids assignments to functions of modules
         ours, theirs = api.fully_shard, fsdp.fully_shard
-        patched.shard = self._watched(api.shard)
-        patched.fully_shard = self._watched(theirs if self._asked.by_torch else ours)
+        chosen = theirs if self._asked.by_torch else ours
+        patched.shard = self._watched(api.shard, "shard")
+        patched.fully_shard = self._watched(chosen, "fully_shard")
         for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
             if name in sys.modules:
-                vars(sys.modules[name])["fully_shard"] = patched.fully_shard
+                vars(sys.modules[name])["fully_shard"] = self._watched(chosen, "fully_shard", "torch")
         backward, clip = torch.autograd.backward, nn.utils.clip_grad_norm_
 
         @functools.wraps(backward)
@@ -144,11 +144,11 @@ class Trial:
         vars(nn.utils)["clip_grad_norm_"] = watched_clip
         if self._asked.one_bit:
             for kind in ("Adam", "AdamW"):
-                one_bit = _one_bit(kind, max(1, self._asked.steps // 2), self._asked)
+                one_bit = _one_bit(kind, self._asked, self._modules)
                 vars(torch.optim)[kind] = one_bit
                 vars(sys.modules[f"torch.optim.{kind.lower()}"])[kind] = one_bit
 
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, function: Callable[..., Any], *called: str) -> Callable[..., Any]:
         """Return ``shard`` or ``fully_shard`` without the arguments that a setting takes the place of."""
         replaced = {each for name in self._asked.settings for each in REPLACED[name.partition(".")[0]]}
         if function is fsdp.fully_shard:
@@ -156,7 +156,7 @@ class Trial:
 
         @functools.wraps(function)
         def watched(module: Any, *args: Any, **given: Any) -> Any:
-            self._called.add(function.__name__)
+            self._called.update(called)
             result = function(module, *args, **{name: each for name, each in given.items() if name not in replaced})
             self._modules += result if isinstance(result, list) else [result]
             return result
@@ -173,6 +173,9 @@ class Trial:
             raise TypeError(
                 f"OneBitAdam replaces torch's Adam and AdamW, and this script has {type(optimizer).__name__}"
             )
+        if not self._losses:  # a start that was slow leaves some time for steps
+            self._began = time.time()
+            self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
         self._losses.append(self._roots)
         self._roots = []
         if self._is_first:
@@ -187,8 +190,7 @@ class Trial:
         ranks see which step is the last before they have made it.
         """
         if self._recording is None:
-            started = self._started - self._asked.began
-            late = time.time() > self._started + LOSS_SHARE * (self._asked.seconds - started)
+            late = time.time() > self._began + LOSS_SHARE * (self._ends - self._began)
             if len(self._losses) >= self._asked.steps or late:
                 self._peak = peak_memory()
                 if self._asked.bandwidth:
@@ -203,7 +205,7 @@ class Trial:
             self._timed.append(self._now() - self._last)
         self._last = self._now()
         if self._timed and self._last_step() == sys.maxsize:
-            late = time.time() + self._timed[-1] > self._asked.began + self._asked.seconds
+            late = time.time() + self._timed[-1] > self._ends
             if late or len(self._timed) >= self._asked.timed - 1:
                 (self._folder / "last.part").write_text(str(len(self._losses) + 1))
                 (self._folder / "last.part").replace(self._folder / "last")
@@ -243,39 +245,37 @@ class Trial:
             error: why the script failed.
             ended: whether the script ended by itself.
         """
-        own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended, "steps": len(self._losses)}
+        own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
         if error is None:
-            own["losses"] = [mean(each.item() for each in roots) if roots else None for roots in self._losses]
-            own["peak"] = self._peak or peak_memory()
-            own["called"], own["clip"] = sorted(self._called), self._clip
-            own["ranks"] = dist.get_world_size() if dist.is_initialized() else 1
-            own["timed"] = self._timed
-            own["emulates_bf16"] = api.emulates_bf16(next(iter(self._parameters())).device) if self._modules else False
-            own["dtypes"] = sorted({each.forward for plan in self._plans() for each in plan.dtypes})
-            own["planned"] = sum(plan.owned_bytes for plan in self._plans())
-            own["sent"] = (self._sent_bytes() - self._sent) // max(1, len(self._timed))
+            plans = [api.plan_of(each) for each in self._engines()]
+            device = next((each.device for module in self._modules for each in module.parameters()), None)
+            own |= {
+                "losses": [mean(each.item() for each in roots) for roots in self._losses if roots],
+                "timed": self._timed,
+                "sent": (self._sent_bytes() - self._sent) // max(1, len(self._timed)),
+                "peak": self._peak or peak_memory(),
+                "planned": sum(plan.owned_bytes for plan in plans),
+                "dtypes": sorted({each.forward for plan in plans for each in plan.dtypes}),
+                "emulates_bf16": device is not None and api.emulates_bf16(device),
+                "called": sorted(self._called),
+                "clip": self._clip,
+                "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            }
         path = self._folder / f"figures-{os.environ.get('RANK', '0')}.json"
         path.with_suffix(".part").write_text(json.dumps(own))
         path.with_suffix(".part").replace(path)
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for module in self._modules:
-            yield from module.parameters()
-
-    def _roots_of_engine(self) -> list[nn.Module]:
+    def _engines(self) -> list[nn.Module]:
         """Return the outermost modules that this engine has sharded."""
         states = [state for module in self._modules if (state := state_of(module)) is not None]
         return list({id(state.model): state.model for state in states}.values())
 
-    def _plans(self) -> list[Any]:
-        return [api.plan_of(each) for each in self._roots_of_engine()]
-
     def _sent_bytes(self) -> int:
-        counters = [api.counters_of(each) for each in self._roots_of_engine()]
+        counters = [api.counters_of(each) for each in self._engines()]
         return sum(each.gathered_bytes + each.reduced_bytes for each in counters)
 
 
-def _one_bit(kind: str, warmup_steps: int, asked: Asked) -> type[OneBitAdam]:
+def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAdam]:
     """Return a class that a script makes like torch's ``Adam`` or ``AdamW``, and that is ``OneBitAdam``."""
 
     class OneBit(OneBitAdam):
@@ -290,7 +290,10 @@ def _one_bit(kind: str, warmup_steps: int, asked: Asked) -> type[OneBitAdam]:
                         "OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam"
                     )
                 given["weight_decay"] = 0.0
+            if modules:
+                current_state(modules[-1])  # ``fully_shard`` alone makes no engine before the first forward
             # later rounds only time steps, and exact sums for the second moment are rare in a real run
+            warmup_steps = max(1, asked.steps // 2)
             refreshes = 4 if asked.steps > warmup_steps + 4 else 0
             super().__init__(
                 params, *args, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=asked.clip, **given
