@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -200,6 +201,9 @@ class _Trials:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
+                process.terminate()  # the launcher then removes what it has made
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
             finally:
                 process.kill()  # ranks end with their launcher
                 process.wait()
