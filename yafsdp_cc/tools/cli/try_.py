@@ -44,7 +44,7 @@ FIRST_ROUND = 0.75
 SHORT, TIMED = 2, 8
 """Number of steps before those that are timed in later rounds, and of steps that are timed, at most."""
 PATIENCE = 30.0
-"""Seconds beyond its share after which a run is ended by force."""
+"""Seconds beyond its share after which a run is ended by force, if half of the time left is over, too."""
 WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
 """Bytes of an element by the names of dtypes in traces."""
 ABOUT = """\
@@ -194,7 +194,7 @@ class _Trials:
         flags = [f"--log-dir={folder}"] + ([f"--bandwidth={self._asked.bandwidth}"] if self._asked.bandwidth else [])
         command = [sys.executable, "-m", "yafsdp_cc", "launch", *flags, *self._script]
         environment = {**os.environ, "YAFSDP_CC_TRY": json.dumps(wanted)}
-        limit = seconds + PATIENCE
+        limit = max(seconds + PATIENCE, (self._ends - began) / 2)
         with (folder / "launch.log").open("w") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
             try:
@@ -221,7 +221,9 @@ class _Trials:
         if failed := sorted((each["time"], each["error"]) for each in ranks if each["error"]):
             return " ".join(failed[0][1].splitlines()[-1].split())
         if status is None:
-            return f"ended by force after {limit:.0f} s, its time limit: give it --minutes"
+            reason = f"ended by force after {limit:.0f} s, its time limit: give it --minutes"
+            self._hopeless = self._hopeless if self._known else reason
+            return reason
         if status or not ranks:
             return [f"exit status {status}", *(folder / "launch.log").read_text().split("\n")][-2].strip()
         first = ranks[0]
