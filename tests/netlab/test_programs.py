@@ -45,9 +45,11 @@ def test_launch_puts_ranks_on_links_of_the_bandwidth(tmp_path: Path) -> None:
     began = time.time()
     ran = yafsdp_cc("launch", *flags, "train.py", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    (one, sent), (other, _) = (line.split() for line in ran.stdout.splitlines())
+    (one, *ended), (other, last) = (line.split() for line in ran.stdout.splitlines())
     assert len({one, other, os.readlink("/proc/self/ns/net")}) == 3, "each rank is in a network namespace of its own"
-    assert float(sent) - began > 300_000 * 8 / 1e6 * 0.8, "the link has carried no more than its rate"
+    assert max(map(float, [*ended, last])) - began > 300_000 * 8 / 1e6 * 0.8, (
+        "the link has carried no more than its rate"
+    )
 
 
 def test_what_a_program_sends_is_counted() -> None:
