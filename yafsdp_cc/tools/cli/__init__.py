@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "config": "write, show or check a run file, or make one from Accelerate's",
     "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
+    "try": "run a training script under several settings for some steps, and recommend one",
     "env": "describe this machine and installation, for a report of a problem",
     "convert": "write a checkpoint's model as safetensors",
     "demo": "train a small language model on two ranks of this machine",
@@ -22,6 +23,8 @@ COMMANDS = {
     "report": "show traces and runs as tables and as a page of HTML",
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
+MODULES = {"try": "try_"}
+"""Modules whose names are not those of their commands, as these are words of Python."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             hint = "type `python -m bench` in a clone of the repository"
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    return interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{name}").main(rest))
+    return interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
 
 
 def interruptible(command: Callable[[], int]) -> int:
