@@ -35,7 +35,7 @@ MAY_IMPORT = {
     # Users call these modules, and commands of tools.
     "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config engine sharding fsdp2 plan compression checkpoint api",
+    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }
