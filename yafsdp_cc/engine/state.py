@@ -81,20 +81,20 @@ class FSDPState:
     model: nn.Module
     """The root module."""
     specs: Sequence[ParamGroupSpec]
-    """Of all groups, in module order, the root's own last."""
+    """Specs of all groups, in module order, the root's own last."""
     groups: Sequence[ParamGroup]
-    """Those that have parameters to unshard or are called by themselves, in module order."""
+    """Groups that have parameters to unshard or are called by themselves, in module order."""
     root_group: ParamGroup | None
-    """The group of what no other group has taken; None where that is nothing."""
+    """Group of the sharded parameters that are in no other group; None if there are none."""
     replicated: ReplicatedParams
     collectives: Collectives
-    """The factory of all groups that are not exact; the exact one where all are."""
+    """Factory of the collectives of every group that is not exact; the exact factory where all groups are."""
     context: GroupContext
-    """What the groups share."""
+    """Communicators, streams and counters that the groups share."""
     leaf: Tensor
-    """What the root gates hang on; a backward reaches it if and only if it wants the parameters' gradients."""
+    """Input of the root gates; a backward reaches this leaf if and only if it wants the parameters' gradients."""
     transfers: Transfers | None
-    """Between host memory and the device, where shards are offloaded."""
+    """Copies between host memory and the device, where shards are offloaded."""
     contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,41 +107,41 @@ class FSDPState:
         for index, param in enumerate(self.params):
             param.index = index
         self.outdated = False
-        """Whether a setting was changed since that takes another assembly."""
+        """Whether a setting has changed that only another assembly applies."""
         self.retired = False
-        """Whether there was another assembly since."""
+        """Whether another assembly has taken the parameters over."""
         self.interrupted = False
         """Whether a forward was given up before it could be entered in full."""
         self.steps = 0
-        """Steps that optimizers of torch have made of its parameters, or of the memory of its shards."""
+        """Number of steps of torch's optimizers over parameters of this engine, or over the memory of its shards."""
         self._seen = (0, True, True)
-        """At the last forward: ``steps``, whether gradients were enabled, and whether the model was to train."""
+        """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
         self._has_new_grads = False
-        """Whether a backward has made gradients final since."""
+        """Whether a backward has made gradients final since the last forward."""
         self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
-        """What the next all-gathers wait for, not the caller's stream, while weights have these versions."""
+        """Event that all-gathers wait for instead of the caller's stream, while weights have these versions."""
         self.iteration: IterationState | None = None
         """The forward under way."""
         self.entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = {}
-        """For modules whose forwards are under way, what is to run on their outputs, the innermost last."""
+        """Functions to run on the outputs of modules whose forwards are under way, the innermost forward's last."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
-        """Those whose graphs there are: not the same on every rank."""
+        """Iterations whose graphs are alive: other ones on other ranks, as Python frees them when it likes."""
         self.awaited_backwards = 0
-        """How many backwards may come through forwards at the weights of ``_awaited_version``."""
+        """Number of forwards at the weights of ``_awaited_version`` whose backwards may come."""
         self._awaited_version = -1
         self.backwards: list[Backward] = []
-        """Those under way, each within the one before; still there where an exception has ended them."""
+        """Backwards under way, each within the one before it; an exception that ends one leaves it in this list."""
         self._caller: _Caller | None = None
-        """Of the forward of the root module under way."""
+        """Caller of the forward of the root module that is under way."""
         self._orders = {self.model: [group for group in self.groups if group is not self.root_group]}
-        """For modules that were called, the groups in the order of that; at first in module order, for the root."""
+        """Groups of each called module in the order of its last forward; for the root, module order at first."""
         self.called = self.model
-        """Whose forward, the root's or that of a part of it, was called last."""
+        """Module, the root or a part of it, whose forward was called last."""
         self.order: list[ParamGroup] = []
-        """The groups that it has run."""
+        """Groups that the forward of ``called`` has run."""
         self._cursor = 0
         self._leaf_stream = self.context.gather_stream.caller()
-        """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
+        """Stream on which autograd ends ``leaf``, and which autograd joins with the stream around ``backward()``."""
 
     def __repr__(self) -> str:
         what = "retired" if self.retired else self.context.describe(None)
@@ -163,8 +163,8 @@ class FSDPState:
     def awaits_backward(self) -> bool:
         """Whether the backward of a forward is under way or may come: every rank finds the same.
 
-        So forwards are counted: a rank that looks for their graphs may find one that others have dropped, which a log
-        keeps, or a thread of gloo for a moment. No backward comes once the weights have changed; it would raise.
+        Forwards are counted, as ranks differ in which graphs are alive: a log of one rank may keep a loss, or a thread
+        of gloo for a moment. No backward comes once the weights have changed; it would raise.
         """
         is_in_forward = self.iteration is not None and self.iteration.has_gate
         return is_in_forward or (self.awaited_backwards > 0 and self._awaited_version == self._version())
@@ -172,7 +172,7 @@ class FSDPState:
     def may_retire(self) -> bool:
         """Return whether another assembly may take over: nothing is under way, and no backward is awaited.
 
-        A collective where forwards have not been followed by backwards: whether a rank still has the graph of one.
+        This is a collective if the backwards of some forwards are awaited: ranks tell whether one still has a graph.
         """
         if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
             return False
@@ -184,14 +184,14 @@ class FSDPState:
         return True
 
     def retire(self) -> None:
-        """Let go of all buffers: another assembly takes the parameters over."""
+        """Release all buffers: another assembly takes the parameters over."""
         is_under_way = self.iteration is not None or self.interrupted or not self.is_idle
         if is_under_way or self.backwards or any(group.held is not None for group in self.groups):
             self.reset()
         for group in self.groups:
             group.unsharded.buffer.handle.wait()
         self.retired = True
-        # Groups and this refer to each other: their buffers shall not wait for Python to look for cycles.
+        # Groups and this state refer to each other: without this, buffers would stay until Python collects cycles.
         self.groups, self.root_group, self._orders, self.order = (), None, {}, []
         self.context.release()
 
@@ -212,7 +212,7 @@ class FSDPState:
         elif torch.is_grad_enabled() and all(each.task != _graph_task() for each in self.backwards):
             if any(param.parameter.requires_grad for param in self.params):
                 _check_recomputation("the model")
-            self.enter_backward()  # no output may have been reached: what follows the model is run again, too
+            self.enter_backward()  # recomputation may come before any output is reached
         if (self._input_dtype, self._input_device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
@@ -249,7 +249,7 @@ class FSDPState:
         return map_tensors(output, finish)
 
     def drop_interrupted(self) -> None:
-        """Reset where an interrupt, which no hook of a module is told of, has ended the forward under way."""
+        """Reset if an interrupt, of which no hook of a module learns, has ended the forward under way."""
         if self._caller is not None and not self._caller.is_running():
             self.reset()
 
@@ -271,8 +271,8 @@ class FSDPState:
         if stepped is not None:
             context.gather_stream.wait_event(stepped[0])
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
-            context.gather_stream.wait_for_caller()  # and so for the optimizer's step
-        self._caller = _Caller()  # first: an interrupt from here on is found by it
+            context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
+        self._caller = _Caller()  # set first: ``drop_interrupted`` finds any later interrupt by it
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
@@ -281,7 +281,7 @@ class FSDPState:
         return iteration
 
     def expire_weights(self) -> None:
-        """Have weights gathered anew that may have been written to since the last forward, past torch's counters.
+        """Let weights be gathered anew that may have been written since the last forward without torch counting it.
 
         [Note: Weights that are gathered once for several forwards] An optimizer's step and what torch counts raise the
         versions of shards. Writes by hand to the ``.data`` of a shard, its NumPy array or its address do not, and one
@@ -310,7 +310,7 @@ class FSDPState:
         """End the forward of an iteration."""
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
-            iteration._anchor = None  # it would keep its own graph alive
+            iteration._anchor = None  # the iteration would keep its own graph alive through its anchor
             if iteration.trains or iteration.trained:
                 self._await_backward(iteration)
         self.context.in_forward = False
@@ -324,7 +324,7 @@ class FSDPState:
                 observer.after_forward()
 
     def _prefetch_after(self, group: ParamGroup) -> None:
-        """Gather what followed ``group`` the last time. A group that comes elsewhere costs a prefetch, nothing more.
+        """Gather the group that followed ``group`` in the last forward. A wrong guess costs one all-gather, no more.
 
         Every rank runs the same forwards, so every rank prefetches alike.
         """
@@ -377,7 +377,7 @@ class FSDPState:
             group.forward_span.end(entered.span)
         unsharded = entered.unsharded
         if entered.is_recomputation:
-            # What was run again has saved views of the weights, which the backward reads.
+            # The recomputed forward has saved views of the weights, which the backward reads.
             self.enter_backward().keep_recomputed(group, unsharded)
             return convert_tensors(output, group.spec.policy.output_dtype)
         group.register_sharded()
@@ -405,7 +405,8 @@ class FSDPState:
         anchor = iteration.anchor()
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
-            nonlocal anchor  # and what the backward is planned by: the same on all ranks that train the same parameters
+            nonlocal anchor
+            # The backward is planned by ``is_expected``, which is equal on all ranks that train the same parameters.
             iteration.trains = call.is_expected = iteration.trains or bool(tensors) or group.trainable
             anchor, *gated = gate(call, anchor, *tensors)
             return list(gated)
@@ -422,7 +423,7 @@ class FSDPState:
         hook = None
         if call is not None:
             call.last = len(call.iteration.calls) - 1
-            # The hook keeps the iteration: its graph may outlive every other reference to it.
+            # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
             hook = partial(call.pre_backward, call.iteration)
 
         def finish(tensor: Tensor) -> Tensor:
@@ -439,8 +440,8 @@ class FSDPState:
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
 
-        Its graph is thrown away, so nothing is gated; but what it saves is read by the backward, so the buffer is kept
-        until that is over.
+        The graph of this forward is thrown away, so nothing is gated. The backward reads the tensors that this forward
+        saves, so the buffer is kept until the backward is over.
         """
         if torch.is_grad_enabled():
             _check_recomputation(f"unit '{group.name}'")
@@ -453,7 +454,7 @@ class FSDPState:
     # A backward ----------------------------------------------------------------------------------------------------
 
     def _await_backward(self, iteration: IterationState) -> None:
-        """Count a forward that a backward may come through."""
+        """Count a forward whose backward may come."""
         version = self._version()
         if version != self._awaited_version:
             self.awaited_backwards, self._awaited_version = 0, version
@@ -461,7 +462,7 @@ class FSDPState:
         iteration.awaited_version = version
 
     def _stop_awaiting(self, iteration: IterationState) -> None:
-        """Uncount a forward whose backward has come, unless that has left the graph for another one."""
+        """Uncount a forward whose backward has come, unless that backward keeps the graph for another one."""
         if not _keeps_graph():
             if iteration.awaited_version == self._awaited_version:
                 self.awaited_backwards -= 1
@@ -483,10 +484,10 @@ class FSDPState:
         return backward
 
     def check_flow(self, name: str, grads: Sequence[Tensor | None]) -> None:
-        """Raise a ``RuntimeError`` where a backward within another one has come to weights alone, and not to inputs.
+        """Raise a ``RuntimeError`` if a backward within another one has reached weights and no input.
 
-        From the gate it would go on to all that is before, where nothing of it belongs: custom functions would run
-        their backwards, on zeros, and tensors that the outer backward needs would be freed.
+        Behind the gate the inner backward would run the nodes of the outer one: custom functions would run on zeros,
+        and tensors that the outer backward needs would be freed.
         """
         if len(self.backwards) > 1 and grads and all(grad is None for grad in grads):
             raise RuntimeError(
@@ -510,8 +511,8 @@ class FSDPState:
             self.reset()
         while self.backwards and (last := self.backwards[-1]).task != task:
             if last.is_running() and all(each.task != task for each in self.backwards):
-                return self._begin_backward(task)  # within it
-            self._end_backward(last)  # a custom function has caught what its own backward has raised
+                return self._begin_backward(task)  # the new backward is within the last one
+            self._end_backward(last)  # a custom function has caught an exception of its own backward
         return self.backwards[-1] if self.backwards else self._begin_backward(task)
 
     def _begin_backward(self, task: int) -> Backward:
@@ -524,7 +525,7 @@ class FSDPState:
         with torch.no_grad():
             if not self.backwards:
                 self.context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-                if self.iteration is None:  # what the backward runs again sees the replicated parameters as leaves
+                if self.iteration is None:  # recomputed forwards see the replicated parameters as leaves
                     self.replicated.trainable()
                     self.replicated.register_unsharded()
             if reduces or not self.backwards:
@@ -539,19 +540,19 @@ class FSDPState:
         if any(param.parameter.requires_grad for param in self.params):
             if backward.recomputed:
                 backward.release_recomputed()
-            for group in self.groups:  # of a backward within this one, or of those before, which did not reduce
+            for group in self.groups:  # a backward within this one, or an earlier one, may have left gradients
                 on_leaves = any(leaf.grad is not None for leaf in group.unsharded.leaves)
                 if on_leaves or group.grads is not None or group.deferred:
                     group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
             if sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
                 self._make_grads_final()
-        context.wait_for_reduces()  # deferrals of a backward that reduces nothing
+        context.wait_for_reduces()  # a backward that reduces nothing has encoded deferred gradients
         for group in self.groups:
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()
         if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
-            # Only gradients that flow are joined with the stream around backward(); ours have stopped at the gates.
+            # autograd joins streams of gradients that flow; those of sharded parameters have stopped at the gates
             self._leaf_stream.wait_event(stream.record_event())
         self._end_backward(backward)
 
@@ -595,7 +596,7 @@ class FSDPState:
         return bool(param.local_grad.any())
 
     def _end_backward(self, backward: Backward) -> None:
-        """End ``backward``, and what is within it, unless it was ended before."""
+        """End ``backward`` and the backwards within it, unless it has ended already."""
         if backward not in self.backwards:
             return
         while backward in self.backwards:
@@ -611,12 +612,12 @@ class FSDPState:
         self.wait_for_transfers()
 
     def wait_for_transfers(self) -> None:
-        """Hold the host until nothing reads or writes shards in host memory: the caller may, from here on."""
+        """Block the host until no copy reads or writes shards in host memory, so that the caller may."""
         if self.transfers is not None:
             self.transfers.wait()
 
     def reset(self) -> None:
-        """Drop what an interrupted forward or backward has left behind, gradients not reduced yet with it."""
+        """Drop the state of an interrupted forward or backward, and gradients that are not reduced yet."""
         context = self.context
         if any(group.grads is not None or group.deferred for group in self.groups):
             logging.getLogger("yafsdp_cc").warning(
@@ -626,12 +627,12 @@ class FSDPState:
         context.reset()
         if context.replicas is not None:
             context.replicas.reset()
-        for group in self.groups:  # prefetched all-gathers end before the state that they build on is dropped
+        for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
             group.unsharded.buffer.handle.wait()
         for flat in self.flats:
             flat.reset_collectives()
         self.wait_for_transfers()
-        context.gather_stream.wait_for_caller()  # users that left no event
+        context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event
         self.backwards.clear()
         for group in self.groups:
             group.reset()
@@ -650,14 +651,14 @@ class GroupForward(NamedTuple):
     """One forward of a group under way, from ``pre_forward`` to ``post_forward``."""
 
     iteration: IterationState | None
-    """The iteration that this forward is the whole of: no forward of the root module is around it."""
+    """Iteration that consists of this forward alone; None within a forward of the root module."""
     unsharded: UnshardedParams
     call: GroupCall | None
     span: Handle | None
     is_recomputation: bool
-    """Whether activation checkpointing runs it inside a backward."""
+    """Whether activation checkpointing runs this forward inside a backward."""
     borrowed: GroupForward | None
-    """That of the root's group, entered for a parameter tied to it."""
+    """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
 
 
 class IterationState:
@@ -673,15 +674,15 @@ class IterationState:
         self.trained: list[FSDPParam] = []
         """Replicated parameters behind the gate."""
         self.trains = False
-        """Whether something that requires a gradient has come up, as far as every rank can tell."""
+        """Whether an input or a parameter has required a gradient so far, by what is equal on all ranks."""
         self.has_gate = False
         """Whether a backward may come."""
         self.awaited_version: int | None = None
-        """Of the weights, where this is one of ``awaited_backwards``."""
+        """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
         self._pending: dict[ParamGroup, int] = {}
-        """Calls of each group that the backward has not ended."""
+        """Number of calls of each group that the backward has not ended."""
         self._steps: list[tuple[GroupCall, bool]] = []
-        """What the backward must do: calls, and whether each ends here or begins."""
+        """Plan of the backward: calls, each with whether it ends or begins at this point."""
         self._next = 0
         self._anchor: Tensor | None = None
         self._stream = state.context.gather_stream.caller()
@@ -689,8 +690,8 @@ class IterationState:
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
         """Return ``make_gate()``, run on the stream of this iteration's gates.
 
-        A node's backward runs on the stream that it was made on. All of the engine's run on one, whatever streams the
-        model uses, so that gradients are written one after the other and before they are reduced.
+        A node's backward runs on the stream that the node was made on. All nodes of the engine are made on one stream,
+        whatever streams the model uses, so gradients are written one after the other and before they are reduced.
         """
         if self._stream is None or self._stream == self.state.context.gather_stream.caller():
             return make_gate()
@@ -698,7 +699,7 @@ class IterationState:
             return make_gate()
 
     def anchor(self) -> Tensor:
-        """Return what every group's gate hangs on, so that the root gate comes after all of them."""
+        """Return the input of every group's gate, so that the backward runs the root gate after all of them."""
         if self._anchor is None:
             self.gate([])
         assert self._anchor is not None
@@ -733,7 +734,7 @@ class IterationState:
         return (*grads[:inputs], *(None for _ in self.trained))
 
     def advance(self, backward: Backward, call: GroupCall | None, *, ends: bool) -> None:
-        """Do all that comes up to the begin or the end of ``call``; None: all that there is."""
+        """Run the plan up to the begin or the end of ``call``; to its end if ``call`` is None."""
         if not self._steps:
             self._plan_backward()
         place = len(self._steps) - 1 if call is None else call.places[ends]
@@ -752,13 +753,13 @@ class IterationState:
                 step.group.post_backward()
 
     def prefetch_for_backward(self, group: ParamGroup) -> None:
-        """Gather what the backward begins next, or what ``group``'s settings name instead."""
+        """Gather the groups that the backward begins next, or those that ``group``'s settings name instead."""
         steps = self._steps[self._next : self._next + 4]
         upcoming = [call.group for call, ends in steps if not ends and call.group.unshards_in_backward]
         prefetch(group.backward_prefetch or upcoming[:2])
 
     def _plan_backward(self) -> None:
-        """Put the sequence of the backward together, from its start."""
+        """Plan the backward anew: calls in reverse, inner calls within outer ones."""
         self._steps, self._next = [], 0
         self._pending = {}
         open_calls: list[GroupCall] = []
@@ -783,17 +784,17 @@ class GroupCall:
     def __init__(self, group: ParamGroup, unsharded: UnshardedParams, iteration: IterationState) -> None:
         self.group = group
         self.unsharded = unsharded
-        self._iteration = weakref.ref(iteration)  # whose graph, in the end, holds this call
+        self._iteration = weakref.ref(iteration)  # the iteration's graph holds this call: no cycle
         self.index = self.last = len(iteration.calls)
-        """This call's number among those of the iteration, and that of the last call within it."""
+        """Index of this call in ``iteration.calls``, and of the last call within it."""
         self.places = [-1, -1]
-        """Where in the sequence of the backward it begins and ends."""
+        """Indices of this call's begin and end in the plan of the backward."""
         self.is_expected = False
-        """Whether the backward is to come here on every rank that trains the same parameters."""
+        """Whether the backward reaches this call on every rank that trains the same parameters."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
-        # Under hooks for saved tensors, which activation checkpointing is made of, what the backward reads is made
-        # again when it is needed, and not what this forward has seen.
+        # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
+        # forward.
         self._is_packed = _saved_tensor_hooks(False) is not None
         iteration.calls.append(self)
 
@@ -826,7 +827,7 @@ class GroupCall:
         self._join_stream(backward)
 
     def _join_stream(self, backward: Backward) -> None:
-        """Let the stream of this output wait too: another node has begun the call, perhaps on another stream."""
+        """Let the stream of this output wait: a node on another stream may have begun the call."""
         begun = backward.begun.get(self)
         if begun is not None and begun.uses_buffer:
             self.group.context.wait(self.unsharded.buffer.handle)
@@ -851,7 +852,7 @@ class GroupCall:
     def begin(self, backward: Backward) -> BegunCall:
         """Put the weights back in place, and make room for gradients."""
         group = self.group
-        if not self._is_packed:  # not within a checkpoint, so those that the backward has come to are over
+        if not self._is_packed:  # outside of a checkpoint: the backward has left every checkpoint that it was in
             backward.release_recomputed()
         unsharded, uses_buffer = self.unsharded, False
         if self._is_packed and group in backward.recomputed:
@@ -869,7 +870,7 @@ class GroupCall:
         return BegunCall(uses_buffer, group.backward_span.start() if group.context.traces else None)
 
     def end(self, backward: Backward, begun: BegunCall) -> None:
-        """Let the buffer go: the backward is through with this call."""
+        """Release the buffer: the backward has ended this call."""
         group = self.group
         if begun.span is not None:
             group.backward_span.end(begun.span)
@@ -888,7 +889,7 @@ class GroupCall:
 
 
 class BegunCall(NamedTuple):
-    """What a backward that has come to a ``GroupCall`` holds of it."""
+    """Buffer use and span of a ``GroupCall`` that a backward has begun."""
 
     uses_buffer: bool
     span: Handle | None
@@ -897,31 +898,31 @@ class BegunCall(NamedTuple):
 class Backward:
     """One run of autograd's engine through the model.
 
-    A custom function whose own backward calls ``backward()`` has one run within another. The inner one writes its
-    gradients and does not reduce: the outer one does, and all are final when that returns. So what it issues is but
-    the all-gathers of what it reaches.
+    A custom function whose own backward calls ``backward()`` makes one run within another. The inner run writes its
+    gradients and issues all-gathers alone. The outer run reduces all gradients, which are final when it returns.
 
     Args:
-        task: autograd's number of it.
-        wants_grads: whether it wants the parameters' gradients, unlike ``torch.autograd.grad``.
-        reduces: whether none around it does. It runs by the plan of its iteration, and others as they reach calls.
+        task: autograd's id of this run.
+        wants_grads: whether this run wants the parameters' gradients, unlike ``torch.autograd.grad``.
+        reduces: whether this run reduces, as no run around it does. It then follows the plan of its iteration; a run
+            that does not reduce begins calls as it reaches them.
     """
 
     is_running: weakref.ref[object]
-    """What autograd keeps for as long as it runs; gone where an exception has ended it."""
+    """Reference to a callback that autograd keeps while this run lasts; dead once an exception has ended the run."""
 
     def __init__(self, task: int, wants_grads: bool, reduces: bool) -> None:
         self.task = task
         self.wants_grads = wants_grads
         self.reduces = reduces
         self.reached: set[GroupCall] = set()
-        """Calls one of whose outputs it has come to."""
+        """Calls of which this run has reached an output."""
         self.begun: dict[GroupCall, BegunCall] = {}
-        """Calls that it has begun and not ended."""
+        """Calls that this run has begun and not ended."""
         self._unplanned: list[GroupCall] = []
-        """Those of them that no plan ends, outermost first."""
+        """Begun calls that no plan ends, outermost first."""
         self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
-        """Buffers in use by what activation checkpointing has run again, by their groups."""
+        """Buffers that recomputed forwards use, by group."""
 
     def begin(self, call: GroupCall) -> None:
         """Begin a call."""
@@ -932,7 +933,7 @@ class Backward:
         call.end(self, self.begun.pop(call))
 
     def begin_reached(self, call: GroupCall) -> None:
-        """Begin a call that no plan has; an output may be that of a call within it, too."""
+        """Begin a call outside of any plan; one of its outputs may also be an output of a call within it."""
         calls, place = self._unplanned, len(self._unplanned)
         while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
             place -= 1
@@ -940,17 +941,17 @@ class Backward:
         self.begin(call)
 
     def end_calls(self, iteration: IterationState, index: int) -> None:
-        """End all unplanned calls of ``iteration`` after ``index``, and all of later iterations: autograd has passed.
+        """End all unplanned calls of ``iteration`` after ``index``, and all of later iterations.
 
-        It runs nodes from the latest to the earliest. Their own gates have reported, but for calls behind whose gate
-        nothing needed a gradient.
+        autograd runs nodes from the latest to the earliest, so it has passed these calls. A call has not been ended by
+        its own gate if no tensor behind that gate needed a gradient.
         """
         calls = self._unplanned
         while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
             self.end(calls.pop())
 
     def keep_recomputed(self, group: ParamGroup, unsharded: UnshardedParams) -> None:
-        """Keep a buffer after a forward of ``group`` that was run again; a call under way reads these weights too."""
+        """Keep the buffer of a recomputed forward of ``group``: the backward reads weights that the forward saved."""
         self.recomputed.setdefault(group, []).append(unsharded)
         if any(call.group is group for call in self.begun):
             del group.registered[-2]
@@ -958,7 +959,7 @@ class Backward:
             group.register_sharded()
 
     def release_recomputed(self, group: ParamGroup | None = None) -> None:
-        """End the uses of buffers by recomputations, all or those of ``group``: what they saved has been read."""
+        """End the uses of buffers by recomputed forwards, all or those of ``group``: the backward has read them."""
         for each in tuple(self.recomputed) if group is None else (group,):
             for unsharded in self.recomputed.pop(each, ()):
                 each.release(unsharded)
@@ -970,7 +971,7 @@ class Backward:
         return sum(each.buffer is unsharded.buffer for each in used)
 
     def gather_again(self) -> None:
-        """Put weights back whose buffers a backward within this one has used."""
+        """Gather weights again whose buffers a backward within this one has used."""
         for call, begun in self.begun.items():
             if begun.uses_buffer:
                 call.group.unshard_again(call.unsharded)
@@ -980,7 +981,7 @@ class Backward:
                 group.unshard_again(unsharded)
 
     def end_all(self) -> None:
-        """End whatever has begun."""
+        """End all begun calls and all uses by recomputed forwards."""
         while self.begun:
             self.end(next(reversed(self.begun)))
         self._unplanned.clear()
@@ -988,10 +989,10 @@ class Backward:
 
 
 class _Caller:
-    """Who has called a forward: the innermost frame that is neither the engine's nor of what keeps it uncompiled.
+    """The innermost frame around a forward that belongs neither to the engine nor to ``torch._dynamo``.
 
-    Where a module's call runs hooks, it is the frame that also runs those after a forward that raised: ``inner`` within
-    it has ended by then.
+    If the call of a module runs hooks, this is the frame of the call itself: torch's ``inner`` within it has ended
+    when hooks run after a forward that raised.
     """
 
     def __init__(self) -> None:
@@ -1004,7 +1005,7 @@ class _Caller:
         self._thread = get_ident()
 
     def is_running(self) -> bool:
-        """Return whether its thread, which may be another one than that of this call, has not left it."""
+        """Return whether the thread of the frame, perhaps another one than this, has not left the frame."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
@@ -1012,9 +1013,9 @@ class _Caller:
 
 
 def _check_recomputation(name: str) -> None:
-    """Raise a ``RuntimeError`` where a backward runs ``name`` again and calls ``backward()`` on that itself.
+    """Raise a ``RuntimeError`` if a backward recomputes ``name`` and calls ``backward()`` on the result itself.
 
-    It is the other kind that runs forwards again under hooks for the tensors that these save.
+    Only activation checkpointing without ``use_reentrant`` recomputes forwards under hooks for saved tensors.
     """
     if _saved_tensor_hooks(False) is None:
         raise RuntimeError(
@@ -1031,11 +1032,11 @@ def _check_recomputation(name: str) -> None:
 def pre_forward_of(
     module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
 ) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Run what comes before a forward of a sharded module; return its arguments, and what is to run on its output.
+    """Prepare a forward of a sharded module; return its arguments, and the function to run on its output.
 
     Args:
         called: the module itself, or the part of it that was called alone.
-        assemble: makes the engine of a module that has none yet, or one that is outdated.
+        assemble: makes the engine of a module that has none, or whose engine is outdated.
     """
     if _functorch_stack() is not None:
         raise NotImplementedError(
@@ -1074,13 +1075,13 @@ def install_hooks(
         state: FSDPState | None = module.__dict__.get(STATE)
         if (error := sys.exc_info()[1]) is not None and state is not None:
             _explain_gated_write(error)
-            state.drop_interrupted()  # what an interrupt has left is not of this forward, which may not be entered yet
+            state.drop_interrupted()  # an earlier forward may have been interrupted before this one was entered
         if state is None or not state.entered.get(hooked):
-            return output  # a hook has raised before this forward was entered, perhaps our own
+            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
         finish = state.entered[hooked].pop()
         return output if finish is None else finish(output)
 
-    # First before the forward, so that other hooks see unsharded weights; and after it also when it raised.
+    # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
     return [
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
@@ -1094,13 +1095,13 @@ def _shows_weights(module: nn.Module) -> bool:
         return False
     state.drop_interrupted()
     group: ParamGroup | None = module.__dict__.get(GROUP)
-    # After unshard(), a call needs gates all the same.
+    # weights that unshard() put in place do not count: a call needs its gates all the same
     is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
     return is_inside or not state.params[0].is_held
 
 
 def _explain_gated_write(error: BaseException) -> None:
-    """Add to ``error``, which ends a forward, where autograd refuses a write to what came through a gate."""
+    """Explain ``error``, which ends a forward, if autograd has refused a write to a tensor that came through a gate."""
     if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
         error.args = (
             "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
@@ -1110,8 +1111,10 @@ def _explain_gated_write(error: BaseException) -> None:
 
 
 def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-    """Return ``hook``, kept out of compiled graphs, which go on without it if ``traced`` and else are broken there;
-    ``torch.compiler.disable`` alone costs as much as a hook."""
+    """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
+
+    ``torch.compiler.disable`` runs only while something is compiled: its own cost is that of a hook.
+    """
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
 
     def call(*args: Any) -> Any:
@@ -1121,5 +1124,5 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
             return disabled(*args)
         return hook(*args)
 
-    # module.compile() has hooks compiled by themselves: not this one, only what it may call.
+    # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
     return call if traced else torch._dynamo.decorators.skip(call)
