@@ -35,13 +35,13 @@ class ReplicatedFlatParam(FlatParam):
     """Replicated parameters of one dtype: every rank's chunk is the whole buffer. The forward may see copies of it.
 
     Args:
-        rest: as of ``FlatParam``; ``layout`` is that of one rank.
+        rest: arguments of ``FlatParam``; ``layout`` is that of a single rank.
     """
 
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
         for param in self.params:
-            param.flat = None  # nothing of it is gathered, and reduces are those of all flat parameters together
+            param.flat = None  # a replicated parameter is never gathered, and all are reduced together
         self.use_sharded(self.sharded)
 
     def use_sharded(self, sharded: Tensor) -> None:
@@ -52,21 +52,24 @@ class ReplicatedFlatParam(FlatParam):
         self.computed = sharded.detach() if copies is None else copies
         """[numel], in the dtype of the forward."""
         self.leaves = [param.local_range(self.computed) for param in self.params]
-        """What forwards see of each parameter."""
+        """View of ``computed`` that forwards see of each parameter."""
 
     def _new_copies(self) -> Tensor | None:
-        """Return room for copies in the dtype of the forward; None where that sees the parameters themselves."""
+        """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""
         is_same = self.sharded.dtype == self.compute_dtype
         return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
     def copy_target(self) -> Tensor:
-        """Return the copies, to be made anew: a change that torch has counted is one to an earlier forward's graph."""
+        """Return the copies as a target of writes.
+
+        If no weight has changed, torch must not count the write: an earlier forward's graph may still need the copies.
+        """
         return self.computed.data if self.copied_version == self.version else self.computed
 
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the copies."""
         if self.has_copies and self.computed._version != self.seen_version:
-            self.copied_version = -1  # they are made anew
+            self.copied_version = -1  # the next forward copies anew
             names = ", ".join(f"'{param.spec.name}'" for param in self.params[:3])
             raise RuntimeError(
                 f"a forward has written in place to one of {names}, ..., whose values in {self.computed.dtype} are "
@@ -86,11 +89,11 @@ class ReplicatedParams:
     """All replicated parameters of a root, and their reduction.
 
     Args:
-        flats: of all modules.
-        flags: how many numbers are summed beside the gradients.
-        context: of the reduces' stream.
-        stream: of the reduces.
-        replicas: the communicator of the ranks that hold the same shard; None without replicas.
+        flats: flat parameters of all modules.
+        flags: number of flags that are summed beside the gradients.
+        context: communicator and scratch buffers of the reduces.
+        stream: stream of the reduces.
+        replicas: communicator of the ranks that hold the same shard; None without replicas.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class ReplicatedParams:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is summed."""
+        """The dtype of the buffer that is summed."""
         return self._summands.dtype
 
     def sent_bytes(self) -> int:
@@ -146,7 +149,7 @@ class ReplicatedParams:
     # In forwards -------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the copies in the dtype of the forward up to date, also where torch has seen no write to the shards."""
+        """Copy all parameters to the dtype of the forward, also where torch has counted no write to a shard."""
         copies = [(flat, flat.copy_target()) for flat in self.flats if flat.has_copies]
         if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:  # in one kernel
             torch._foreach_copy_([copy for _, copy in near], [flat.sharded for flat, _ in near])
@@ -158,7 +161,7 @@ class ReplicatedParams:
             flat.seen_version = flat.computed._version
 
     def trainable(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Return the parameters that require a gradient, and what forwards see of them."""
+        """Return the parameters that require a gradient, and the views of them that forwards see."""
         params, leaves = [], []
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.parameter.requires_grad:
@@ -198,7 +201,7 @@ class ReplicatedParams:
             elif grad is not None:
                 param.accumulate_grad(grad)
         for param, leaf in zip(self.params, self._leaves, strict=True):
-            if leaf.grad is not None:  # from ops that reentrant checkpointing ran again
+            if leaf.grad is not None:  # reentrant checkpointing has recomputed operations on the leaf
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
 
@@ -235,7 +238,7 @@ class ReplicatedParams:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was written and not reduced."""
+        """Forget gradients that were written and not reduced."""
         for param, leaf in zip(self.params, self._leaves, strict=True):
             param.written, leaf.grad = False, None
 
@@ -263,7 +266,7 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
     Args:
         flags: ``usage_flags``, summed over ranks; None without other ranks.
     """
-    # Their gradients stay None unless another rank has some; where they have one already, there is nothing to ask.
+    # The gradient of an unused parameter stays None unless another rank has used the parameter.
     unused = [param for param in reduced if param.parameter.requires_grad and param.parameter.grad is None]
     if unused and flags is not None:
         counts = flags.tolist()  # on CUDA the host waits here for the whole backward
