@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from importlib.resources import files
 from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -296,30 +297,7 @@ def _plain(kernel: str) -> str:
 # The page ------------------------------------------------------------------------------------------------------------
 
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2128; --paper: #fff; --faint: #59636e; --grid: #d8dee4;
-  --c0: #0969da; --c1: #cf6b00; --c2: #1a7f37; --c3: #cf222e; --c4: #8250df; --c5: #0e7f86;
-  --c6: #bf3989; --c7: #6e5b00; --c8: #afb8c1; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --faint: #9198a1; --grid: #30363d;
-  --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #ff7b72; --c4: #bc8cff; --c5: #39c5cf;
-  --c6: #f778ba; --c7: #d4b72c; --c8: #57606a; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
-  margin: 0 auto; padding: 16px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 12px 28px; }
-h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
-figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 1200px; }
-svg text { font-size: 13px; fill: var(--faint); } .grid { stroke: var(--grid); }
-polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.4; stroke-width: 1; }
-.legend { margin: 2px 0; font-size: 13px; }
-.legend span { margin-right: 16px; display: inline-block; }
-.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
-  min-width: 8em; } pre { overflow-x: auto; font-size: 13px; }
-"""
+STYLE = (files("yafsdp_cc.tools.report") / "style.css").read_text(encoding="utf-8")
 
 
 def page(sections: Iterable[str]) -> str:
