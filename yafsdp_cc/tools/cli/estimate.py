@@ -357,7 +357,7 @@ def _text(rows: list[Row]) -> str:
     for name in dict.fromkeys(name for row in rows for name in row.answers):
         found = [row.answers.get(name) for row in rows]
         shown += [
-            (name, *(each if isinstance(each, str) else f"{each or 0:,.{2 * ((each or 0) < 100)}f}" for each in found))
+            (name, *(f"{each:,.{2 * (each < 100)}f}" if isinstance(each, float) else str(each) for each in found))
         ]
     return "\n".join([*lines, "", table(*shown)])
 

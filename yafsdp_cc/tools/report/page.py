@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.tools.report.overlap import Overlap
+    from yafsdp_cc.tools.report.overlap import Overlap, Slowed
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
@@ -180,13 +180,9 @@ def run_verdict(runs: Sequence[Run]) -> list[str]:
     (head, first, *others), told = run_table(runs), []
     for other in others:
         pairs = zip(head[3:], first[3:], other[3:], strict=True)
-        figures = [
-            (name, *(float(cell.replace(",", "")) for cell in cells)) for name, *cells in pairs if "-" not in cells
-        ]
-        ratios = sorted(
-            ((after / before, name) for name, before, after in figures if before and after > 0 and before != after),
-            key=lambda pair: -max(pair[0], 1 / pair[0]),
-        )
+        figures = {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in pairs if "-" not in cells}
+        ratios = [(after / before, name) for name, (before, after) in figures.items() if before > 0 and after > 0]
+        ratios = sorted((pair for pair in ratios if pair[0] != 1), key=lambda pair: -max(pair[0], 1 / pair[0]))
         differs = ", ".join(f"{name} x {ratio:.2f}" for ratio, name in ratios[:5]) or "nothing that the table shows"
         told.append(f"{other[0]} against {first[0]}: {differs}.")
     return told
@@ -274,13 +270,21 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
         "Time": [["kind", "ms/step", "exposed ms/step", "exposed, % of step"], *kinds],
         "Communication by unit": units,
     }
+
+    def lost(*kernels: Slowed) -> str:
+        return f"{sum(each.lost_us for each in kernels) / steps:,.3f}"
+
     if found.slowdown is not None:
-        runs = [[str(each.beside), f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}"] for each in found.slowed]
-        named = [(_plain(each.name), *run, each.lost_us) for each, run in zip(found.slowed, runs, strict=True)]
-        rest = sum(each.lost_us for each in found.slowed[8:])
-        named[8:] = [(f"{len(named) - 8} other kernels", "", "", "", rest)] if len(named) > 8 else []
-        named += [("all of them", "", "", "", sum(each.lost_us for each in found.slowed))]
-        rows = [[*cells, f"{lost / steps:,.3f}"] for *cells, lost in named]
+        named = [
+            [_plain(each.name), str(each.beside), f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}", lost(each)]
+            for each in found.slowed[:8]
+        ]
+        rest = (
+            [[f"{len(found.slowed) - 8} other kernels", "", "", "", lost(*found.slowed[8:])]]
+            if found.slowed[8:]
+            else []
+        )
+        rows = [*named, *rest, ["all of them", "", "", "", lost(*found.slowed)]]
         head = ["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]
         tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = [
             head,
