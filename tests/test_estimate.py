@@ -28,7 +28,7 @@ from yafsdp_cc.plan import Plan
 from yafsdp_cc.tools.cli.estimate import gpus, main, parser
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import loss_of
-from yafsdp_cc.tools.estimate import Subject, headroom_of, plan_over, probe, room_in, subject_of
+from yafsdp_cc.tools.estimate import COMMUNICATOR, Subject, headroom_of, plan_over, probe, room_in, subject_of
 from yafsdp_cc.tools.step_time import Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -220,7 +220,7 @@ def test_the_command_takes_a_run_file_which_flags_overrule(tmp_path: Path) -> No
     assert ran.returncode == 0, ran.stderr
     (row,) = json.loads(out.read_text())
     assert (row["ranks"], row["plan"]["world"], row["plan"]["replicas"]) == (16, 8, 2)
-    assert row["headroom"]["NCCL"] == 2 << 30  # one communicator for the shard, one for replicas
+    assert row["headroom"]["NCCL"] == 2 * COMMUNICATOR  # one communicator for the shard, one for replicas
     assert {"compression.gradients": "int4", "shard.zero_stage": "2"}.items() <= {
         each["name"]: each["value"] for each in row["plan"]["arguments"]
     }.items()

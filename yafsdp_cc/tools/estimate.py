@@ -112,12 +112,12 @@ class Activations(NamedTuple):
         return bisect_left(range(1, 1 << 20), True, key=is_too_large)
 
 
-CONTEXT, COMMUNICATOR, FRAGMENTED = 1 << 29, 1 << 30, 0.05
+CONTEXT, COMMUNICATOR, FRAGMENTED = 1 << 29, 7 << 28, 0.05
 """Headroom: bytes of a CUDA context, bytes of each NCCL communicator, share of what is held that the allocator loses.
 
-Source: 426 MiB of context (unslothai/unsloth-zoo#1053); 1.6 GB of context and one communicator (NVIDIA/nccl#864). The
-caching allocator loses 15 % on average where memory is taken and returned at random (GMLake, arXiv 2401.08156); buffers
-that are allocated once lose nothing, so a third of that is reserved.
+Source: 426 MiB of context (unslothai/unsloth-zoo#1053); 1.6 GB with one communicator, 6 GB with three or more
+(NVIDIA/nccl#864). The 5 % are a choice: GMLake (arXiv 2401.08156) removes 15 % on average of fragmentation in training
+large models, and buffers that are allocated once do not fragment.
 """
 
 
