@@ -5,7 +5,7 @@
 
 The demo's model (ten million parameters) with AdamW in bf16 on two ranks, each in a network namespace of its own; 256
 tokens a rank and step; weights are kept after the forward, so that a backward sends gradients alone. Measured as by
-``yafsdp-cc bench --suite train``. *Theory* is how many units have to be encoded at least, found by trying every choice
+``python -m bench --suite train``. *Theory* is how many units have to be encoded at least, found by trying every choice
 on what ``auto`` has measured.
 """
 
@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import train
+from bench.common import about, names, save
+from bench.contestants import trains
 from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
 from yafsdp_cc.compression.queue_model import backward_seconds
 from yafsdp_cc.fsdp2.module import require_state
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.contestants import trains
 from yafsdp_cc.tools.netlab import Lab, Unavailable
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
-    from yafsdp_cc.tools.bench.trainers import Trainer
+    from bench.trainers import Trainer
 
 SEQUENCES = 2
 

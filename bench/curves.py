@@ -34,14 +34,15 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_cc
+from bench.common import save
+from bench.slow import learn
+from bench.trainers import ADAM, Trainer
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon, OneBitAdam, ReplicatedOneBitAdam
-from yafsdp_cc.tools.bench.common import save, table
-from yafsdp_cc.tools.bench.slow import learn
-from yafsdp_cc.tools.bench.trainers import ADAM, Trainer
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import CLIP, loss_of
+from yafsdp_cc.tools.table import table
 
 CODECS = ("fp32", "int8", "int4", "ternary", "onebit", "powersgd")
 _ONE_BIT = Compression("onebit", weights="int4", residual="int8")

@@ -35,12 +35,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_cc
+from bench.common import about, interleaved, names, save
 from bench.counting import count
 from bench.memory import measure_memory
 from bench.models import GPT, SPECS, Spec
+from bench.trainers import shard_by_fsdp2
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

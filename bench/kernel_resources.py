@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from yafsdp_cc.tools.bench.common import cell, table
+from bench.common import cell
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

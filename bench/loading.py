@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import distribute_tensor
 
 import yafsdp_cc
+from bench.common import about, names, save
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, names, save, table
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

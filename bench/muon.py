@@ -35,12 +35,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
+from bench.common import about, interleaved, names, save, times
 from bench.models import GPT, SPECS, Block, Spec
+from bench.trainers import shard_by_fsdp2
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table, times
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
 from yafsdp_cc.tools.netlab import Lab
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.tools.bench.common import names
+from bench.common import names
 from yafsdp_cc.tools.netlab import Lab, LabError, Unavailable
 from yafsdp_cc.tools.netlab.links import address, bits_per_second
 

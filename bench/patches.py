@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_cc
+from bench.common import about, interleaved, names, save
 from bench.memory import _live, _peak
 from bench.models import SPECS
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench.common import about, interleaved, names, save, table
+from yafsdp_cc.tools.table import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PLAIN, PATCHED = "step", "step and patch"

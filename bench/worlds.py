@@ -42,11 +42,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
+from bench.common import about, names, save
 from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from bench.trainers import shard_by_fsdp2
 from yafsdp_cc.tools.report.overlap import joined, length, without
+from yafsdp_cc.tools.table import table
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5

@@ -50,7 +50,7 @@ FIRST = (
     "tests/fully_shard/test_spmd.py",
     "tests/compression/test_fsdp2.py",
     "tests/bench/test_replicas_bench.py",
-    "tests/cli/test_bench.py",
+    "tests/bench/test_command.py",
     "tests/integrations/test_trl.py",
     "tests/pipelining/test_stage.py",
     "tests/training/test_penalties.py",

@@ -28,7 +28,7 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import decode, ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import communicator, mesh
+from yafsdp_cc.engine import agreement, communicator, mesh
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.hierarchy import Replicas
@@ -315,7 +315,7 @@ def modelled_device(device: torch.device, on_mesh: Callable[..., Tensor]) -> lis
 
     return [
         (mesh.MeshInfo, "of", lambda of: mesh.MeshInfo(of, device)),
-        *((owner, "backend_of", backend) for owner in (mesh, module, assembly, communicator)),
+        *((owner, "backend_of", backend) for owner in (mesh, module, assembly, communicator, agreement)),
         (error_feedback, "_ops_for", lambda _, mode: find(torch.device("cpu"), mode)),
         (ddp, "comm_stream", CudaCommStream),
         (torch.futures, "Future", _Future),

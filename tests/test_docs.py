@@ -68,7 +68,7 @@ ELSEWHERE = (
     "source ",
     "srun ",
     "yafsdp-cc launch --nnodes=2",
-    *(f"yafsdp-cc bench --suite {name}" for name in ("slow", "train", "pipeline", "replicas")),
+    *(f"python -m bench --suite {name}" for name in ("slow", "train", "pipeline", "replicas")),
 )
 """Begins of commands that need an installation of their own, Slurm, a second machine or hours."""
 COMMANDS = ["README.md", *(f"docs/{name}.md" for name in ("launch", "estimate", "frameworks", "netlab"))]

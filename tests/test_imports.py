@@ -35,7 +35,7 @@ MAY_IMPORT = {
     # Users call these modules, and commands of tools.
     "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config engine sharding fsdp2 plan compression optim replicas checkpoint api pipelining",
+    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }
@@ -152,6 +152,13 @@ def test_folders_import_what_the_table_says():
     assert found.keys() == allowed.keys()
     for name, each in found.items():
         assert each == set(allowed[name]), name
+
+
+def test_the_package_needs_nothing_that_only_a_clone_has():
+    for file in (ROOT / "yafsdp_cc").rglob("*.py"):
+        imported = _imported(ast.parse(file.read_text()), _package_of(file.relative_to(ROOT).as_posix()))
+        tops = {candidate.split(".")[0] for candidates in imported for candidate in candidates}
+        assert not tops & {"bench", "tests"}, file
 
 
 def test_the_table_has_no_circle():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import pprint
 import random
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -135,6 +136,10 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 CODECS = (None, "int8", "onebit")
 REFUSED = "reached the inside|to the weights of|needed where others are in use|was unfrozen while"
+PATIENCE = 8.0
+"""Seconds that ranks which differ wait for each other."""
+DIFFERENCES = ("frozen", "skipped", "unsynced", "summed apart", "routed", "nested", "checkpointed")
+"""What one rank does in one step and the others do not."""
 TOGETHER = 20
 """Programs that one group of ranks runs, one after another."""
 
@@ -156,8 +161,31 @@ def tale(seed: int) -> dict[str, Any]:
     return {"seed": seed, "world": world, "spec": spec, "stage": stage, "codec": codec, "steps": steps}
 
 
+def tale_of_ranks_that_differ(seed: int) -> dict[str, Any]:
+    """A tale in which one rank does something of its own in a step that others follow.
+
+    Behind the last step a rank of a shard group of one would read its gradients without asking anybody.
+    """
+    plot, rng = tale(seed), random.Random(f"differ {seed}")
+    spec, difference, number = plot["spec"], DIFFERENCES[seed % len(DIFFERENCES)], rng.randrange(len(plot["steps"]) - 1)
+    step = plot["steps"][number]
+    names = [name for name, _ in Maze(spec).named_parameters() if name not in spec["frozen"]]
+    changes: dict[str, dict[str, Any]] = {
+        "frozen": {"freeze": (rng.choice(names), True)},
+        "skipped": {"backward": False},
+        "unsynced": {"sync": not step["sync"]},
+        "summed apart": {"apart": True},
+        "routed": {"program": (*step["program"], ("call", rng.randrange(len(spec["units"]))))},
+        "nested": {"program": (*step["program"], ("late", "apart", (("call", 0),)))},
+        "checkpointed": {"program": (("checkpoint", step["program"]),)},
+    }
+    return plot | {"odd": (rng.randrange(plot["world"]), number, changes[difference])}
+
+
 def tell(plot: dict[str, Any]) -> str:
     """Run a tale in this rank; return "right", or the error that has ended it."""
+    if "odd" in plot:  # process groups of a mesh do not take over the time-out of the default group
+        dist.distributed_c10d.default_pg_timeout = timedelta(seconds=PATIENCE)
     try:
         _tell(plot)
     except Exception as error:
@@ -181,10 +209,13 @@ def _tell(plot: dict[str, Any]) -> None:
     codec = plot["codec"] and yafsdp_cc.Compression(plot["codec"], residual="fp32")
     units = [unit for unit in model.units if any(True for _ in unit.parameters())]
     sharded: Any = yafsdp_cc.shard(model, units=units, compression=codec, **options)
-    for number, step in enumerate(plot["steps"]):
+    for number in range(len(plot["steps"])):
         for each, plain in enumerate(plains):
-            _step(plain, step, _drawn(number, each))
+            _step(plain, _step_of(plot, number, each), _drawn(number, each))
+        step = _step_of(plot, number, rank)
         sharded.set_requires_gradient_sync(step["sync"])
+        if plot["stage"] == "replicas":
+            sharded.set_requires_all_reduce("apart" not in step)
         _step(sharded, step, _drawn(number, rank))
     residuals = internals.mean_residuals_of(sharded) if plot["codec"] else {}
     for name, parameter in internals.sharded_parameters(sharded):
@@ -192,6 +223,13 @@ def _tell(plot: dict[str, Any]) -> None:
         if name in residuals and found is not None:
             found = found + residuals[name]  # what was sent, and what is still to come
         _compare(name, found, [plain.get_parameter(name).grad for plain in plains])
+
+
+def _step_of(plot: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
+    """What a rank does in a step."""
+    step: dict[str, Any] = plot["steps"][number]
+    odd, at, changed = plot.get("odd", (None, None, {}))
+    return step | changed if (odd, at) == (rank, number) else step
 
 
 def _compare(name: str, found: Tensor | None, of_ranks: list[Tensor | None]) -> None:
@@ -219,7 +257,7 @@ def _step(model: Any, step: dict[str, Any], x: Tensor) -> None:
         name, frozen = step["freeze"]
         dict(internals.sharded_parameters(model))[name].requires_grad_(not frozen)
     loss = loss_of([model(x, step["program"])])
-    if loss.requires_grad:
+    if loss.requires_grad and step.get("backward", True):
         loss.backward()
 
 
@@ -232,6 +270,15 @@ def test_backwards_within_backwards(first: int) -> None:
             if not (set(found) == {"right"} or all(re.search(REFUSED, each) for each in found)):
                 text = f"{pprint.pformat(found)}\nThe program was\n{pprint.pformat(plot, width=140)}"
                 pytest.fail(text, pytrace=False)
+
+
+@pytest.mark.parametrize("seed", _seeds() if SOAK else range(len(DIFFERENCES)))
+def test_ranks_that_differ_are_right_or_told(seed: int) -> None:
+    """A difference that changes no collective is right; any other one is one named error on every rank."""
+    plot = tale_of_ranks_that_differ(seed)
+    found = on_ranks(plot["world"], tell, plot, timeout=TIMEOUT, patience=PATIENCE)
+    if not (set(found) == {"right"} or all(re.search(f"an operation failed: |{REFUSED}", each) for each in found)):
+        pytest.fail(f"{pprint.pformat(found)}\nThe program was\n{pprint.pformat(plot, width=140)}", pytrace=False)
 
 
 AGAIN = ("inner", (("late", "through", (("call", 0),)),))

@@ -272,8 +272,9 @@ def shard(
             replicated along the first, gradients are summed over both. Parameters that ``parallelize_module`` has
             divided across another dimension are sharded further. None: shard across all ranks; a process group is
             started from the launcher's environment (``RANK``, ``WORLD_SIZE``, ...) if there is none.
-        units: modules that are gathered together: ``"auto"`` (the model's own plan, else its repeated blocks), class
-            names or classes, patterns of module names (``"layers.*"``), modules, or a predicate (name, module).
+        units: modules that are gathered together: ``"auto"`` (the model's own plan, else its repeated blocks, else a
+            model of up to 4 million parameters as a whole), class names or classes, patterns of module names
+            (``"layers.*"``), modules, or a predicate (name, module).
         reshard_after_forward: False keeps unsharded weights until they change: a buffer for each unit instead of shared
             ones, and half of the all-gathers. None or True drops them. A number reshards them across so many
             neighbouring ranks (of one machine, say), and gathers them again from there until they change.
@@ -807,14 +808,18 @@ def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
 
 def _warn_of_emulated_bf16(policy: MixedPrecisionPolicy, device: torch.device) -> None:
     """Warn where a processor without instructions for bf16 is to compute in it."""
-    if device.type != "cpu" or policy.param_dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if policy.param_dtype is torch.bfloat16 and emulates_bf16(device):
         warnings.warn(
             "mp_policy.param_dtype=torch.bfloat16 on a processor that has no instructions for it (AVX-512 BF16 or "
             "AMX): matrix products take many times as long as in torch.float32, which param_dtype=None leaves them in",
             stacklevel=4,
         )
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """Return whether a device is a processor without instructions for bf16, which takes many times as long in it."""
+    known = device.type != "cpu" or not torch.backends.mkldnn.is_available()
+    return not known and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _warn_of_residuals(plan: Plan, compression: Compression) -> None:

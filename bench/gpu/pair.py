@@ -38,12 +38,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import yafsdp_cc
+from bench.common import about, names, save
 from bench.models import GPT, Spec
+from bench.trainers import shard_by_fsdp2
 from tests.ranks import ranks_of_one_gpu
 from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.tools.bench.common import about, names, save, table
-from yafsdp_cc.tools.bench.trainers import shard_by_fsdp2
+from yafsdp_cc.tools.table import table
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

@@ -21,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.common import names
 from bench.gpu.flight import FLIGHTS, PARTS, ROOT
-from yafsdp_cc.tools.bench.common import names, table
+from yafsdp_cc.tools.table import table
 
 SITE = """
 import multiprocessing, sys

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench import exchanges
+from bench.contestants import ALL_REDUCE, EXCHANGES
+from bench.exchanges import LINKS, ROUTES, Buffers, make_exchange
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.bench import exchanges
-from yafsdp_cc.tools.bench.contestants import ALL_REDUCE, EXCHANGES
-from yafsdp_cc.tools.bench.exchanges import LINKS, ROUTES, Buffers, make_exchange
 
 WITHIN = {None: 1e-6, "int8": 0.01, "int4": 0.13, "onebit": 0.55}
 """Relative error of a codec on normal noise, and a little more."""

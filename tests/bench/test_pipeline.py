@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench import pipeline
+from bench.contestants import PIPELINE
 from tests.netlab.labs import lab_of
-from yafsdp_cc.tools.bench import pipeline
-from yafsdp_cc.tools.bench.contestants import PIPELINE
 from yafsdp_cc.tools.demo.model import GPT
 
 

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
+from bench import replicas, train
+from bench.contestants import REPLICAS
 from tests.netlab.labs import lab_of
-from yafsdp_cc.tools.bench import replicas, train
-from yafsdp_cc.tools.bench.contestants import REPLICAS
 from yafsdp_cc.tools.demo.model import GPT
 
 NAMES = ("synchronous", "overlap", "gossip", "sparseloco")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from yafsdp_cc.tools.bench import slow
-from yafsdp_cc.tools.bench.slow import draw, slow_table
+from bench import slow
+from bench.slow import draw, slow_table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import lazy_error, loading, patches
+from bench import lazy_error, loading, patches, pipeline
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.tools.bench import pipeline
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="they read the kernel's counts and malloc's")
 
@@ -27,7 +26,7 @@ def test_patches() -> None:
 def test_loading(way: str, tmp_path: Path) -> None:
     # Matrices of more than malloc keeps in its heap, which is resident already.
     for peak, new in on_ranks(2, loading.measured, way, 2, 1024, str(tmp_path / "weights")):
-        assert peak >= new * 2 * 2 * 1024**2  # this rank's shards
+        assert peak >= 0.95 * new * 2 * 2 * 1024**2  # this rank's shards; processors count some pages late
 
 
 @ranks(1)

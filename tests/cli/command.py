@@ -11,29 +11,35 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import yafsdp_cc.tools.cli.launch
-from yafsdp_cc.tools.cli import main
+from yafsdp_cc.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def yafsdp_cc(
-    *argv: object, folder: Path, timeout: float = 250, afresh: bool = False
+    *argv: object,
+    folder: Path,
+    timeout: float = 250,
+    afresh: bool = False,
+    main: Callable[[list[str]], int] = cli.main,
 ) -> subprocess.CompletedProcess[str]:
     """One command in ``folder``, to its end."""
-    with started(*argv, folder=folder, afresh=afresh) as process:
+    with started(*argv, folder=folder, afresh=afresh, main=main) as process:
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @contextmanager
-def started(*argv: object, folder: Path, afresh: bool = False) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *argv: object, folder: Path, afresh: bool = False, main: Callable[[list[str]], int] = cli.main
+) -> Iterator[subprocess.Popen[str]]:
     """A command that runs; afterwards none of its processes may be left (they are ended, and the test fails).
 
     It is a process of its own, with a session, streams and environment of its own, forked from this one, which has
@@ -43,6 +49,7 @@ def started(*argv: object, folder: Path, afresh: bool = False) -> Iterator[subpr
         argv: of the command.
         folder: that it runs in.
         afresh: start an interpreter, as a shell does.
+        main: the program that the forked process becomes, in the place of ``yafsdp-cc``.
     """
     mark = f"YAFSDP_CC_TEST={uuid.uuid4()}"
     name, _, value = mark.partition("=")
@@ -59,7 +66,7 @@ def started(*argv: object, folder: Path, afresh: bool = False) -> Iterator[subpr
         # SIGINT is ignored where the tests run behind a shell's "&".
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         if afresh
-        else partial(_be_the_command, words, environment),
+        else partial(_be_the_command, main, words, environment),
     )
     try:
         yield process
@@ -108,7 +115,7 @@ def _marked(mark: bytes) -> list[int]:
     return found
 
 
-def _be_the_command(argv: list[str], environment: dict[str, str]) -> None:
+def _be_the_command(main: Callable[[list[str]], int], argv: list[str], environment: dict[str, str]) -> None:
     """Run the command in this process, which was forked to start it, and end as its interpreter would."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # by one of them the other process waits for the program to start
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +29,7 @@ from tests.soak import SOAK
 from yafsdp_cc import config
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.compression.codec import BLOCKS, Scaled, kind_of
+from yafsdp_cc.compression.error_feedback import ops_for
 
 WRONG = """\
 launch:
@@ -338,16 +338,22 @@ def test_forms_print_what_they_name(
     assert all(one["description"] for kind in schema["$defs"].values() for one in kind["properties"].values())
 
 
-@pytest.mark.parametrize("command", ["config --help", "launch --help", "env --help", "env --json"])
-def test_help_and_env_do_without_torch(command: str) -> None:
-    shown = yafsdp_cc_without_torch(*command.split())
+@pytest.mark.parametrize("command", ["config", "launch", "env"])
+def test_help_does_without_torch(command: str) -> None:
+    shown = yafsdp_cc_without_torch(command, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    if command == "env --json":
-        found = json.loads(shown.stdout)
-        assert found["torch"] == version("torch")  # of the package: torch's own may add what it is built for
-        assert found["native kernels"]
-    else:
-        assert f"usage: yafsdp-cc {command.split()[0]}" in shown.stdout
+    assert f"usage: yafsdp-cc {command}" in shown.stdout
+
+
+def test_env_tells_of_torch_kernels_and_variables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert cli.main(["env"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    kernels = "plain torch" if ops_for(torch.device("cpu")) is None else "native"
+    assert {f"kernels on cpu: {kernels}", "GLOO_SOCKET_IFNAME: eth7"} <= set(told)
+    assert f"PyTorch version: {torch.__version__}" in told
 
 
 def test_a_file_of_accelerate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from tests.engine.test_streams import penalised, steps
 from tests.models import WIDTH, Mlp
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
+from yafsdp_cc.engine.streams import PinnedReadback
 
 ORDER, FREED, NUMBERS = "are not in order", "freed before", "is not finite"
 EITHER = f"{ORDER}|{FREED}"
@@ -122,6 +123,13 @@ def defers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         loss_of(model, x).backward()
         scaler.scale *= 2.0
     optimizer.step()
+
+
+def reads_back(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Reads numbers back twice in a row, as the fallback of codecs does between other waits of the host."""
+    readback = PinnedReadback(1, x.dtype, internals.state_of(model).context.device)
+    for _ in range(2):
+        readback.receive(x.new_zeros(1))
 
 
 def fails(gradient: Tensor) -> None:
@@ -370,7 +378,11 @@ ROWS = [
         EITHER,
     ),
     Row("the host writes after a copy has read", partial(internals.break_readback_waits, "send"), plain),
-    Row("the host reads after a copy has written", partial(internals.break_readback_waits, "receive"), plain),
+    Row(
+        "the host reads after a copy has written",
+        partial(internals.break_readback_waits, "receive"),
+        partial(trained, reads_back),
+    ),
     Row(
         "the host writes offloaded weights after copies",
         internals.break_host_wait,

@@ -25,13 +25,13 @@ from tests.internals import set_nccl_sums, state_of
 from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
-from yafsdp_cc.engine import mesh, replicated
+from yafsdp_cc.engine import mesh
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.mesh import refused_over_store
 from yafsdp_cc.engine.param import ShardedGrad
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams, usage_flags
+from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.sharding.assembly import _check_trial_exchange
 
@@ -331,13 +331,11 @@ def test_what_one_rank_has_not_finite_no_rank_takes_for_finite(dtype: torch.dtyp
     assert found[:, 3].isfinite().all()
 
 
-# Replicated parameters, flags and fingerprints ------------------------------------------------------------------------
+# Replicated parameters and flags --------------------------------------------------------------------------------------
 
 
 def reduce_replicated(world: int, add: Any) -> None:
     """Every rank's replicated parameters and flags through one reduction, against float64."""
-    # Ranks are threads of one process here, which has no default group to ask for its store.
-    replicated._get_default_store = new_store  # type: ignore[attr-defined]
     models = [yafsdp_cc.shard(nn.Sequential(nn.LayerNorm(7), nn.LayerNorm(33, bias=False))) for _ in range(world)]
     grads = drawn(world, world, 47)
 
@@ -346,20 +344,16 @@ def reduce_replicated(world: int, add: Any) -> None:
         flats = state_of(models[index]).replicated.flats
         for flat in flats:
             flat.divisor = Divisor(world, CPU)
-        fingerprint = CollectiveFingerprint(index, world, 0)
-        for number in range(5):
-            fingerprint.record("reduce", f"unit {number}")
         params = [param for flat in flats for param in flat.params]
         for number, param in enumerate(params):
             param.index = number
         used = {param: (index + number) % 3 == 0 for number, param in enumerate(params)}
-        flags = usage_flags(used, len(params), lambda param: False) + fingerprint.sums()
+        flags = usage_flags(used, len(params), lambda param: False)
         sums = ReplicatedParams(flats, len(flags), context_of(rank), comm_stream(CPU), None)
         sums.accumulate_grads(params, [each.view(-1) for each in grads[index].split([7, 7, 33])])
         totals = sums.all_reduce(flags).tolist()
         sums.add_to_grads()
-        fingerprint.check(totals[len(params) :])
-        return [param.parameter.grad.to_local() for param in params], totals[: len(params)]
+        return [param.parameter.grad.to_local() for param in params], totals
 
     found = Nccl(world, add).run(body)
     for error in found:
@@ -377,34 +371,6 @@ def reduce_replicated(world: int, add: Any) -> None:
 @ranks(1)
 def test_replicated_parameters_and_flags(world: int, order: str) -> None:
     reduce_replicated(world, ORDERS[order])
-
-
-def fingerprint_of(digits: list[int], monkeypatch: pytest.MonkeyPatch, world: int) -> CollectiveFingerprint:
-    """A fingerprint of these five digits."""
-    monkeypatch.setattr(replicated, "_get_default_store", new_store)
-    fingerprint = CollectiveFingerprint(0, world, 0)
-    fingerprint._hash = sum(digit << (31 + 6 * place) for place, digit in enumerate(digits))
-    assert fingerprint.sums()[:5] == digits
-    return fingerprint
-
-
-@every_order
-@pytest.mark.parametrize("world", [*WORLDS, 4096])
-def test_fingerprints_are_exact_in_any_order(world: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = fingerprint_of([63, 62, 63, 1, 0], monkeypatch, world)
-    theirs = fingerprint_of([63, 62, 62, 1, 0], monkeypatch, world)
-    monkeypatch.setattr(CollectiveFingerprint, "_compare", lambda self: ("", ""))
-    numbers = torch.tensor(ours.sums()).repeat(world, 1)
-    for differing in (None, 0, world - 1):
-        if differing is not None:
-            numbers[differing] = torch.tensor(theirs.sums())
-        for each in ORDERS[order](numbers[:, None].expand(world, min(world, 8), 10)):
-            if differing is None:
-                ours.check(each.tolist())
-            else:
-                with pytest.raises(RuntimeError, match="different orders"):
-                    ours.check(each.tolist())
-        numbers[:] = torch.tensor(ours.sums())
 
 
 # Messages ------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import yafsdp_cc
 from tests.netlab.labs import lab_of
 from yafsdp_cc.tools.netlab import LabError, Links
 
@@ -33,6 +35,21 @@ else:
             time.sleep(0.05)
     peer.sendall(bytes(300_000))
 """
+
+
+def test_launch_puts_ranks_on_links_of_the_bandwidth(tmp_path: Path) -> None:
+    with lab_of(ranks=2):
+        pass  # skips where there can be none
+    (tmp_path / "train.py").write_text(f"{SEND}\nprint(os.readlink('/proc/self/ns/net'), time.time())\n")
+    flags = ("--bandwidth=1mbit", "--nproc-per-node=2", "--local-ranks-filter=0,1")
+    began = time.time()
+    ran = yafsdp_cc("launch", *flags, "train.py", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    (one, *ended), (other, last) = (line.split() for line in ran.stdout.splitlines())
+    assert len({one, other, os.readlink("/proc/self/ns/net")}) == 3, "each rank is in a network namespace of its own"
+    assert max(map(float, [*ended, last])) - began > 300_000 * 8 / 1e6 * 0.8, (
+        "the link has carried no more than its rate"
+    )
 
 
 def test_what_a_program_sends_is_counted() -> None:

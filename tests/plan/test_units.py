@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from yafsdp_cc.plan import Division, Units, find_units
+from yafsdp_cc.sharding import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,6 +265,18 @@ def test_what_hangs_in_two_blocks_belongs_to_their_common_parent() -> None:
     assert division.units[-1].role == "root"
 
 
+@pytest.fixture
+def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL_MODEL", 0)
+
+
+def test_a_small_model_without_blocks_is_one_unit() -> None:
+    model = nn.Module()
+    model.enter, model.leave = nn.Linear(64, 512), nn.Linear(512, 64)
+    assert [unit.modules for unit in find_units(model).units] == [(model,)]
+
+
+@pytest.mark.usefixtures("no_model_is_small")
 def test_no_blocks_lists_candidates_and_what_to_type() -> None:
     model = nn.Module()
     model.first, model.second = Block(), nn.Bilinear(64, 64, 64)
@@ -273,6 +286,7 @@ def test_no_blocks_lists_candidates_and_what_to_type() -> None:
     assert "Block (x1, first): 33,216 parameters" in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_model_is_small")
 def test_no_blocks_but_single_layers_are_candidates_too() -> None:
     model = nn.Module()
     model.enter, model.leave = nn.Linear(64, 512), nn.Linear(512, 64)
@@ -286,6 +300,7 @@ def test_no_blocks_but_single_layers_are_candidates_too() -> None:
         find_units(alone)
 
 
+@pytest.mark.usefixtures("no_model_is_small")
 def test_one_shared_layer_of_albert_is_suggested() -> None:
     albert = hugging_face("AlbertModel", "AlbertConfig", **BERT, embedding_size=32)
     with pytest.raises(ValueError, match=r"units=\['AlbertLayer'\]"):

@@ -1,7 +1,8 @@
-"""Backwards within backwards, and gradients within forwards: right, or refused."""
+"""Backwards within backwards, gradients within forwards, and what one rank alone does otherwise: right, or refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 
 WIDTH = 16
 
@@ -172,3 +173,46 @@ def test_a_loss_on_an_activation_inside_of_a_checkpoint_is_refused_by_name() -> 
     model(batch(0))
     with pytest.raises(NotImplementedError, match=r"blocks.0.norm.weight.*a backward runs a part of model again"):
         model.blocks[0].kept.square().mean().backward()
+
+
+def freeze(name: str, model: Any) -> None:
+    dict(model.named_parameters())[name].requires_grad_(False)
+
+
+SKIPPED = "a backward of those between two steps is skipped"
+DIFFERENCES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a replicated parameter is frozen": (
+        partial(freeze, "blocks.1.norm.weight"),
+        "without blocks.1.norm.weight, frozen",
+    ),
+    "a sharded parameter is frozen": (partial(freeze, "blocks.1.up.weight"), "without blocks.1.up.weight, frozen"),
+    "no gradient is synchronized": (lambda model: model.set_requires_gradient_sync(False), "next: gather"),
+    "gradients are divided": (lambda model: model.blocks[1].set_gradient_divide_factor(3.0), r"divided by \[3.0\]"),
+    SKIPPED: (lambda model: None, "backwards awaited: 2"),
+}
+
+
+def differ(difference: str) -> str:
+    """Have rank 1 do something else from the third step on; return the error that this ends in."""
+    change, _ = DIFFERENCES[difference]
+    model: Any = yafsdp_cc.shard(Net(""), zero_stage=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(5):
+            differs = step == 2 and dist.get_rank() == 1
+            if differs:
+                change(model)
+            loss = model(batch(dist.get_rank(), step)).square().mean()
+            if not (differs and difference == SKIPPED):
+                loss.backward()
+            if step == 0 or difference != SKIPPED:
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_rank_that_differs_is_one_error_on_all(difference: str) -> None:
+    for error in on_ranks(2, differ, difference, patience=5.0):
+        assert re.search(f"What ranks did last:(.|\n)*{DIFFERENCES[difference][1]}", error), error

@@ -186,8 +186,6 @@ class BatchRollback:
             self._undo.append(partial(setattr, state, name, getattr(state, name)))
         fingerprint = vars(state.context.fingerprint)
         self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))
-        # on CUDA the readback holds numbers of an earlier backward, perhaps of the skipped one: drop them
-        self._undo.append(partial(setattr, state._readback, "_holds", False))
 
     def _save_buffers(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -45,6 +45,7 @@ from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
 from yafsdp_cc.engine.mesh import all_gather_objects, group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.tensor import reductions
@@ -306,7 +307,7 @@ class _Recorder(Observer):
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
         self._log.add(_Op(self._number, kind, name, flag))
-        self._kind, self._before = kind, self._state.context.fingerprint._count
+        self._kind, self._before = kind, self._state.context.fingerprint.count
 
     def before_forward(self) -> None:
         self._kind = ""  # all other observers have finished
@@ -322,13 +323,13 @@ class _Recorder(Observer):
         self._kind = ""
 
     def after_backward(self) -> None:
-        self.add(REPLICATED)
+        self.add(REPLICATED, self._state.final_reduce)
 
     @property
     def is_within(self) -> bool:
         """Whether the last entry may have been issued only in part."""
         if self._kind in (GATHER, REPLICATED):
-            return self._state.context.fingerprint._count == self._before
+            return self._state.context.fingerprint.count == self._before
         return bool(self._kind)
 
 
@@ -652,8 +653,8 @@ def _issue(state: FSDPState, op: _Op) -> None:
         if context.replicas is not None:
             context.replicas.all_reduce_kept()
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters", state.replicated.params)
-        state.replicated.all_reduce([0.0] * len(state.params) + context.fingerprint.sums())
+        context.fingerprint.agree(FINAL_REDUCE, op.name, state.replicated.flats)
+        state.replicated.all_reduce([0.0] * len(state.params))
     else:
         group = next(each for each in state.groups if each.name == op.name)
         if op.kind == GATHER:

@@ -308,7 +308,7 @@ class CodecAutotuner(CompressionObserver):
         tuned = {flat: each for group in state.groups for flat, each in _tuned(group).items()}
         if not (times and tuned and self._step_seconds):
             return None
-        state.context.fingerprint.record("autotune", "codecs")
+        state.context.fingerprint.agree("autotune", "codecs")
         link = measure_link(state.context.reduce, max(each.message_room for each in tuned.values()))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]

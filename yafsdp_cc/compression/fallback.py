@@ -147,7 +147,7 @@ class CodecFallback(CompressionObserver):
         loss = sums[0].new_zeros(1) + self._loss
         found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
-        state.context.fingerprint.record("fallback", "messages")
+        state.context.fingerprint.agree("fallback", "messages")
         all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]

@@ -76,6 +76,7 @@ def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
     The unit is that of gradients of an unscaled loss.
     """
     found: dict[str, FlatDTensor] = {}
+    state.context.fingerprint.agree("read", "residuals")
     for flat, compressed in compressed_sums(state):
         if compressed.carried_over is not None or (compressed.residual is not None and compressed.estimate is None):
             total = _sum_of_unsent(state, compressed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -102,12 +103,23 @@ class GroupContext:
             return
         for observer in self.observers:
             observer.before_wait()
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            raise self.fingerprint.explain(error, self.describe(handle)) from error
+        self.explained(handle.wait, handle)
         for observer in self.observers:
             observer.after_wait()
+
+    def explained(self, communicate: Callable[[], _Result], waited: CommHandle | None = None) -> _Result:
+        """Return what ``communicate`` returns; if it fails, raise an error that tells what all ranks were doing.
+
+        Args:
+            communicate: issues an operation or waits for one.
+            waited: the operation that it waits for; None where it issues one.
+        """
+        try:
+            return communicate()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.fingerprint.explain(error, self.describe(waited)) from error
 
     def bind_reduce(self, flat: FlatParam) -> None:
         """Allocate what the gradients of ``flat`` need, unless it exists: frozen parameters need nothing."""
@@ -124,7 +136,7 @@ class GroupContext:
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
             self.wait(self.last_reduce)  # both operations use the scratch buffers
         self.reduce_stream.wait_for_caller()
-        self.reduce_stream.issue(buffer.handle, start, finish)
+        self.explained(partial(self.reduce_stream.issue, buffer.handle, start, finish))
         self.last_reduce = buffer.handle
         self.in_flight.append(buffer)
 
@@ -133,7 +145,7 @@ class GroupContext:
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
             if self.replicas is not None:
-                self.replicas.wait()
+                self.explained(self.replicas.wait)
             self.last_reduce = None
             self.in_flight.clear()
 
@@ -358,6 +370,9 @@ class ParamGroup:
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
+        whole = len(stale) == len(held)
+        operation = "gather" if whole else f"gather {[each[2] is None for each in stale]}"
+        context.fingerprint.agree(operation, self.name, describe=context.describe)
         buffer.owner = None  # an all-gather that raises leaves the buffer without an owner, to be gathered anew
         buffer.fills += 1
         buffer.filled_in = context.passes
@@ -366,12 +381,12 @@ class ParamGroup:
             span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
             handle = span.start()
         completes = any(all_gather.has_finish for all_gather, *_ in stale)
-        context.gather_stream.issue(buffer.handle, start, finish if completes else None, after=buffer.last_use)
+        issue = partial(context.gather_stream.issue, buffer.handle, start, finish if completes else None)
+        context.explained(partial(issue, after=buffer.last_use))
         if span is not None:
             span.end(handle)
         buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
-        context.fingerprint.record("gather", self.name)
 
     def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
@@ -521,7 +536,9 @@ class ParamGroup:
         used = self._take(grads)
         for observer in context.observers:
             observer.before_reduce(self.name)
-        context.fingerprint.record("reduce", self.name, self.params)
+        sums = context.replicas is None or context.replicas.sums
+        operation = "reduce" if sums else "reduce, not over replicas,"
+        context.fingerprint.agree(operation, self.name, self.flats, context.describe)
         span = handle = None
         if context.traces:
             span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))

@@ -1,26 +1,22 @@
-"""Replicated parameters, and what ranks tell each other at the end of a backward.
+"""Replicated parameters, and what ranks tell each other about gradients and collectives.
 
 Norms, biases and other tiny parameters are whole on every rank: sharding them would save nothing and cost a collective
 each. Their gradients are summed once per backward, in fp32 (fp64 if one of them is) and never encoded, in one buffer
-that also carries which parameters each rank has used and a fingerprint of the collectives that it has issued:
+that also carries which parameters each rank has used:
 
-    | gradients of the replicated parameters | used parameters | fingerprint |
+    | gradients of the replicated parameters | used parameters |
 """
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from array import array
-from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
+from yafsdp_cc.engine.agreement import Agreement
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
-from yafsdp_cc.engine.mesh import exchange_over_store
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.streams import PinnedReadback
 
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from yafsdp_cc.engine.agreement import Describe, Operation
     from yafsdp_cc.engine.communicator import CommContext, Communicator, Works
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.streams import CommStream
@@ -281,64 +278,46 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
                 hook(param.parameter)
 
 
-# What ranks have issued --------------------------------------------------------------------------------------------
+# What ranks issue --------------------------------------------------------------------------------------------------
 
-_FACTOR, _MASK = 1_000_003, (1 << 61) - 1
-_DIGITS, _BASE = 5, 64
-_SHOWN = 6
-"""Operations of each rank that an error names."""
-_fingerprints = itertools.count()
+_MASK = (1 << 64) - 1
+_LONG, _SHORT = 1_000_003, 256 * 1_000_003
+"""Factors of running hashes; a hash that is multiplied eight times by ``_SHORT`` keeps no bit of its old value."""
+FINAL_REDUCE = "final reduce"
+"""The kind of the operation behind which gradients are final."""
 
 
-class CollectiveFingerprint:
-    """A running hash of the issued collectives, to tell ranks that run different programs from ranks that are late.
+class CollectiveFingerprint(Agreement):
+    """Hashes of the collectives that this rank has issued, which say whether all ranks expect the next one."""
 
-    It crosses ranks as ``sums``: five digits below 64 and their squares, whose sums over N ranks are exact in fp32 up
-    to 4,096 ranks. All ranks agree on a digit d if and only if N * Σd² = (Σd)².
+    def record(self, kind: str, name: str) -> None:
+        """Note a decision about the group ``name``, which all ranks have made alike, as one more operation."""
+        operation = (kind, name, (), ())
+        self._add(operation, self.hash(operation))
 
-    Args:
-        rank: among the ``world`` ranks of the model.
-        first: the first of these ranks among all.
-    """
+    def agree(
+        self, kind: str, name: str, flats: Sequence[FlatParam] = (), describe: Describe = lambda waited: ""
+    ) -> None:
+        """Return once all ranks are known to issue the same operation next.
 
-    WIDTH = 2 * _DIGITS
-    """How many numbers ``sums`` has."""
+        Args:
+            kind: what the operation does.
+            name: name of the group that it is issued for.
+            flats: flat parameters whose gradients it sums.
+            describe: says what this rank is doing, for the error.
 
-    def __init__(self, rank: int, world: int, first: int) -> None:
-        self._rank, self._world = rank, world
-        self._store = _get_default_store()
-        self._key = f"yafsdp_cc/fingerprint/{first}/{next(_fingerprints)}"
-        self._count = self._hash = 0
-        self._last: deque[str] = deque(maxlen=_SHOWN)
+        Raises:
+            RuntimeError: ranks issue different operations, or a rank issues none within the time-out.
+        """
+        wanted = tuple([param.parameter.requires_grad for flat in flats for param in flat.params])
+        operation = (kind, name, wanted, tuple([flat.divisor.factor for flat in flats]))
+        known = self.hashes.get(operation) or self.hash(operation)
+        if self.has_peers and self.followers.get(self.path) != known:
+            self.follow(operation, flats, describe)
+        self._add(operation, known)
 
-    def record(self, kind: str, name: str, params: Iterable[FSDPParam] = ()) -> None:
-        """Note one operation of the group ``name``, and which of ``params``, whose gradients it sums, are frozen."""
-        frozen = [param.spec.name for param in params if not param.parameter.requires_grad]
-        text = f"{kind} {name}" + (f" without {frozen[0]}, frozen ({len(frozen)} in all)" if frozen else "")
-        # multiplied last: the digits of the sums are the upper half
-        self._hash = (self._hash + zlib.crc32(f"{text} {frozen}".encode())) * _FACTOR & _MASK
-        self._count += 1
-        self._last.append(text)
-
-    def sums(self) -> list[float]:
-        """Return the fingerprint as numbers to be summed over ranks."""
-        digits = [float((self._hash >> 31) // _BASE**place % _BASE) for place in range(_DIGITS)]
-        return digits + [digit * digit for digit in digits]
-
-    def check(self, totals: Sequence[float]) -> None:
-        """Raise a ``RuntimeError`` where ``sums``, summed over ranks, show that these have issued different things."""
-        pairs = zip(totals[:_DIGITS], totals[_DIGITS:], strict=True)
-        if any(self._world * squares != total * total for total, squares in pairs):
-            raise RuntimeError(
-                "ranks ran units in different orders, so their gradients are worthless; every rank must run the same "
-                f"forward and freeze the same parameters (some inside a unit may go unused)\n{self._compare()[1]}"
-            )
-
-    def explain(self, error: RuntimeError, doing: str) -> RuntimeError:
-        """Return the failure of a collective, with what all ranks were doing, this one as ``doing`` says."""
-        reason, table = self._compare(doing.replace("\n", "\n    "))
-        return RuntimeError(f"an operation failed: {reason}.\nWhat ranks did last:\n{table}\n{error}")
-
-    def _compare(self, doing: str = "") -> tuple[str, str]:
-        mine = f"{self._count} operations, the last: {', '.join(self._last)}" + (f"\n    {doing}" if doing else "")
-        return exchange_over_store(self._store, self._key, self._rank, self._world, mine)
+    def _add(self, operation: Operation, known: int) -> None:
+        self.path = 0 if operation[0] == FINAL_REDUCE else (self.path * _LONG + known + 1) & _MASK
+        self.context = (self.context * _SHORT + known + 1) & _MASK
+        self.count += 1
+        self.last.append(operation)

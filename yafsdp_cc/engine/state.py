@@ -38,8 +38,7 @@ from torch.autograd import profiler
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, hand_out_grads, usage_flags
-from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
@@ -141,7 +140,6 @@ class FSDPState:
         self.order: list[ParamGroup] = []
         """The groups that it has run."""
         self._cursor = 0
-        self._readback = PinnedReadback(CollectiveFingerprint.WIDTH, self.replicated.dtype, self.context.device)
         self._leaf_stream = self.context.gather_stream.caller()
         """Where autograd ends the leaf, and with which it joins the stream around ``backward()``."""
 
@@ -557,14 +555,19 @@ class FSDPState:
             self._leaf_stream.wait_event(stream.record_event())
         self._end_backward(backward)
 
+    @property
+    def final_reduce(self) -> str:
+        """What ranks compare of the reduce behind which gradients are final: a rank may have skipped a backward."""
+        return f"replicated parameters, backwards awaited: {self.awaited_backwards}"
+
     def _make_grads_final(self) -> None:
-        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used and issued."""
+        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used."""
         context, replicated = self.context, self.replicated
         for observer in context.observers:
             observer.after_backward()
         context.wait_for_reduces()
         if context.replicas is not None:
-            context.replicas.all_reduce_kept()
+            context.explained(context.replicas.all_reduce_kept)
         reduced: dict[FSDPParam, bool] = {}
         for flat, used in context.reduced:
             for param, was_written in zip(flat.params, used, strict=True):
@@ -572,21 +575,17 @@ class FSDPState:
         reduced |= {param: param.written for param in replicated.params}
         flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
-        context.fingerprint.record("reduce", "replicated parameters", replicated.params)
+        context.fingerprint.agree(FINAL_REDUCE, self.final_reduce, replicated.flats, context.describe)
         span = _REPLICATED_SPAN.start() if context.traces else None
-        totals = replicated.all_reduce(flags + context.fingerprint.sums())
+        totals = context.explained(partial(replicated.all_reduce, flags))
         if span is not None:
             _REPLICATED_SPAN.end(span)
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
         self._has_new_grads = True
         self.wait_for_transfers()
-        # On CUDA these are the numbers of the previous backward, so as not to wait for this one.
-        sums = self._readback.receive(totals[-CollectiveFingerprint.WIDTH :])
-        if sums is not None:
-            context.fingerprint.check(sums)
         has_peers = context.gather.comm.world > 1 or context.replicas is not None
-        hand_out_grads(reduced, totals[: len(flags)] if has_peers else None)
+        hand_out_grads(reduced, totals if has_peers else None)
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought something of a parameter that nobody may have used."""

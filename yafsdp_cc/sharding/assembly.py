@@ -47,6 +47,7 @@ from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
+from yafsdp_cc.tensor.reductions import fingerprints
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
@@ -219,13 +220,17 @@ def _make_context(
     gather_comm, reduce_comm = comms[info.mesh]
     gather_stream = streams.of("all-gather", device)
     reduce_stream = gather_stream if reduce_comm is gather_comm else streams.of("reduce", device)
-    replica, count = (0, 1) if replica_comm is None else (replica_comm.rank, replica_comm.world)
+    replica = 0 if replica_comm is None else replica_comm.rank
     registers = any(spec.settings.allocates_from_group for spec in specs)
     gather_scratch, reduce_scratch = (
         ScratchBuffers(device, comm.group if registers else None) for comm in (gather_comm, reduce_comm)
     )
-    world, rank = gather_comm.world * count, gather_comm.rank + gather_comm.world * replica
-    fingerprint = CollectiveFingerprint(rank, world, info.first_rank)
+    rank = gather_comm.rank + gather_comm.world * replica
+    fingerprint = fingerprints.get(info.shard_group) if replicas is None else None
+    if fingerprint is None:
+        fingerprint = CollectiveFingerprint(rank, ranks, info.shard_group, device)
+        if replicas is None:
+            fingerprints[info.shard_group] = fingerprint
     # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
@@ -485,7 +490,7 @@ def _make_replicated(
     own, *others = (
         ReplicatedParams(
             flats,
-            count + CollectiveFingerprint.WIDTH if mesh is context.info.mesh else len(NO_FLAGS),
+            count if mesh is context.info.mesh else len(NO_FLAGS),
             contexts[mesh][1],
             context.reduce_stream,
             replicas,

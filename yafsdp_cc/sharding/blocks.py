@@ -13,16 +13,20 @@ from yafsdp_cc.sharding.parameters import Paths, total, walk, within
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+SMALL_MODEL = 1 << 22
+"""Number of parameters up to which a model without repeated blocks is one unit: 16 MiB in fp32."""
 EDGES = {nn.Embedding, nn.Linear, *CONVOLUTIONS}
 
 
 def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
     """Return the blocks that the model names if they hold most parameters, embeddings and heads aside; else its
-    repeated blocks if these do; else the named ones all the same."""
+    repeated blocks if these do; else the named ones all the same; else a small model itself."""
     named = _without_stages(named_blocks(model))
     if named and _hold_most(named, paths_of):
         return named
     blocks = repeated_blocks(model, paths_of) or named
+    if not blocks and total(paths_of) <= SMALL_MODEL:
+        return [model]
     if not blocks:
         raise ValueError(_no_blocks(model, paths_of))
     return blocks

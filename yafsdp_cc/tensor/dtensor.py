@@ -174,9 +174,9 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
 
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
-        reductions.check_not_refused("full_tensor()")
-        _follow_reduces()
         spec, local = self.shard_spec, self._local_tensor
+        reductions.check_not_refused("full_tensor()", () if spec.bounds is None else all_groups(spec.mesh))
+        _follow_reduces()
         whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
         if spec.tensor_parallel is not None:
             whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(whole, spec.mesh)).full_tensor()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
@@ -93,21 +94,28 @@ refusals: list[Callable[[str], None]] = []
 """Functions that raise where a collective outside of forwards and backwards is forbidden (``skip_together``)."""
 
 
-def check_not_refused(what: str) -> None:
-    """Raise if ``what``, a collective outside of forwards and backwards, is forbidden now."""
+fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group, where one may read alone."""
+
+
+def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise if ``what``, a collective outside of forwards and backwards, is forbidden now, or ranks make others."""
     for refuse in refusals:
         refuse(what)
+    for group in groups:
+        if group in fingerprints:
+            fingerprints[group].agree("read", what)
 
 
 def reduce(unknown: Sequence[Partials]) -> None:
     """Set ``reduced`` of all partials: one all-reduce over each group for those of one kind across the same ranks."""
-    check_not_refused("a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,")
     alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
     bases = chain.from_iterable([base for base, _ in each.terms] if each.terms else [each] for each in unknown)
     for partials in dict.fromkeys(bases):
         if partials.reduced is None:
             alike[partials.kind, partials.across].append(partials)
     for (kind, (mesh, groups)), members in alike.items():
+        check_not_refused("a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,", groups)
         total = torch.cat([partials.local.reshape(-1) for partials in members])
         if kind.is_sum:
             all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)

@@ -135,7 +135,7 @@ def _native_operators(device: torch.device, codec: Any = None) -> Any:
 def fake_ranks(
     shape: tuple[int, ...],
     kind: str,
-    device: FakeDevice | None = None,
+    device: FakeDevice,
     event: type[Event] = Event,
     modes: tuple[Any, ...] = (),
 ) -> Iterator[DeviceMesh]:
@@ -144,11 +144,10 @@ def fake_ranks(
     Args:
         shape: shape of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
-        device: makes tensors and answers reads; ``FakeDevice()`` if None.
+        device: makes tensors and answers reads.
         event: class that replaces CUDA's events and streams.
         modes: contexts to enter before ``device``.
     """
-    device = FakeDevice() if device is None else device
     for codec in error_feedback._NUMBERS:
         error_feedback.lost_share(codec, 256)  # cached from real numbers, before tensors are fake
     current = event()

@@ -6,19 +6,25 @@ import difflib
 import importlib
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 COMMANDS = {
     "config": "write, show or check a run file, or make one from Accelerate's",
     "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
+    "try": "run a training script under several settings for some steps, and recommend one",
     "env": "describe this machine and installation, for a report of a problem",
     "convert": "write a checkpoint's model as safetensors",
     "demo": "train a small language model on two ranks of this machine",
     "estimate": "tell what a training job will hold, send and take, before it runs",
     "profile": "record some steps of a training script, by torch.profiler or Nsight Systems",
     "report": "show traces and runs as tables and as a page of HTML",
-    "bench": "measure training over a slow network, beside torch's own engines",
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
+MODULES = {"try": "try_"}
+"""Modules whose names are not those of their commands, as these are words of Python."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,10 +40,17 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see yafsdp-cc --help"
+        if name == "bench":
+            hint = "type `python -m bench` in a clone of the repository"
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
+    return interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
+
+
+def interruptible(command: Callable[[], int]) -> int:
+    """Run a command; return its exit status, also where Ctrl-C or a closed pipe has ended it."""
     try:
-        status = int(importlib.import_module(f"yafsdp_cc.tools.cli.{name}").main(rest))
+        status = int(command())
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

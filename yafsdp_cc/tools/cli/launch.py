@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
     ours.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=setting)
     ours.add_argument("--name", help="of the run, and so of its folder (that of the script)")
+    rate = "of the links between the ranks, 100mbit: each is put in a network namespace of its own"
+    ours.add_argument("--bandwidth", metavar="RATE", help=rate)
     if argv[:1] in (["-h"], ["--help"]):
         print(ours.format_help())
         return 0
@@ -79,7 +81,20 @@ def main(argv: list[str]) -> int:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
         options.training_script, options.module = "yafsdp_cc.tools.cli.runner", True
-    return elastic.run(options, parser, folder, title)
+    if options.bandwidth is None:
+        return elastic.run(options, parser, folder, title)
+    from yafsdp_cc.tools.netlab import Lab, Unavailable
+
+    if options.no_python or options.run_path or options.nnodes not in ("1", "1:1"):
+        parser.error("--bandwidth is for a Python script on this machine alone")
+    try:
+        with Lab(ranks, options.bandwidth) as lab:
+            os.environ["YAFSDP_CC_JOIN"] = ",".join(map(str, (lab.links.keeper, *lab.links.descriptors)))
+            return elastic.run(options, parser, folder, title)
+    except ValueError as error:
+        parser.error(f"--bandwidth: {error}")
+    except Unavailable as reason:
+        parser.exit(1, f"{parser.prog}: {reason}\n")
 
 
 def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:

@@ -11,7 +11,6 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
-FLAGS = ("--tool", "--steps", "--output", "--trace")
 ABOUT = """\
 Records some optimizer steps of every rank, without a change to the script: by torch.profiler (kineto), also without a
 GPU, or by Nsight Systems (nsys), whose command is printed. Afterwards: yafsdp-cc report FOLDER."""
@@ -38,13 +37,7 @@ def main(argv: list[str]) -> int:
         help="of a trace for each rank, in place of those there (%(default)s)",
     )
     parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
-    own = _leading(argv)
-    asked, rest = parser.parse_args(argv[:own]), argv[own:]
-    if not rest:
-        parser.error("name a script to run")
-    before_script = takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest)
-    if late := [each for each in before_script if each.partition("=")[0] in FLAGS]:
-        parser.error(f"{late[0]} comes first, before torchrun's flags")
+    asked, rest = own_flags(parser, argv)
 
     from yafsdp_cc.tools.cli import launch  # only after the flags are checked: importing torch takes seconds
 
@@ -98,12 +91,20 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     return [*flags, "--no-python", *nsys, *runner, *script]
 
 
-def _leading(argv: list[str]) -> int:
-    """Return the number of leading arguments that are this command's; the script's own may look like them."""
+def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the leading flags, which are the command's, and return the rest; the script's own may look like them."""
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     place = 0
-    while place < len(argv) and argv[place].partition("=")[0] in FLAGS:
+    while place < len(argv) and argv[place].partition("=")[0] in flags:
         place += 1 if "=" in argv[place] else 2
-    return len(argv) if argv[place : place + 1] in (["-h"], ["--help"]) else min(place, len(argv))
+    place = len(argv) if argv[place : place + 1] in (["-h"], ["--help"]) else min(place, len(argv))
+    asked, rest = parser.parse_args(argv[:place]), argv[place:]
+    if not rest:
+        parser.error("name a script to run")
+    before_script = takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest)
+    if late := [each for each in before_script if each.partition("=")[0] in flags]:
+        parser.error(f"{late[0]} comes first, before torchrun's flags")
+    return asked, rest
 
 
 def _steps(text: str) -> tuple[int, int]:

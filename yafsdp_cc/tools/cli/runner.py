@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,6 +29,8 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run the program named on the command line as ``__main__``."""
+    if "YAFSDP_CC_JOIN" in os.environ:
+        _join_lab(os.environ.pop("YAFSDP_CC_JOIN"))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, _interrupt_once)
@@ -40,6 +42,18 @@ def main() -> None:
         _run_and_record(sys.argv[1:])
     except KeyboardInterrupt:
         _leave_quietly()
+
+
+def _join_lab(machines: str) -> None:
+    """Move to this rank's machine of the lab that the launcher has made, before torch starts threads."""
+    from yafsdp_cc.tools.netlab import namespaces
+    from yafsdp_cc.tools.netlab.links import Links
+
+    keeper, *descriptors = map(int, machines.split(","))
+    links, rank = Links(keeper, tuple(descriptors)), int(os.environ["RANK"])
+    namespaces.enter(links.of_rank(rank), links.user)
+    # the launcher's own store is on a loopback interface that the lab's machines do not reach
+    os.environ.update(links.variables(rank), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
 def _run_and_record(argv: list[str]) -> None:
@@ -82,6 +96,16 @@ def _run(argv: list[str]) -> None:
         from yafsdp_cc.tools.cli.capture import capture
 
         capture(wanted)
+    trial: AbstractContextManager[None] = nullcontext()
+    if wanted := os.environ.pop("YAFSDP_CC_TRY", ""):
+        from yafsdp_cc.tools.trial import on_trial
+
+        trial = on_trial(wanted)
+    with trial:
+        _run_program(argv)
+
+
+def _run_program(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -97,12 +97,7 @@ def bars(
     most = max(sum(parts.values()) for parts in rows.values())
     left = min(170, 24 + 8 * max(map(len, rows)))
     wide, height = WIDTH - left - 60, TOP + ROW * len(rows) + BOTTOM
-    drawn = []
-    for mark in ticks(0, most):
-        x = left + wide * mark / most
-        drawn.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
-        drawn.append(_text(x, height - BOTTOM + 16, number(mark)))
-    drawn.append(_text(left + wide / 2, height - 6, unit))
+    drawn = _axis(left, wide, height, most, unit, 6)
     for row, (name, parts) in enumerate(rows.items()):
         x, y = float(left), TOP + ROW * row + 4
         drawn.append(_text(left - 8, y + 15, _short(name, left // 8 - 1), "end"))
@@ -128,12 +123,7 @@ def timeline(
     """
     left = 150
     wide, height = WIDE - left - 16, TOP + ROW * len(lanes) + BOTTOM
-    drawn = []
-    for mark in ticks(0, most, most=12):
-        x = left + wide * mark / most
-        drawn.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
-        drawn.append(_text(x, height - BOTTOM + 16, number(mark)))
-    drawn.append(_text(left + wide / 2, height - 6, "milliseconds"))
+    drawn = _axis(left, wide, height, most, "milliseconds", 12)
     for row, (name, lane) in enumerate(lanes.items()):
         y = TOP + ROW * row + 4
         drawn.append(_text(left - 8, y + 15, _short(name, 20), "end"))
@@ -147,6 +137,16 @@ def timeline(
             drawn.append(f'<path class="c{colours[kind]}" d="{boxes}"><title>{escape(kind)}</title></path>')
     present = {kind for lane in lanes.values() for kind in lane}
     return _figure(title, WIDE, height, drawn, {kind: colour for kind, colour in colours.items() if kind in present})
+
+
+def _axis(left: float, wide: float, height: float, end: float, unit: str, most: int) -> list[str]:
+    """Draw a horizontal axis from 0 to ``end``, with ``most`` marks at most, and their grid."""
+    drawn = [_text(left + wide / 2, height - 6, unit)]
+    for mark in ticks(0, end, most):
+        x = left + wide * mark / end
+        drawn.append(f'<path class="grid" d="M{x:.1f} {TOP}V{height - BOTTOM}"/>')
+        drawn.append(_text(x, height - BOTTOM + 16, number(mark)))
+    return drawn
 
 
 def _figure(title: str, width: int, height: int, drawn: Sequence[str], legend: Mapping[str, int]) -> str:

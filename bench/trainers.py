@@ -22,7 +22,7 @@ from yafsdp_cc.tools.demo.train import CLIP, loss_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

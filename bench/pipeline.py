@@ -22,19 +22,20 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
+from bench import train
+from bench.common import cell, interleaved, times
+from bench.contestants import PIPELINE
 from yafsdp_cc.pipelining import CompressedStage, prepare_schedule
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import cell, interleaved, table, times
-from yafsdp_cc.tools.bench.contestants import PIPELINE
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import learning_rate
 from yafsdp_cc.tools.netlab.links import UNSHAPED
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
     from yafsdp_cc.tools.netlab import Lab
 
 WIDTH, HEADS, LENGTH = 128, 4, 128

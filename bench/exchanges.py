@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from bench.common import cell, interleaved
+from bench.contestants import EXCHANGES
 from yafsdp_cc.compression.all_gather import RoundedAllGather
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.config import Compression
@@ -38,10 +40,9 @@ from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.mesh import probe_links
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
-from yafsdp_cc.tools.bench.common import cell, interleaved, table
-from yafsdp_cc.tools.bench.contestants import EXCHANGES
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import bits_per_second
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -16,19 +16,20 @@ import torch
 import torch._dynamo  # the optimizers import it, before ranks are forked
 import torch.distributed as dist
 
+from bench.common import cell, interleaved, times
+from bench.contestants import TRAINING
+from bench.trainers import Trainer, make
 from yafsdp_cc.compression.autotune import FIRST
 from yafsdp_cc.compression.config import AUTO
-from yafsdp_cc.tools.bench.common import cell, interleaved, table, times
-from yafsdp_cc.tools.bench.contestants import TRAINING
-from yafsdp_cc.tools.bench.trainers import Trainer, make
 from yafsdp_cc.tools.demo.model import VOCABULARY
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
 
 SEQUENCES, LENGTH = 8, 128
 WARM_UP = 3

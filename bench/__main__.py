@@ -1,4 +1,4 @@
-"""``yafsdp-cc bench``: measure training over a slow network, and collectives, beside torch's own."""
+"""``python -m bench``: measure training over a slow network, and collectives, beside torch's own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from yafsdp_cc.tools.bench.common import about, names, save
-from yafsdp_cc.tools.bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
+from bench.common import about, names, save
+from bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
+from yafsdp_cc.tools.cli import interruptible
 from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
@@ -79,19 +80,19 @@ def main(argv: list[str]) -> int:
 
     try:
         # only after the arguments are checked: importing torch takes seconds
-        figures = import_module(f"yafsdp_cc.tools.bench.{suite}").run(contestants, **given)
+        figures = import_module(f"bench.{suite}").run(contestants, **given)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (LabError, Unavailable) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    save(path, {"about": about(["yafsdp-cc", "bench", *argv]), suite: figures})
+    save(path, {"about": about(["python", "-m", "bench", *argv]), suite: figures})
     return 0
 
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog="yafsdp-cc bench",
+        prog="python -m bench",
         description=ABOUT,
         epilog="\n".join("\n  ".join([f"contestants of {suite}:", *names]) for suite, names in CONTESTANTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -142,3 +143,7 @@ def _numbers(text: str) -> list[int]:
         return [positive(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write 2, or 2,4 for one run after the other") from None
+
+
+if __name__ == "__main__":
+    sys.exit(interruptible(lambda: main(sys.argv[1:])))

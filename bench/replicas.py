@@ -23,15 +23,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from bench import train
+from bench.common import cell, interleaved
+from bench.contestants import REPLICAS
+from bench.trainers import ADAM
 from yafsdp_cc import replicas
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import cell, interleaved, table
-from yafsdp_cc.tools.bench.contestants import REPLICAS
-from yafsdp_cc.tools.bench.trainers import ADAM
 from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
 from yafsdp_cc.tools.demo.train import loss_of
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from yafsdp_cc.tools.bench.contestants import Contestant
+    from bench.contestants import Contestant
 
 MATCHED = "matched"
 

@@ -19,20 +19,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bench import train
+from bench.common import times
+from bench.contestants import LEARNS_AS, PHASES, TRAINING
+from bench.trainers import make
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
-from yafsdp_cc.tools.bench import train
-from yafsdp_cc.tools.bench.common import table, times
-from yafsdp_cc.tools.bench.contestants import LEARNS_AS, PHASES, TRAINING
-from yafsdp_cc.tools.bench.trainers import make
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.tools.netlab.links import UNSHAPED
+from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.tools.bench.trainers import Trainer
+    from bench.trainers import Trainer
     from yafsdp_cc.tools.netlab import Lab
 
 POINTS = 20
@@ -82,7 +83,7 @@ def _losses_in(path: Path) -> dict[str, Any]:
     try:
         return {count: figures["learnt"] for count, figures in json.loads(path.read_text())["slow"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not what `yafsdp-cc bench --suite slow --json {path}` writes: {error!r}") from None
+        raise ValueError(f"{path} is not what `python -m bench --suite slow --json {path}` writes: {error!r}") from None
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: interleaved rounds, tables, and files of figures."""
+"""Shared by all benchmarks: interleaved rounds, cells of tables, and files of figures."""
 
 from __future__ import annotations
 
@@ -49,14 +49,6 @@ def save(path: Path | None, figures: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def table(*rows: Sequence[str]) -> str:
-    """Align columns, the first to the left and the others to the right. The first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    )
 
 
 def cell(value: float | None, form: str) -> str:

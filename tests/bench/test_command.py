@@ -1,4 +1,4 @@
-"""``yafsdp-cc bench``: what it refuses, how it stops, and that bytes which it reports are bytes that crossed."""
+"""``python -m bench``: what it refuses, how it stops, and that bytes which it reports are bytes that crossed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import yafsdp_cc.tools.cli as cli
+from bench import train
+from bench.__main__ import main
 from tests.cli.command import ROOT, started, yafsdp_cc
 from tests.netlab.labs import lab_of
 from tests.soak import LONG
-from yafsdp_cc.tools.bench import train
+from yafsdp_cc.tools import cli
 
 OURS = "ours int8 / int8 weights"
 
@@ -38,7 +39,7 @@ OURS = "ours int8 / int8 weights"
         (["--picture=loss.svg"], "--picture is for --suite slow"),
         (["--epochs=3"], "--epochs is for --suite pipeline"),
         (["--learnt=figures.json"], "--learnt is for --suite slow"),
-        (["--suite=slow", "--learnt=nowhere"], "nowhere is not what `yafsdp-cc bench --suite slow --json nowhere` wr"),
+        (["--suite=slow", "--learnt=nowhere"], "nowhere is not what `python -m bench --suite slow --json nowhere` wr"),
         (["--suite=slow", "--picture=loss.pdf"], "--picture loss.pdf: name a file that ends with .svg or .png"),
         (["--contestants", "ddp fp32", OURS], f"arguments: {OURS}; contestants are one argument, with commas between"),
         (["--suite=slow", "--picture=nowhere/loss.svg"], "--picture nowhere/loss.svg: there is no such folder"),
@@ -46,26 +47,33 @@ OURS = "ours int8 / int8 weights"
 )
 def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], told: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *flags])
+        main(flags)
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
     assert told in err
     assert err.count("\n") == 1
 
 
+def test_the_command_of_old_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--suite=slow"]) == 2
+    told = "yafsdp-cc: no command 'bench'; type `python -m bench` in a clone of the repository\n"
+    assert capsys.readouterr() == ("", told)
+
+
 def test_a_machine_without_networks_is_told_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["bench"]) == 1
-    assert capsys.readouterr() == ("", "yafsdp-cc bench: no program 'ip': apt-get install iproute2\n")
+    assert main([]) == 1
+    assert capsys.readouterr() == ("", "python -m bench: no program 'ip': apt-get install iproute2\n")
 
 
 def test_help_names_the_contestants_without_torch() -> None:
     program = """
-import sys, yafsdp_cc.tools.cli as cli
+import runpy, sys
+sys.argv = ["bench", "--help"]
 try:
-    cli.main(["bench", "--help"])
+    runpy.run_module("bench", run_name="__main__")
 finally:
     assert "torch" not in sys.modules
 """
@@ -81,17 +89,16 @@ def test_training_reports_the_bytes_that_crossed(
     with lab_of(ranks=2):
         pass
     flags = ["--bandwidth=200mbit", "--rounds=1", "--steps=1", "--json=figures.json"]
-    command = ["bench", "--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags]
+    command = ["--suite=train", f"--contestants=fsdp2 bf16,{OURS}", *flags]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["yafsdp-cc", *command])
     monkeypatch.setattr(train, "LENGTH", 16)
     monkeypatch.setattr(train, "WARM_UP", 1)
-    assert cli.main(command) == 0
+    assert main(command) == 0
     printed = capsys.readouterr().out
     assert "2 ranks at 200mbit" in printed
     assert max(map(len, printed.splitlines())) <= 120
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert written["about"]["command"].startswith("yafsdp-cc bench --suite=train")
+    assert written["about"]["command"].startswith("python -m bench --suite=train")
     figures = written["train"]["2"]["200mbit"]
     assert figures["fsdp2 bf16"]["counted_bytes"] is None
     assert figures["fsdp2 bf16"]["times_as_fast"] == 1
@@ -109,7 +116,7 @@ def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
         pass
     names = "fsdp2 bf16,ours exact bf16,ours 1-bit adam"
     flags = ["--ranks=2", "--bandwidth=unshaped", "--rounds=1", "--steps=6", "--json=figures.json"]
-    ran = yafsdp_cc("bench", "--suite=slow", f"--contestants={names}", *flags, folder=tmp_path)
+    ran = yafsdp_cc("--suite=slow", f"--contestants={names}", *flags, folder=tmp_path, main=main)
     assert ran.returncode == 0, ran.stderr
     assert "2 ranks at unshaped, 6 steps" in ran.stdout
     found = json.loads((tmp_path / "figures.json").read_text())["slow"]["2"]
@@ -123,7 +130,7 @@ def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
 
     again = ["--ranks=2", "--bandwidth=1gbit", "--rounds=1", "--steps=6", "--learnt=figures.json", "--json=again.json"]
     names = "ours exact bf16,ours auto / int8 weights"  # of which one has learnt before
-    ran = yafsdp_cc("bench", "--suite=slow", f"--contestants={names}", *again, folder=tmp_path)
+    ran = yafsdp_cc("--suite=slow", f"--contestants={names}", *again, folder=tmp_path, main=main)
     assert ran.returncode == 0, ran.stderr
     assert "ours exact bf16: loss" not in ran.stderr
     assert "ours auto / int8 weights: loss" in ran.stderr
@@ -135,7 +142,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with lab_of(ranks=2):
         pass
     flags = ["--contestants=ours exact bf16", "--bandwidth=unshaped", "--rounds=10000", "--steps=1"]
-    with started("bench", *flags, folder=tmp_path) as process:
+    with started(*flags, folder=tmp_path, main=lambda argv: cli.interruptible(lambda: main(argv))) as process:
         assert process.stderr is not None
         assert any("unshaped 1/10000 ours exact bf16" in line for line in process.stderr)
         os.killpg(process.pid, signal.SIGINT)

@@ -1,0 +1,132 @@
+"""``yafsdp-cc try``: its figures are those of the script by itself, and what it recommends follows from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import yafsdp_cc
+from tests.soak import LONG
+from yafsdp_cc.tools import cli
+from yafsdp_cc.tools.cli.try_ import Comparison, Row
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, yafsdp_cc
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)])
+for block in model:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(60):
+    loss = model(torch.randn(4, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item():.9f}", flush=True)
+print("the end", flush=True)
+"""
+WEIGHTS = 2 * (2 * 64 * 256 + 256 + 64)
+
+
+def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
+    """A script that imports torch's ``fully_shard`` and has an optimizer that OneBitAdam does not replace."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    flags = ("--rounds=1", "--steps=4", "--settings=fsdp2,exact,OneBitAdam")
+    ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "runs/try/figures.json").read_text())
+    rows = {each["name"]: each for each in found["rows"]}
+    fsdp2, exact, one_bit = (rows[name] for name in ("fsdp2", "exact", "OneBitAdam"))
+
+    # torch gathers in the forward and in the backward, and gloo sums by an all-reduce
+    assert fsdp2["sent"] == (1 + 1 + 2) * 4 * WEIGHTS // 2
+    # two blocks fit into the two weight buffers, and are gathered once; small parameters are replicated
+    assert 1 < exact["sent"] / ((1 + 1) * 4 * WEIGHTS // 2) < 1.01
+    assert exact["planned"] > 0 == fsdp2["planned"]
+    for row in (fsdp2, exact):
+        printed = [
+            [float(loss) for loss in re.findall(r"loss (\S+)", log.read_text())]
+            for log in (tmp_path / f"runs/try/{row['name']}-1").glob("rank-*.log")
+        ]
+        means = [sum(losses) / 2 for losses in zip(*printed, strict=True)]
+        *losses, _ = row["losses"][0]
+        assert losses == pytest.approx(means, rel=1e-6), "the run ends in its last step, before its loss is printed"
+        assert len(losses) <= 4 + 8, "steps for the loss, one that is recorded, and those that are timed"
+        assert 2 <= len(row["turns"][0]) <= 8
+        assert 0 < row["exposed"][0] < 1
+    assert exact["losses"][0][:4] == pytest.approx(fsdp2["losses"][0][:4], rel=1e-5)
+    assert one_bit["reason"] == "TypeError: OneBitAdam replaces torch's Adam and AdamW, and this script has SGD"
+    assert f"OneBitAdam: {one_bit['reason']}" in ran.stdout
+    assert f"Recommended: {found['recommended']}" in ran.stdout
+    assert "the end" not in (tmp_path / "runs/try/exact-1/rank-0.log").read_text()
+
+
+@LONG
+@pytest.mark.parametrize("case", ["one rank", "no sharding"])
+def test_a_script_that_cannot_be_tried_is_told_why(tmp_path: Path, case: str) -> None:
+    plain = re.sub(r"^ *(for block in model:|fully_shard\(.*)\n", "", SCRIPT, flags=re.MULTILINE)
+    (tmp_path / "train.py").write_text(SCRIPT if case == "one rank" else plain)
+    ran = yafsdp_cc("try", f"--nproc-per-node={1 + (case != 'one rank')}", "train.py", folder=tmp_path)
+    assert ran.returncode == 1
+    told = {"one rank": "start several, --nproc-per-node=2", "no sharding": "neither shard nor fully_shard"}[case]
+    assert ran.stdout.count(told) > 1
+    assert "round 1, int8" not in ran.stdout, "nothing else is run"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--settings=int9", "train.py"), "no setting 'int9': there are fsdp2, exact, bf16, int8, OneBitAdam"),
+        (("--minutes=0", "train.py"), "--minutes must be more than 0"),
+        (("--nproc-per-node=2", "--steps=4", "train.py"), "--steps=4 comes first, before torchrun's flags"),
+        ((), "name a script to run"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["try", *flags])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert message in err
+
+
+def row(name: str, seconds: float, loss: float = 2.0, spread: float = 0.0, again: float | None = None) -> Row:
+    turns = [[seconds - spread], [seconds], [seconds + spread]]
+    losses = [[3.0, 2.5, loss, loss], [3.0, 2.5 if again is None else again]]
+    return Row(name, losses=losses, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"),
+    [
+        ([row("exact", 1.0), row("int8", 0.5)], "int8"),
+        ([row("exact", 1.0), row("int8", 0.5, loss=2.009)], "int8"),
+        ([row("exact", 1.0), row("int8", 0.5, loss=2.011)], "exact"),
+        ([row("exact", 1.0), row("int8", 0.5, loss=1.5)], "int8"),
+        ([row("exact", 1.0, again=2.55), row("int8", 0.5, loss=2.011)], "int8"),
+        ([row("exact", 1.0, spread=0.3), row("int8", 0.8, spread=0.1)], "exact"),
+        ([row("exact", 1.0, spread=0.1), row("int8", 0.8, spread=0.05)], "int8"),
+        ([row("fsdp2", 1.01, spread=0.1), row("exact", 1.0), row("int8", 1.0)], "fsdp2"),
+        ([row("exact", 1.0), row("int8", 0.5), row("OneBitAdam", 0.1, loss=2.2)], "int8"),
+        ([row("exact", 1.0), Row("int8", reason="an error")], "exact"),
+        ([Row("exact", reason="an error"), row("int8", 0.5)], None),
+        ([row("exact", 1.0), row("int8", 0.5, loss=inf)], "exact"),
+    ],
+)
+def test_the_fastest_whose_loss_is_near_is_recommended_and_of_equals_the_simplest(
+    rows: list[Row], best: str | None
+) -> None:
+    chosen, _ = Comparison(rows, within=0.5).best()
+    assert (chosen.name if chosen else None) == best

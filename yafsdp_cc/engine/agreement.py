@@ -1,0 +1,167 @@
+"""Ranks agree on a collective that they do not expect before any of them issues it.
+
+Ranks that issue different collectives hang, abort (gloo, where a message is longer than the buffer for it) or mix up
+numbers. A rank expects an operation in three cases: the same operation has followed the same operations since the last
+final reduce; it has followed the same eight operations the last time; it continues a count from unit to unit. A rank
+issues an expected operation at once. Before any other one it waits until all ranks have told the store that they are
+about to issue the same. All ranks expect alike, because they have agreed on every earlier operation. If only some of
+the ranks are about to issue what is expected, the others wait in the store, and all time out with an error that says
+which operation each was about to issue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import zlib
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    import torch.distributed as dist
+
+    from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.streams import CommHandle
+
+Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
+"""What must be alike on all ranks: kind, name of the group, which parameters require the gradients that the operation
+sums, and by what each sum is divided."""
+Describe: TypeAlias = "Callable[[CommHandle | None], str]"
+"""Says what this rank is doing, and which operation it waits for."""
+
+_SHOWN = 6
+"""Number of operations, and of frozen parameters, that an error names for each rank."""
+_KNOWN = 1 << 16
+"""Largest number of paths and contexts in ``followers``: all ranks clear theirs at the same operation."""
+_FEW, _PROMPT = 16, 0.003
+"""Up to ``_FEW`` ranks poll for the verdict during ``_PROMPT`` seconds: some stores sleep between two looks."""
+_AGREED, _DIFFERENT = "agreed", "different"
+
+
+class Agreement:
+    """Operations that ranks have agreed on, and the questions that they ask each other over the store.
+
+    Args:
+        rank: index of this rank among ``ranks``.
+        ranks: global ranks of the model.
+        group: process group of some or all of ``ranks``; fake groups and groups played in Python are never asked.
+        device: device of the tensors that the group communicates.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank, self._world, self._store = rank, len(ranks), _get_default_store()
+        self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
+        """Whether other ranks answer questions."""
+        self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
+        if self.has_peers:
+            # A clone has a connection of its own: skip_together blocks that of the default store.
+            self._store = self._store.clone()  # type: ignore[attr-defined]
+            if (timeout := timeout_of(group)) is not None:
+                self._store.set_timeout(timeout)
+            # Every rank of the model makes its agreements in the same order, so the numbers of one agreement are equal.
+            self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
+        self.count = self.path = self.context = 0
+        """Number of operations; hashes of the operations since the last final reduce, and of the last eight."""
+        self.hashes: dict[Operation, int] = {}
+        self.followers: dict[int, int] = {}
+        """Hash of the operation that has followed each path and each context the last time."""
+        self.last: deque[Operation] = deque(maxlen=_SHOWN)
+        self._questions = itertools.count()  # a batch that is rolled back does not reset it: no key is used twice
+        self._answered = ""
+
+    def hash(self, operation: Operation) -> int:
+        """Return the operation's hash, the same on all ranks."""
+        return self.hashes.setdefault(operation, zlib.crc32(repr(operation).encode()))
+
+    def follow(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
+        """Ask all ranks unless they expect ``operation``, and expect it the next time."""
+        usual = self.followers.get(self.path, self.followers.get(self.context))
+        if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
+            self._ask(operation, flats, describe)
+        if len(self.followers) > _KNOWN:
+            self.followers.clear()
+        self.followers[self.path] = self.followers[self.context] = self.hash(operation)
+
+    def _goes_on(self, operation: Operation) -> bool:
+        """Return whether ``operation`` continues a count over units, also if up to three kinds take turns."""
+        for period in range(1, _SHOWN // 2 + 1):
+            before = list(self.last)[-2 * period :: period]
+            if len(before) == 2 and (step := _next_number(*before)) is not None:
+                return _next_number(before[1], operation) == step
+        return False
+
+    def _ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
+        """Ask all ranks for their next operation: one number counts the answers and adds up the hashes."""
+        key = f"{self._key}/{next(self._questions)}"
+        own = zlib.crc32(f"{self.hash(operation)} {self.path}".encode())
+        try:
+            answers = self._store.add(key, (1 << 48) + own)
+            if answers >> 48 == self._world:
+                verdict = _AGREED if answers & ((1 << 48) - 1) == self._world * own else _DIFFERENT
+                self._store.set(f"{key}/over", verdict)
+                self._forget(self._answered)
+            else:
+                until, pause = time.monotonic() + _PROMPT, 1e-4
+                while self._world <= _FEW and time.monotonic() < until and not self._store.check([f"{key}/over"]):
+                    time.sleep(pause)
+                    pause *= 2
+                verdict = self._store.get(f"{key}/over").decode()
+        except RuntimeError as error:
+            raise self.explain(error, describe(None), self._described(operation, flats)) from error
+        if verdict != _AGREED:
+            differ = RuntimeError("ranks were about to issue different ones")
+            raise self.explain(differ, describe(None), self._described(operation, flats))
+        self._answered = key
+
+    def _forget(self, key: str) -> None:
+        """Remove the question ``key``: every rank that answers the next question has read the verdict."""
+        with suppress(RuntimeError):  # some stores cannot remove keys
+            for each in (key, f"{key}/over") if key else ():
+                self._store.delete_key(each)
+
+    def _described(self, operation: Operation, flats: Sequence[FlatParam]) -> str:
+        frozen = [p.spec.name for flat in flats for p in flat.params if not p.parameter.requires_grad]
+        factors = sorted(set(operation[3]) - {self._world})
+        return (
+            f"; next: {operation[0]} {operation[1]}"
+            + (f" without {', '.join(frozen[:_SHOWN])}, frozen ({len(frozen)} in all)" if frozen else "")
+            + (f", divided by {factors}" if factors else "")
+        )
+
+    def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
+        """Return the failure of a collective with what each rank was doing.
+
+        Args:
+            error: the failure.
+            doing: what this rank is doing, as lines.
+            following: the operation that this rank was about to issue.
+        """
+        last = ", ".join(" ".join(each[:2]) for each in self.last)
+        mine = f"{self.count} operations, the last: {last}{following}"
+        if doing:
+            mine += "\n    " + doing.replace("\n", "\n    ")
+        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._world, mine)
+        return RuntimeError(
+            f"an operation failed: {reason}. Run the same forwards and backwards, freeze the same parameters and call "
+            "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
+            f"What ranks did last:\n{table}\n{error}"
+        )
+
+
+def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
+    """Return the place of the only number by which the names of two groups differ, and the difference, else None."""
+    old, new = re.split(r"(\d+)", before[1]), re.split(r"(\d+)", after[1])
+    places = [place for place, (one, other) in enumerate(zip(old, new, strict=False)) if one != other]
+    is_like = before[0] == after[0] and before[2:] == after[2:] and len(old) == len(new)
+    if not is_like or len(places) != 1 or places[0] % 2 == 0:
+        return None
+    return places[0], int(new[places[0]]) - int(old[places[0]])

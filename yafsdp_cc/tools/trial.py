@@ -1,0 +1,302 @@
+"""One rank of ``yafsdp-cc try``: a user's script under one setting, watched for some steps and then ended.
+
+A step ends with ``optimizer.step()`` of the first optimizer that makes one, so gradient accumulation, Transformers'
+Trainer and Accelerate are cut alike. Its loss is the tensor that a backward starts from. The first steps are for the
+loss, on a fast network. Then rank 0 slows the network down if that is asked for, records one step and times others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from yafsdp_cc import api
+from yafsdp_cc.config import RUN
+from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.sharding.assembly import current_state, state_of
+from yafsdp_cc.tools.cli.capture import Recording
+from yafsdp_cc.tools.metrics import peak_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LOSS_SHARE = 0.6
+"""Share of a run's time after which the steps for the loss end, made or not."""
+LEAST_SECONDS = 10.0
+"""Seconds that a run has for its steps, however long its start took."""
+REPLACED = {
+    "compression": ("compression",),
+    "precision": ("mp_policy",),
+    "shard": ("reshard_after_forward", "zero_stage"),
+}
+"""Arguments of ``shard`` and ``fully_shard`` that a setting of each section takes the place of."""
+
+
+class Asked(NamedTuple):
+    """What the command asks of a run."""
+
+    folder: str
+    ends: float
+    """Time at which the run should have ended, in seconds since the epoch."""
+    steps: int
+    timed: int
+    """Number of steps for the loss, and of steps to time after them, at most."""
+    settings: dict[str, Any]
+    """Settings of the engine that hold whatever the script and the run file say."""
+    by_torch: bool
+    """Whether torch's own ``fully_shard`` shards."""
+    one_bit: bool
+    """Whether ``OneBitAdam`` takes the place of torch's ``Adam`` and ``AdamW``."""
+    clip: float | None
+    """Limit that the script passes to ``clip_grad_norm_``, for ``OneBitAdam``."""
+    bandwidth: str | None
+    """Rate of the links of the lab that this rank is in, from the recorded step on."""
+
+
+@contextmanager
+def on_trial(wanted: str) -> Iterator[None]:
+    """Watch a script, which ends with this process; one that ends by itself before has its figures written, too."""
+    trial = Trial(Asked(**json.loads(wanted)))
+    try:
+        yield
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        trial.write(error=f"SystemExit: {error.code}" if failed else None, ended=True)
+        raise
+    except Exception as error:
+        trial.write(error=f"{type(error).__name__}: {error}")
+        raise
+    trial.write(ended=True)
+
+
+class Trial:
+    """Counts steps, keeps their losses, and ends this process together with those of the other ranks."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked, self._folder = asked, Path(asked.folder)
+        self._began = self._ends = asked.ends
+        self._is_first = os.environ.get("RANK", "0") == "0"
+        self._optimizer: Any = None
+        self._modules: list[nn.Module] = []
+        self._called: set[str] = set()
+        self._clip: float | None = None
+        self._roots: list[Tensor] = []
+        self._losses: list[list[Tensor]] = []
+        self._recording: Recording | None = None
+        self._timed: list[float] = []
+        self._last = 0.0
+        self._sent = 0
+        self._peak = 0
+        if self._is_first and asked.bandwidth:
+            self._set_bandwidth("unshaped")
+        self._replace_settings()
+        self._replace_functions()
+        register_optimizer_step_post_hook(self._after_step)
+
+    # What the script finds in place of its own ------------------------------------------------------------------------
+
+    def _replace_settings(self) -> None:
+        chosen = self._asked.settings
+        sections = {name.partition(".")[0] for name in chosen} - {"shard"}
+        kept = {
+            name: one
+            for name, one in json.loads(os.environ.get(RUN, "{}")).items()
+            if name.partition(".")[0] not in sections
+        }
+        os.environ[RUN] = json.dumps(kept | {name: (value, "yafsdp-cc try") for name, value in chosen.items()})
+
+    def _replace_functions(self) -> None:
+        patched: Any = api  # mypy forbids assignments to functions of modules
+        ours, theirs = api.fully_shard, fsdp.fully_shard
+        chosen = theirs if self._asked.by_torch else ours
+        patched.shard = self._watched(api.shard, "shard")
+        patched.fully_shard = self._watched(chosen, "fully_shard")
+        for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
+            if name in sys.modules:
+                vars(sys.modules[name])["fully_shard"] = self._watched(chosen, "fully_shard", "torch")
+        backward, clip = torch.autograd.backward, nn.utils.clip_grad_norm_
+
+        @functools.wraps(backward)
+        def watched_backward(tensors: Any, *args: Any, **given: Any) -> None:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._roots += [root.detach().clone() for root in roots if root.numel() == 1]
+            backward(tensors, *args, **given)
+
+        @functools.wraps(clip)
+        def watched_clip(parameters: Any, max_norm: float, *args: Any, **given: Any) -> Tensor:
+            self._clip = float(max_norm)
+            return clip(parameters, max_norm, *args, **given)
+
+        vars(torch.autograd)["backward"] = watched_backward
+        vars(nn.utils)["clip_grad_norm_"] = watched_clip
+        if self._asked.one_bit:
+            for kind in ("Adam", "AdamW"):
+                one_bit = _one_bit(kind, self._asked, self._modules)
+                vars(torch.optim)[kind] = one_bit
+                vars(sys.modules[f"torch.optim.{kind.lower()}"])[kind] = one_bit
+
+    def _watched(self, function: Callable[..., Any], *called: str) -> Callable[..., Any]:
+        """Return ``shard`` or ``fully_shard`` without the arguments that a setting takes the place of."""
+        replaced = {each for name in self._asked.settings for each in REPLACED[name.partition(".")[0]]}
+        if function is fsdp.fully_shard:
+            replaced |= {"compression", "ownership"}  # torch's has no such arguments
+
+        @functools.wraps(function)
+        def watched(module: Any, *args: Any, **given: Any) -> Any:
+            self._called.update(called)
+            result = function(module, *args, **{name: each for name, each in given.items() if name not in replaced})
+            self._modules += result if isinstance(result, list) else [result]
+            return result
+
+        return watched
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is not self._optimizer:
+            return
+        if self._asked.one_bit and not isinstance(optimizer, OneBitAdam):
+            raise TypeError(
+                f"OneBitAdam replaces torch's Adam and AdamW, and this script has {type(optimizer).__name__}"
+            )
+        if not self._losses:  # a start that was slow leaves some time for steps
+            self._began = time.time()
+            self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
+        self._losses.append(self._roots)
+        self._roots = []
+        if self._is_first:
+            self._lead(optimizer)
+        if self._last_step() <= len(self._losses):
+            self._end()
+
+    def _lead(self, optimizer: torch.optim.Optimizer) -> None:
+        """Decide on rank 0 what the next step is for.
+
+        No other rank finishes a step before rank 0 has finished the one before, as they sum gradients in it. So all
+        ranks see which step is the last before they have made it.
+        """
+        if self._recording is None:
+            late = time.time() > self._began + LOSS_SHARE * (self._ends - self._began)
+            if len(self._losses) >= self._asked.steps or late:
+                self._peak = peak_memory()
+                if self._asked.bandwidth:
+                    self._set_bandwidth(self._asked.bandwidth)
+                self._recording = Recording(True, 1, 1, self._asked.folder)
+                self._recording.before_step(1)
+            return
+        if not self._last:
+            self._recording.after_step(optimizer)
+            self._sent = self._sent_bytes()
+        else:
+            self._timed.append(self._now() - self._last)
+        self._last = self._now()
+        if self._timed and self._last_step() == sys.maxsize:
+            late = time.time() + self._timed[-1] > self._ends
+            if late or len(self._timed) >= self._asked.timed - 1:
+                (self._folder / "last.part").write_text(str(len(self._losses) + 1))
+                (self._folder / "last.part").replace(self._folder / "last")
+
+    def _last_step(self) -> int:
+        try:
+            return int((self._folder / "last").read_text())
+        except FileNotFoundError:
+            return sys.maxsize
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _set_bandwidth(self, bandwidth: str) -> None:
+        from yafsdp_cc.tools.netlab.links import Links
+
+        Links.here().set_bandwidth(bandwidth)
+
+    def _end(self) -> NoReturn:
+        """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
+        self.write()
+        with suppress(RuntimeError):  # another rank has written its figures, too, and left
+            if dist.is_initialized():
+                dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    # Figures ----------------------------------------------------------------------------------------------------------
+
+    def write(self, error: str | None = None, ended: bool = False) -> None:
+        """Write this rank's figures into the folder.
+
+        Args:
+            error: why the script failed.
+            ended: whether the script ended by itself.
+        """
+        own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
+        if error is None:
+            plans = [api.plan_of(each) for each in self._engines()]
+            device = next((each.device for module in self._modules for each in module.parameters()), None)
+            own |= {
+                "losses": [mean(each.item() for each in roots) for roots in self._losses if roots],
+                "timed": self._timed,
+                "sent": (self._sent_bytes() - self._sent) // max(1, len(self._timed)),
+                "peak": self._peak or peak_memory(),
+                "planned": sum(plan.owned_bytes for plan in plans),
+                "dtypes": sorted({each.forward for plan in plans for each in plan.dtypes}),
+                "emulates_bf16": device is not None and api.emulates_bf16(device),
+                "called": sorted(self._called),
+                "clip": self._clip,
+                "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            }
+        path = self._folder / f"figures-{os.environ.get('RANK', '0')}.json"
+        path.with_suffix(".part").write_text(json.dumps(own))
+        path.with_suffix(".part").replace(path)
+
+    def _engines(self) -> list[nn.Module]:
+        """Return the outermost modules that this engine has sharded."""
+        states = [state for module in self._modules if (state := state_of(module)) is not None]
+        return list({id(state.model): state.model for state in states}.values())
+
+    def _sent_bytes(self) -> int:
+        counters = [api.counters_of(each) for each in self._engines()]
+        return sum(each.gathered_bytes + each.reduced_bytes for each in counters)
+
+
+def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAdam]:
+    """Return a class that a script makes like torch's ``Adam`` or ``AdamW``, and that is ``OneBitAdam``."""
+
+    class OneBit(OneBitAdam):
+        def __init__(self, params: Any, *args: Any, **given: Any) -> None:
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # say how torch's is computed
+                given.pop(name, None)
+            if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
+                raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")
+            if kind == "Adam":
+                if given.get("weight_decay"):
+                    raise ValueError(
+                        "OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam"
+                    )
+                given["weight_decay"] = 0.0
+            if modules:
+                current_state(modules[-1])  # ``fully_shard`` alone makes no engine before the first forward
+            # later rounds only time steps, and exact sums for the second moment are rare in a real run
+            warmup_steps = max(1, asked.steps // 2)
+            refreshes = 4 if asked.steps > warmup_steps + 4 else 0
+            super().__init__(
+                params, *args, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=asked.clip, **given
+            )
+
+    return OneBit
